@@ -1,0 +1,36 @@
+# make study: install, run the laptop study, print its table.   make test: the test suite.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install study test test-long quality bench constraints clean
+
+install: .venv/installed
+
+# torch comes first and alone: DeepSpeed's build looks for it.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
+	touch $@
+
+study: install
+	$(BIN)/study run laptop
+
+test: install
+	$(BIN)/python -m pytest
+
+test-long: install
+	$(BIN)/python -m pytest -m long
+
+quality: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	$(BIN)/python -m study.baselines.bench
+
+clean:
+	rm -rf runs nvme_offload

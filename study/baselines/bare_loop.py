@@ -1,0 +1,213 @@
+"""The same run through a bare PyTorch loop, without Accelerate and with no measurement inside: the floor for speed.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml study/baselines/bare_loop.py
+
+Any launcher that sets RANK and its kin will do. One device or DDP; a sharded engine is somebody else's loop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from study.baselines.common import Session, main
+from study.config import RunConfig
+from study.errors import UserError
+from study.records import STATE_KINDS, STATE_PLACES
+from study.strategies import Launch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def refuse(config: RunConfig, launch: Launch) -> None:
+    if launch.strategy.name not in ("single", "ddp"):
+        raise UserError(
+            f"bare_loop runs single and ddp, and was launched with {launch.strategy.name}",
+            "launch it with accelerate_configs/single.yaml or ddp.yaml",
+        )
+
+
+class TorchProcess:
+    """What the study's evaluation, step rows and audit ask of an Accelerator, by torch.distributed alone."""
+
+    def __init__(self, config: RunConfig, launch: Launch):
+        import torch
+        from accelerate.utils import DistributedType
+
+        on_gpu = torch.cuda.is_available()
+        self.num_processes, self.process_index = launch.world_size, launch.rank
+        self.is_main_process = launch.is_main
+        self.device = torch.device("cuda", launch.local_rank) if on_gpu else torch.device("cpu")
+        self.mixed_precision = "no" if config.precision == "fp32" else config.precision
+        # How often the loop below accumulates is its own doing; like the batch, there is nothing to read back.
+        self.gradient_accumulation_steps = config.batch_plan(launch.world_size).gradient_accumulation_steps
+        self.distributed_type = DistributedType.NO
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        if self.num_processes > 1:
+            self.distributed_type = DistributedType.MULTI_GPU if on_gpu else DistributedType.MULTI_CPU
+            torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self.num_processes == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
+        torch.distributed.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts)
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        import torch
+
+        assert reduction == "sum"
+        if self.num_processes > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        import torch
+
+        if self.num_processes > 1:
+            torch.distributed.barrier()
+
+    def end(self) -> None:
+        import torch
+
+        if self.num_processes > 1:
+            torch.distributed.destroy_process_group()
+
+
+class Stopwatch:
+    """Seconds of the counted steps, the device synchronized at both ends; the study's window without its clock."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._started = device, 0.0
+        self.seconds, self.steps = 0.0, 0
+
+    def start(self) -> None:
+        self._synchronize()
+        self._started = time.perf_counter()
+
+    def stop(self, steps: int) -> None:
+        self._synchronize()
+        if steps:
+            self.seconds += time.perf_counter() - self._started
+            self.steps += steps
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def train(session: Session) -> None:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import get_scheduler, set_seed
+
+    from study import engine
+    from study.evaluation import evaluate
+    from study.measure.clock import WARMUP_STEPS
+    from study.steplog import StepLog
+    from study.summary import peak_so_far_gib
+    from study.tasks.blocks import sample_hashes, step_samples
+    from study.tasks.models import load_initial_model
+
+    config, launch, plan, data = session.config, session.launch, session.plan, session.data
+    if config.device_memory_cap_gib is not None:
+        engine._cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+    process = TorchProcess(config, launch)
+    process.wait_for_everyone()
+    session.console.log_to(session.output_dir / "log.txt")
+    set_seed(config.seed)
+
+    total_steps = session.total_steps
+    model: Any = load_initial_model(config, session.initial).to(process.device)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+    )
+    if launch.world_size > 1:
+        model = DistributedDataParallel(model, device_ids=[process.device] if process.device.type == "cuda" else None)
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, round(config.warmup_ratio * total_steps), total_steps)
+    scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision or "")
+    autocast = torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None)
+    session.write_engine(engine.audit(process, model, optimizer, config, launch, plan, session.output_dir))
+
+    log = StepLog(process, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
+    progress = session.console.progress(total_steps, 0)
+    evaluation: dict[str, float] = {}
+    done: list[tuple[int, Any, float, Any, list[Any]]] = []
+    # The study warms up for WARMUP_STEPS and then watches one step, which its window leaves out too.
+    uncounted = WARMUP_STEPS + 1
+    stopwatch = Stopwatch(process.device)
+    model.train()
+    loop_started = time.time()
+    for step in range(1, total_steps + 1):
+        samples = step_samples(config, len(data.train), step - 1)
+        micro_batches = [data.train.__getitems__(part) for part in plan.micro_batches(samples, launch.rank)]
+        learning_rate = schedule.get_last_lr()[0]
+        losses = []
+        for turn, micro_batch in enumerate(micro_batches, start=1):
+            batch = {name: tensor.to(process.device) for name, tensor in micro_batch.items()}
+            if launch.world_size > 1:
+                model.require_backward_grad_sync = turn == len(micro_batches)
+            with autocast:
+                loss = model(**batch).loss
+            scaler.scale(loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        # A step that overflowed was skipped, and halved the scale.
+        if scaler.get_scale() >= scale:
+            schedule.step()
+        done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches))
+
+        if step == uncounted:
+            stopwatch.start()
+        if session.flushes_after(step):
+            stopwatch.stop(min(len(done), max(0, step - uncounted)))
+            for number, mean_loss, rate, norm, batches in done:
+                log.add(number, mean_loss, rate, norm, sum(sum(sample_hashes(batch)) for batch in batches))
+            done.clear()
+            log.flush({})
+            progress.show(step, log.last_loss, None, peak_so_far_gib(process.device))
+            if session.evaluates_after(step):
+                with autocast:
+                    evaluation = evaluate(process, model, config.task, data.eval, plan.per_device_train_batch_size)
+                session.write_evaluation(step, evaluation)
+            stopwatch.start()
+    progress.close()
+
+    ranks = [_rank_entry(rank, stopwatch) for rank in range(launch.world_size)]
+    session.close_record(process, ranks, None, log, evaluation, loop_started)
+    process.wait_for_everyone()
+    process.end()
+
+
+def _rank_entry(rank: int, stopwatch: Stopwatch) -> dict[str, Any]:
+    """One rank's measurements in the shape of study.summary: the window and nothing else."""
+    step_times = dict.fromkeys(("step_time_s_p10", "step_time_s_median", "step_time_s_p90"))
+    window = {"window_s": stopwatch.seconds or None, "window_steps": stopwatch.steps or None}
+    return {
+        "rank": rank,
+        "memory": {"phases": {}, "device_mean_over_steps": None},
+        "time": {**step_times, **window, "self_cost_s": None, "energy_j": None},
+        "state": {"state_bytes": {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}},
+    }
+
+
+if __name__ == "__main__":
+    exit_status = main("bare_loop", train, refuse)
+    # As study/train.py does: the engine's native threads must not abort a run that has finished.
+    os._exit(exit_status)

@@ -1,0 +1,124 @@
+"""Checkpoints every N steps, and a resume that continues as if nothing had happened.
+
+Accelerate and DeepSpeed save with torch's pickle format. Loading is forced to weights_only, whatever the engine asks
+for, so that a checkpoint can hold tensors and plain values and never code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.config import RunConfig
+from study.errors import UserError
+from study.records import RecordError, read_json, write_json
+from study.strategies import Launch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FOLDER = "checkpoints"
+MANIFEST = "checkpoint.json"
+# A resumed run may differ in these: where it writes and how often, not what it computes.
+_FREE_KEYS = {
+    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "report_to", "nvme_path",
+    "logging_steps",
+}  # fmt: skip
+
+
+def save_checkpoint(
+    accelerator: Accelerator, schedule: Any, config: RunConfig, launch: Launch, output_dir: Path, step: int
+) -> None:
+    """Model, optimizer, RNG and schedule after `step`; the manifest is written last and makes it whole."""
+    folder = output_dir / FOLDER / f"step_{step:07d}"
+    if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        manifest = {
+            "step": step,
+            "strategy": launch.strategy.name,
+            "world_size": launch.world_size,
+            "config": config.to_dict(),
+            "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
+        }
+        write_json(folder / MANIFEST, manifest)
+
+
+def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint asked for and its manifest, refused where this run would not continue that one."""
+    asked = config.resume_from_checkpoint
+    if asked is None:
+        return None
+    if asked == "latest":
+        whole = sorted(file.parent for file in (output_dir / FOLDER).glob(f"*/{MANIFEST}"))
+        if not whole:
+            raise UserError(f"{output_dir} holds no whole checkpoint", "leave --resume_from_checkpoint out")
+        folder = whole[-1]
+    else:
+        folder = Path(asked)
+    try:
+        manifest = read_json(folder / MANIFEST)
+        step, saved = manifest["step"], manifest["config"]
+        was = (manifest["strategy"], manifest["world_size"])
+    except (RecordError, KeyError) as error:
+        raise UserError(
+            f"--resume_from_checkpoint {folder} is not a whole checkpoint ({error})",
+            "name a folder that holds a checkpoint.json, or `latest`",
+        ) from None
+    if was != (launch.strategy.name, launch.world_size):
+        raise UserError(
+            f"the checkpoint was saved by {was[0]} on {was[1]} ranks, this run is {launch.strategy.name} on "
+            f"{launch.world_size}",
+            f"run: accelerate launch --config_file accelerate_configs/{was[0]}.yaml --num_processes {was[1]} ...",
+        )
+    now = config.to_dict()
+    changed = [key for key in now if key not in _FREE_KEYS and now[key] != saved.get(key)]
+    if changed:
+        key = changed[0]
+        raise UserError(
+            f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {now[key]}",
+            f"use --{key} {saved.get(key)}, or start anew",
+        )
+    assert isinstance(step, int)
+    return folder, manifest
+
+
+def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> int:
+    """Put everything back; returns the step after which the run goes on."""
+    with _tensors_only(with_deepspeed=manifest["strategy"].startswith("zero")):
+        accelerator.load_state(str(folder))
+    schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
+    return int(manifest["step"])
+
+
+@contextmanager
+def _tensors_only(with_deepspeed: bool) -> Iterator[None]:
+    import torch
+
+    previous = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    try:
+        with torch.serialization.safe_globals(_engine_classes() if with_deepspeed else []):
+            yield
+    finally:
+        if previous is None:
+            del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+        else:
+            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = previous
+
+
+def _engine_classes() -> list[Any]:
+    """The few plain classes DeepSpeed puts beside the tensors; anything else in a checkpoint is refused."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]

@@ -1,0 +1,22 @@
+"""The one way this project refuses a request."""
+
+
+class UserError(Exception):
+    """A request that cannot be served: says what is wrong and where, then how to mend it, on one line each read.
+
+    The command line prints it without a traceback and exits with 2.
+    """
+
+    def __init__(self, problem: str, mend: str):
+        self.problem = " ".join(problem.split())
+        self.mend = " ".join(mend.split())
+        super().__init__(f"{self.problem} -> {self.mend}")
+
+
+class RunFailed(Exception):
+    """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
+
+    def __init__(self, reason: str, hint: str = ""):
+        self.reason = " ".join(reason.split())
+        self.hint = " ".join(hint.split())
+        super().__init__(self.reason)

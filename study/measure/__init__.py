@@ -1,0 +1,112 @@
+"""What a run measures about itself, in one object that keeps the training loop readable:
+
+meters = Meters(device, watched_step=4)
+model, optimizer = accelerator.prepare(...)
+meters.start(model, optimizer)
+for step in ...:
+    with meters.step(step):
+        ...forward, backward, optimizer step...
+    rows = meters.flush()
+    with meters.interruption("eval"):
+        ...
+meters.finish()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from study.measure.clock import WARMUP_STEPS, HostCost, StepClock, step_time_statistics
+from study.measure.energy import EnergyMeter
+from study.measure.memory import MemoryMeter, Phase
+from study.measure.state import StateWatch
+from study.measure.traffic import TrafficWatch
+
+__all__ = ["Meters"]
+
+
+class Meters:
+    """Clock, memory, energy, and the watches of one step, in this rank. Create it before the model."""
+
+    def __init__(self, device: torch.device, watched_step: int | None, warmup_steps: int = WARMUP_STEPS) -> None:
+        self.cost = HostCost()
+        self.energy = EnergyMeter(device)
+        self.memory = MemoryMeter(device, self.cost)
+        self.clock = StepClock(device, warmup_steps, self.cost, on_window=self._window)
+        self.watched_step = watched_step
+        self.traffic: dict[str, Any] | None = None
+        self.state: dict[str, Any] | None = None
+        self._started: tuple[Any, Any] | None = None
+        self._first_step = True
+
+    def start(self, model: Any, optimizer: Any) -> None:
+        """Everything is prepared; the next thing is the first step."""
+        self._started = (model, optimizer)
+        self.memory.enter_phase("first_step")
+        self.clock.start_window()
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One whole optimizer step, all its micro-batches included."""
+        if step == self.watched_step:
+            self.clock.exclude_next_step()
+            assert self._started is not None, "start() comes before the first step"
+            with TrafficWatch(step) as traffic, StateWatch(*self._started) as state:
+                yield
+            self.traffic, self.state = traffic.report(), state.report
+            if state.report is None:
+                # A loss scaler skipped this step; the next one is as good.
+                self.watched_step = step + 1
+        else:
+            yield
+        self.clock.step_done(step)
+        self.memory.step_done()
+        if self._first_step:
+            self._first_step = False
+            with self.paused():
+                self.memory.enter_phase("steady")
+
+    @contextlib.contextmanager
+    def interruption(self, phase: Phase) -> Iterator[None]:
+        """What is no training step: in no step's time, and its memory in a phase of its own."""
+        with self.paused(), self.memory.phase(phase):
+            yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In no step's time: a checkpoint, a gathered metric."""
+        self.clock.pause()
+        yield
+        self.clock.resume()
+
+    def peak_gib(self) -> float:
+        """For a progress line: the peak so far of what tensors occupy on the GPU, or of this process on the host."""
+        phases = self.memory.report()["phases"].values()
+        return max(phase["allocated"] or phase["host"] for phase in phases) / 2**30
+
+    def flush(self) -> list[tuple[int, float]]:
+        return self.clock.flush()
+
+    def finish(self) -> None:
+        """After the last step, before anything is torn down."""
+        self.clock.pause()
+
+    def summary(self) -> dict[str, float | None]:
+        """This rank's summary.json figures of time and energy; flush() first."""
+        return {
+            **step_time_statistics(self.clock.counted_step_times),
+            "window_s": self.clock.window_s if self.clock.window_steps else None,
+            "window_steps": self.clock.window_steps or None,
+            "self_cost_s": self.clock.self_cost_s,
+            "energy_j": self.energy.joules,
+        }
+
+    def _window(self, opened: bool) -> None:
+        if opened:
+            self.energy.resume()
+        else:
+            self.energy.pause()

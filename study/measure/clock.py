@@ -1,0 +1,145 @@
+"""Time per optimizer step, without making the device wait for the host at every step.
+
+On CUDA an event is recorded where a step ends and read back in batches; elsewhere the host's clock does.
+Steps that warm up, and a step that is watched, keep their time in their own row and enter no statistic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+WARMUP_STEPS = 3
+
+
+class HostCost:
+    """Seconds the host spent measuring inside steps. Every meter works under `with cost:`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._started = time.perf_counter()
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._started
+
+
+class StepClock:
+    """Times every step, and the window of counted steps as a whole.
+
+    The run is cut into segments with the device synchronized at both ends. Only counted segments add up
+    to the window; an uncounted one (warm-up, a watched step) ends with a step.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        warmup_steps: int = WARMUP_STEPS,
+        cost: HostCost | None = None,
+        on_window: Callable[[bool], None] = lambda open: None,
+    ) -> None:
+        self.device = device
+        self.warmup_steps = warmup_steps
+        self.cost = cost or HostCost()
+        self.window_s = 0.0
+        self.window_steps = 0
+        self.counted_step_times: list[float] = []
+        self._on_window = on_window
+        self._steps_done = 0
+        self._marks: list[tuple[int, bool, Any, Any]] = []
+        self._last_mark: Any = None
+        self._segment_counted: bool | None = None
+        self._segment_steps = 0
+        self._segment_started = 0.0
+
+    @property
+    def self_cost_s(self) -> float:
+        return self.cost.seconds
+
+    def start_window(self) -> None:
+        """Call right before the first step. The window itself opens once the warm-up steps are done."""
+        assert self._segment_counted is None, "the clock runs already"
+        self._open(counted=self._steps_done >= self.warmup_steps)
+
+    def step_done(self, step: int) -> None:
+        assert self._segment_counted is not None, "start_window() or resume() comes before a step"
+        with self.cost:
+            mark = self._mark()
+            self._marks.append((step, self._segment_counted, self._last_mark, mark))
+            self._last_mark = mark
+            self._steps_done += 1
+            self._segment_steps += 1
+        if not self._segment_counted and self._steps_done >= self.warmup_steps:
+            self.pause()
+            self.resume()
+
+    def pause(self) -> None:
+        """Stop before anything that is no training step: evaluation, a checkpoint, the end."""
+        assert self._segment_counted is not None, "the clock is not running"
+        self._synchronize()
+        if self._segment_counted:
+            self.window_s += time.perf_counter() - self._segment_started
+            self.window_steps += self._segment_steps
+            self._on_window(False)
+        self._segment_counted = None
+
+    def resume(self) -> None:
+        self.start_window()
+
+    def exclude_next_step(self) -> None:
+        """The next step keeps its time in its row and enters neither the window nor the statistics."""
+        self.pause()
+        self._open(counted=False)
+
+    def flush(self) -> list[tuple[int, float]]:
+        """(step, step_time_s) of the steps since the last flush; waits for the last of them on CUDA."""
+        rows = []
+        if self._marks and self.device.type == "cuda":
+            self._marks[-1][3].synchronize()
+        for step, counted, begin, end in self._marks:
+            seconds = begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin
+            rows.append((step, seconds))
+            if counted:
+                self.counted_step_times.append(seconds)
+        self._marks.clear()
+        return rows
+
+    def _open(self, counted: bool) -> None:
+        self._synchronize()
+        self._segment_counted, self._segment_steps = counted, 0
+        if counted:
+            self._on_window(True)
+        self._segment_started = time.perf_counter()
+        self._last_mark = self._mark()
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def step_time_statistics(times: Sequence[float]) -> dict[str, float | None]:
+    names = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
+    if not len(times):
+        return dict.fromkeys(names)
+    return dict(zip(names, (float(value) for value in np.percentile(times, (10, 50, 90))), strict=True))

@@ -1,0 +1,61 @@
+"""Energy of this rank's GPU, from the driver's own counter. No counter, no figure: None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def nvml_handle(device: torch.device) -> Any | None:
+    """The driver's handle of exactly this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
+    if device.type != "cuda":
+        return None
+    import pynvml
+
+    # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        pynvml.nvmlInit()
+        for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
+            try:
+                return pynvml.nvmlDeviceGetHandleByUUID(name)
+            except pynvml.NVMLError_NotFound:
+                continue
+    except pynvml.NVMLError:
+        # No NVML library, no permission: this figure is not measurable here.
+        return None
+    return None
+
+
+class EnergyMeter:
+    """Joules between `resume()` and `pause()`, summed over the timed window's segments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = nvml_handle(device)
+        self._started_mj: int | None = None
+        self._total_mj: int | None = None
+
+    @property
+    def joules(self) -> float | None:
+        return None if self._total_mj is None else self._total_mj / 1000
+
+    def resume(self) -> None:
+        self._started_mj = self._read_mj()
+
+    def pause(self) -> None:
+        now = self._read_mj()
+        if now is not None and self._started_mj is not None:
+            self._total_mj = (self._total_mj or 0) + now - self._started_mj
+        self._started_mj = None
+
+    def _read_mj(self) -> int | None:
+        if self._handle is None:
+            return None
+        import pynvml
+
+        try:
+            return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        except pynvml.NVMLError:
+            self._handle = None
+            return None

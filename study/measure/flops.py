@@ -1,0 +1,34 @@
+"""The arithmetic that a model asks for, counted and not measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.config import RunConfig
+
+
+def model_flops_per_sample(config: RunConfig) -> int:
+    """Matrix-multiply FLOPs, forward and backward, of one sample at the full sequence length.
+
+    Counted on a meta-device copy, with eager attention, without gradient checkpointing and outside the engine: fused
+    kernels, recomputation and sharding change what a device does and not what the model asks for, so every arm of a
+    comparison gets the same figure, and MFU stays comparable. Causal masking saves nothing in this count.
+    """
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from study.tasks.models import build_model
+    from study.tasks.presets import FAMILY_OF_TASK
+
+    assert config.seq_length is not None
+    with torch.device("meta"):
+        model = build_model(dataclasses.replace(config, attn_implementation="eager")).train()
+        tokens = torch.zeros(1, config.seq_length, dtype=torch.long)
+        one_class = torch.zeros(1, dtype=torch.long)
+        # A mask of this shape is used as it is; any other makes transformers look for padding in values meta lacks.
+        mask = torch.zeros(1, 1, config.seq_length, config.seq_length)
+    labels = tokens if FAMILY_OF_TASK[config.task] == "causal-lm" else one_class
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+    return counter.get_total_flops()

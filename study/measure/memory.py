@@ -1,0 +1,134 @@
+"""Peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
+
+Three device figures that are not the same thing: what tensors occupy (allocated), what the caching
+allocator holds (reserved), and what the card shows as used (device: context, communicators and every other
+process on that card included). Peaks of torch and of Linux are reset where a phase begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from study.measure.clock import HostCost
+from study.measure.energy import nvml_handle
+
+Phase = Literal["init", "first_step", "steady", "eval"]
+FIGURES = ("allocated", "reserved", "device", "host")
+
+
+class MemoryMeter:
+    """A phase may come back; its peak is the largest of its occurrences. Bytes throughout."""
+
+    def __init__(self, device: torch.device, cost: HostCost | None = None) -> None:
+        self.device = device
+        self.cost = cost or HostCost()
+        self._nvml = nvml_handle(device)
+        self._host = _HostPeak()
+        self._peaks: dict[str, dict[str, int | None]] = {}
+        self._device_peak: int | None = None
+        self._device_sum = 0
+        self._device_samples = 0
+        self._phase: Phase = "init"
+        self._reset()
+
+    def enter_phase(self, phase: Phase) -> None:
+        self._harvest()
+        self._phase = phase
+        self._reset()
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Interrupt the current phase, and go back to it."""
+        interrupted = self._phase
+        self.enter_phase(phase)
+        try:
+            yield
+        finally:
+            self.enter_phase(interrupted)
+
+    def step_done(self) -> None:
+        """One cheap sample of the device; the peaks need none."""
+        with self.cost:
+            used = self._sample_device()
+            if used is not None:
+                self._device_sum += used
+                self._device_samples += 1
+
+    def report(self) -> dict[str, Any]:
+        """This rank's `{phase: {allocated, reserved, device, host}}` and its mean device memory over steps."""
+        self._harvest()
+        mean = self._device_sum / self._device_samples if self._device_samples else None
+        return {"phases": {name: dict(peaks) for name, peaks in self._peaks.items()}, "device_mean_over_steps": mean}
+
+    def _harvest(self) -> None:
+        self._sample_device()
+        on_cuda = self.device.type == "cuda"
+        now = {
+            "allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
+            "reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
+            "device": self._device_peak,
+            "host": self._host.read(),
+        }
+        before = self._peaks.setdefault(self._phase, dict.fromkeys(FIGURES))
+        for name, value in now.items():
+            before[name] = value if before[name] is None else max(before[name] or 0, value or 0)
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._host.reset()
+        self._device_peak = None
+        self._sample_device()
+
+    def _sample_device(self) -> int | None:
+        if self._nvml is None:
+            return None
+        import pynvml
+
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml).used)
+        self._device_peak = max(used, self._device_peak or 0)
+        return used
+
+
+class _HostPeak:
+    """This process's peak resident memory since `reset()`."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._resettable = True
+        self._lifetime_at_reset = 0
+        self._resident_at_reset = 0
+        self.reset()
+
+    def reset(self) -> None:
+        try:
+            # proc(5): "5" resets VmHWM. Some containers refuse it, and other systems do not have it.
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self._resettable = False
+        self._lifetime_at_reset = _lifetime_peak()
+        self._resident_at_reset = self._process.memory_info().rss
+
+    def read(self) -> int:
+        if self._resettable:
+            status = Path("/proc/self/status").read_text()
+            line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        lifetime = _lifetime_peak()
+        if lifetime > self._lifetime_at_reset:
+            return lifetime
+        # The process was larger in an earlier phase: only what the ends of this one show is known.
+        return max(self._resident_at_reset, self._process.memory_info().rss)
+
+
+def _lifetime_peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

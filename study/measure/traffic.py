@@ -1,0 +1,137 @@
+"""Every collective one rank issues during one optimizer step: calls, payload, and bytes on the wire.
+
+Counted where all engines meet: the dispatcher's `c10d::` and `_c10d_functional::` operators, seen by a
+TorchDispatchMode. `torch.distributed`, DeepSpeed's communication layer, FSDP2 and the C++ reducer of DDP all call
+methods of the C++ ProcessGroup (ProcessGroup.hpp), and each of these goes through the dispatcher before
+it reaches gloo, NCCL or the fake backend. Modes are part of the thread-local state that autograd hands
+to its worker threads and to its final callbacks (GraphTask in torch/csrc/autograd/engine.cpp), so
+collectives of backward hooks are seen on a GPU as well, where backward runs in other threads.
+The operator's own tensors are at hand, so sizes and types are exact. The profiler is not: it drops the
+types of tensor lists, and `record_param_comms` is written by some backends only.
+What a backend does inside one collective is its own business; the wire figure is the bandwidth-optimal
+one (ring factors as in nccl-tests), which makes engines comparable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from study.measure.inventory import dtensor_type
+
+# Operator -> (kind, which argument is the whole logical tensor; -1 is the result).
+# Gathering collectives are measured by what they put out, scattering ones by what they take in.
+_OPERATORS: dict[str, tuple[str, int]] = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_coalesced_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("recv", 0),
+    "c10d::recv_any_source_": ("recv", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", -1),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", -1),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::broadcast_": ("broadcast", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::isend": ("send", 0),
+    "_c10d_functional::irecv": ("recv", 0),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", 0),
+}
+_BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+@dataclasses.dataclass
+class Collective:
+    calls: int = 0
+    payload_bytes: int = 0
+    wire_bytes_per_rank: float = 0.0
+
+
+class TrafficWatch(TorchDispatchMode):
+    """`with TrafficWatch(step) as watch:` around one whole optimizer step, and nothing but the step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.collectives: defaultdict[str, Collective] = defaultdict(Collective)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, dtensor_type()) for kind in types):
+            # Let DTensor turn into its local operators and collectives first; those come back here.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) in _NAMESPACES:
+            names = [argument.name for argument in func._schema.arguments]
+            self._count(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}), result)
+        return result
+
+    def _count(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is None:
+            return  # waiting for a result, or wrapping one: no collective
+        if name in _BARRIERS:
+            self.collectives["barrier"].calls += 1
+            return
+        # An operator that is not in the table is counted with all it was given rather than missed.
+        kind, position = _OPERATORS.get(name.replace("_functional_autograd::", "_functional::"), (name, None))
+        given = list(arguments.values())
+        payload = given if position is None else result if position == -1 else given[position]
+        count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
+        collective = self.collectives[kind]
+        collective.calls += 1
+        collective.payload_bytes += count
+        collective.wire_bytes_per_rank += count * _wire_factor(kind, _group_size(group))
+
+    def report(self) -> dict[str, Any]:
+        counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
+        return {"step": self.step, "world_size": self.world_size, "collectives": counts}
+
+
+def _wire_factor(kind: str, group_size: int) -> float:
+    if group_size == 1:
+        return 0.0
+    if kind == "all_reduce":
+        return 2 * (group_size - 1) / group_size
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (group_size - 1) / group_size
+    return 0.0 if kind == "recv" else 1.0
+
+
+def _group_size(group: Any) -> int:
+    """c10d operators carry the boxed group, functional ones its name."""
+    if isinstance(group, str):
+        group = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    size: int = group.size()
+    return size

@@ -1,0 +1,23 @@
+"""Perplexity of a language model: exp of the mean negative log-likelihood per token, in nats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+
+
+class Perplexity(evaluate.Metric):
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=__doc__,
+            citation="",
+            inputs_description="predictions: mean loss of each sample; references: how many tokens that mean is over.",
+            features=datasets.Features({name: datasets.Value("float64") for name in ("predictions", "references")}),
+        )
+
+    def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+        with np.errstate(over="ignore"):  # a hopeless model is infinitely perplexed
+            return {"perplexity": float(np.exp(np.average(predictions, weights=references)))}

@@ -1,0 +1,55 @@
+"""How a run ended, as data: an exception becomes a state, a reason and a hint."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from study.errors import RunFailed, UserError
+from study.records import State
+
+
+class Terminated(BaseException):
+    """SIGTERM as an exception, so that the record is closed on the way out."""
+
+
+@contextmanager
+def raise_on_termination() -> Iterator[None]:
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def classify(error: BaseException) -> tuple[State, str, str]:
+    """State, one-line reason and one-line hint for status.json."""
+    import torch
+
+    if isinstance(error, RunFailed):
+        return "failed", error.reason, error.hint
+    if isinstance(error, UserError):
+        return "failed", error.problem, error.mend
+    # Pinning host memory and NCCL report a full GPU as an error of their own.
+    if isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    ):
+        return "oom", _first_line(error), "use a smaller --per_device_train_batch_size, or a strategy that shards more"
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    ):
+        return "oom", f"the host's memory ran out ({_first_line(error)})", "use a smaller model, or fewer ranks"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "stopped from the keyboard", "run it again"
+    if isinstance(error, Terminated):
+        return "interrupted", "ended by SIGTERM: a launcher sends it when another rank has died", "run it again"
+    return "failed", f"{type(error).__name__}: {_first_line(error)}", "the traceback is in log.txt"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:500]

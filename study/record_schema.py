@@ -1,0 +1,226 @@
+"""What the files of a run directory hold: every key, what its value may be, and what must agree with what.
+
+The reader refuses anything else with the file's name and the reason: a wrong number must not slip into a table
+because a file was damaged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+State = Literal["ok", "oom", "timeout", "unsupported", "failed", "interrupted"]
+STATES: tuple[State, ...] = get_args(State)
+
+
+_DEEPEST = 20
+
+
+class RecordError(ValueError):
+    """A file of a run directory that cannot be believed: which one, and why."""
+
+    def __init__(self, file: Path, reason: str):
+        self.file, self.reason = file, reason
+        super().__init__(f"{file}: {reason}")
+
+
+STATE_KINDS = ("params", "grads", "optimizer")
+STATE_PLACES = ("device", "host", "nvme")
+
+
+class Kind(NamedTuple):
+    """What a value of a record may be, in words for the refusal and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def or_null(self) -> Kind:
+        return Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+TIME = Kind("a time with its zone", _is_time)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number from 0 up", lambda value: type(value) is int and value >= 0)
+POSITIVE_COUNT = Kind("a whole number from 1 up", lambda value: type(value) is int and value >= 1)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
+AMOUNT = Kind("a number from 0 up", lambda value: NUMBER.holds(value) and value >= 0)
+SHARE = Kind("a number from 0 to 1", lambda value: AMOUNT.holds(value) and value <= 1)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+
+
+def _one_of(*values: Any) -> Kind:
+    return Kind(
+        f"one of {', '.join(map(str, values))}",
+        lambda value: any(type(value) is type(known) and value == known for known in values),
+    )
+
+
+def _hex(digits: int) -> Kind:
+    return Kind(
+        f"{digits} hexadecimal digits",
+        lambda value: isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None,
+    )
+
+
+STATUS = {
+    "state": _one_of(*STATES), "reason": TEXT, "hint": TEXT, "attempt": POSITIVE_COUNT, "started_at": TIME,
+    "ended_at": TIME.or_null(),
+}  # fmt: skip
+# Every figure of summary.json; null where it could not be measured, never 0. Losses alone may be negative.
+SUMMARY = {
+    "steps": COUNT, "tokens": COUNT,
+    **dict.fromkeys(("train_loss_first", "train_loss_final", "eval_loss_final"), NUMBER.or_null()),
+    "eval_accuracy": SHARE.or_null(),
+    **dict.fromkeys((
+        "eval_perplexity", "runtime_s", "startup_s", "step_time_s_median", "step_time_s_p10", "step_time_s_p90",
+        "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "model_flops_per_step", "mfu",
+        "peak_memory_gib_allocated", "peak_memory_gib_reserved", "peak_memory_gib_device", "avg_memory_gib_device",
+        "host_peak_rss_gib",
+    ), AMOUNT.or_null()),
+    "state_bytes_per_rank": OBJECT,
+    **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), AMOUNT.or_null()),
+}  # fmt: skip
+SUMMARY_KEYS = tuple(SUMMARY)
+ENGINE = {
+    "strategy": TEXT, "distributed_type": TEXT, "world_size": POSITIVE_COUNT, "virtual": FLAG,
+    "zero_stage": _one_of(0, 1, 2, 3).or_null(), "offload_optimizer": _one_of("cpu", "nvme").or_null(),
+    "offload_param": _one_of("cpu", "nvme").or_null(), "nvme_path": TEXT.or_null(), "optimizer_class": TEXT,
+    "precision": TEXT, "param_dtype": TEXT, "gradient_clipping": AMOUNT, "buckets": OBJECT, "torch": TEXT,
+    "deepspeed": TEXT.or_null(), "initial_weights_sha256": _hex(64).or_null(),
+    "warnings": Kind("a list of strings", lambda value: isinstance(value, list) and all(map(TEXT.holds, value))),
+}  # fmt: skip
+STEP = {
+    "step": POSITIVE_COUNT, "loss": NUMBER.or_null(), "lr": AMOUNT, "grad_norm": AMOUNT.or_null(),
+    "step_time_s": AMOUNT.or_null(), "tokens": COUNT, "samples_hash": _hex(16),
+}  # fmt: skip
+EVALUATION = {"step": POSITIVE_COUNT, "eval_loss": NUMBER}
+TASK_FIGURES = {"accuracy": SHARE, "perplexity": AMOUNT.or_null()}
+# Figures of summary.json that are the largest of memory.json over ranks and phases.
+PEAKS = {
+    "peak_memory_gib_allocated": "allocated", "peak_memory_gib_reserved": "reserved",
+    "peak_memory_gib_device": "device", "host_peak_rss_gib": "host",
+}  # fmt: skip
+
+
+def check(
+    file: Path, document: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "", others_allowed: bool = False
+) -> None:
+    missing = [key for key in kinds if key not in document]
+    if missing:
+        raise RecordError(file, f"{where}lacks {', '.join(missing)}")
+    unknown = [key for key in document if key not in kinds]
+    if unknown and not others_allowed:
+        raise RecordError(file, f"{where}has the unknown key {unknown[0]!r}")
+    for key, kind in kinds.items():
+        if not kind.holds(document[key]):
+            raise RecordError(file, f"{where}{key} is {document[key]!r}, not {kind.words}"[:300])
+
+
+def check_state_bytes(file: Path, state_bytes: Mapping[str, Any]) -> None:
+    check(file, state_bytes, dict.fromkeys(STATE_KINDS, OBJECT), "state_bytes_per_rank: ")
+    for kind, places in state_bytes.items():
+        check(file, places, dict.fromkeys(STATE_PLACES, AMOUNT.or_null()), f"state_bytes_per_rank.{kind}: ")
+
+
+def check_memory(file: Path, memory: Mapping[str, Any]) -> None:
+    if memory:
+        check(file, memory, {"unit": _one_of("GiB"), "ranks": Kind("a list", lambda value: isinstance(value, list))})
+        check_amounts(file, memory["ranks"], "ranks")
+
+
+def check_amounts(file: Path, tree: Any, path: str = "", depth: int = 0) -> None:
+    """For documents whose every leaf is a figure."""
+    if depth > _DEEPEST:
+        raise RecordError(file, f"nests deeper than {_DEEPEST} levels")
+    if isinstance(tree, (dict, list)):
+        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            check_amounts(file, branch, f"{path}.{key}" if path else str(key), depth + 1)
+    elif not AMOUNT.or_null().holds(tree):
+        raise RecordError(file, f"{path} is {tree!r}, not {AMOUNT.or_null().words}"[:300])
+
+
+def check_steps(file: Path, rows: list[dict[str, Any]]) -> None:
+    for number, row in enumerate(rows, start=1):
+        check(file, row, STEP, f"row {number}: ")
+        if row["step"] != number:
+            raise RecordError(file, f"row {number} says step {row['step']}")
+
+
+def check_evaluations(file: Path, rows: list[dict[str, Any]]) -> None:
+    last = 0
+    for number, row in enumerate(rows, start=1):
+        figures = {key: kind for key, kind in TASK_FIGURES.items() if key in row}
+        check(file, row, EVALUATION | figures, f"row {number}: ")
+        if row["step"] <= last:
+            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
+        last = row["step"]
+
+
+class FinishedRun(Protocol):
+    """What of a run is compared with itself."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def engine(self) -> dict[str, Any]: ...
+    @property
+    def summary(self) -> dict[str, Any]: ...
+    @property
+    def memory(self) -> dict[str, Any]: ...
+    @property
+    def traffic(self) -> dict[str, Any]: ...
+    @property
+    def steps(self) -> list[dict[str, Any]]: ...
+    @property
+    def evals(self) -> list[dict[str, Any]]: ...
+
+
+def check_agreement(run: FinishedRun) -> None:
+    """What a finished run says twice must be the same both times: a damaged figure seldom stays plausible in both."""
+    first, last = (run.steps[0], run.steps[-1]) if run.steps else ({}, {})
+    evaluation = run.evals[-1] if run.evals else {}
+    said_again: list[tuple[str, str, float | None]] = [
+        ("steps", "steps.jsonl", len(run.steps)),
+        ("tokens", "steps.jsonl", sum(row["tokens"] for row in run.steps)),
+        ("train_loss_first", "steps.jsonl", first.get("loss")),
+        ("train_loss_final", "steps.jsonl", last.get("loss")),
+        ("eval_loss_final", "evals.jsonl", evaluation.get("eval_loss")),
+        ("eval_accuracy", "evals.jsonl", evaluation.get("accuracy")),
+        ("eval_perplexity", "evals.jsonl", evaluation.get("perplexity")),
+    ]
+    try:
+        watched = run.traffic["step"] is not None
+        collectives = run.traffic["collectives"].values()
+        for key, figure in (("comm_bytes_per_step", "payload_bytes"), ("comm_calls_per_step", "calls")):
+            total = sum(entry[figure] for entry in collectives)
+            said_again.append((key, "traffic.json", total if watched else None))
+    except (KeyError, TypeError, AttributeError):
+        raise RecordError(run.path / "traffic.json", "holds no calls and payload_bytes per collective") from None
+    try:
+        phases = [phase for rank in run.memory["ranks"] for phase in rank["phases"].values()]
+        for key, figure in PEAKS.items():
+            known = [phase[figure] for phase in phases if phase[figure] is not None]
+            said_again.append((key, "memory.json", max(known, default=None)))
+    except (KeyError, TypeError, AttributeError):
+        raise RecordError(
+            run.path / "memory.json", f"holds no {', '.join(PEAKS.values())} per rank and phase"
+        ) from None
+    for key, file, other in said_again:
+        value = run.summary[key]
+        if value != other and (value is None or other is None or not math.isclose(value, other, rel_tol=1e-9)):
+            raise RecordError(run.path / "summary.json", f"{key} is {value}, and {file} says {other}")
+    for row in run.steps:
+        if row["loss"] is None and not run.engine["virtual"]:
+            raise RecordError(run.path / "steps.jsonl", f"step {row['step']} of a run that ended ok has no loss")

@@ -1,0 +1,68 @@
+"""What a device could do at best, from study/theory/hardware.yaml, and the share of it that a run reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from study.config import Precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One entry of hardware.yaml; data-sheet figures, dense."""
+
+    name: str
+    pattern: str
+    peak_tflops: dict[str, float | None]
+    memory_bandwidth_gb_per_s: float
+    memory_gib: float
+
+
+@functools.cache
+def known_devices() -> tuple[Device, ...]:
+    entries = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
+    return tuple(Device(**entry) for entry in entries)
+
+
+def find_device(device_name: str) -> Device | None:
+    """By the name torch.cuda.get_device_name or NVML gives; None for what is not listed, such as any CPU."""
+    if "MIG" in device_name:  # a slice of a device; its share of the figures is not published with the name
+        return None
+    return next((device for device in known_devices() if re.search(device.pattern, device_name)), None)
+
+
+def peak_flops(device_name: str, precision: str, float32_matmul_precision: str = "highest") -> float | None:
+    """Peak dense FLOP/s for the matrix multiplications of a run in `precision`; None where it is not known.
+
+    fp32 means the CUDA cores, because torch leaves tf32 off for matrix multiplications (Ampere and later included):
+    pass torch.get_float32_matmul_precision() where a run may have turned it on.
+    """
+    if precision not in get_args(Precision):
+        raise ValueError(f"unknown precision {precision!r}")
+    device = find_device(device_name)
+    if device is None:
+        return None
+    kind = precision.removesuffix("-engine")
+    if kind == "fp32" and float32_matmul_precision != "highest" and device.peak_tflops["tf32"] is not None:
+        kind = "tf32"
+    tflops = device.peak_tflops[kind]
+    return None if tflops is None else tflops * 1e12
+
+
+def mfu(
+    flops_per_step: float,
+    step_time_s: float,
+    world_size: int,
+    device_name: str,
+    precision: str,
+    float32_matmul_precision: str = "highest",
+) -> float | None:
+    """Model FLOPs utilization: the model's FLOPs of one step over all ranks, against all devices' peak in that time."""
+    peak = peak_flops(device_name, precision, float32_matmul_precision)
+    return None if peak is None else flops_per_step / (step_time_s * world_size * peak)

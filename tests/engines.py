@@ -1,0 +1,45 @@
+"""Launch a script on real engines, the way a user does: `accelerate launch --config_file ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def launch(
+    strategy: str, script: str | Path, *args: str, ranks: int = 2, timeout: float = 180
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` under accelerate_configs/<strategy>.yaml; on timeout no process of the launch survives."""
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", str(ranks), "--main_process_port", "0", str(script), *args,
+    ]  # fmt: skip
+    # One thread per rank: on CPU a device is one core, and ranks must not fight over them.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def printed_json(result: subprocess.CompletedProcess[str], marker: str = "PROBE ") -> list[Any]:
+    """The documents a probe printed behind the marker, one per rank, in the order of the ranks."""
+    assert result.returncode == 0, f"{' '.join(result.args)}\n{result.stdout[-2000:]}\n{result.stderr[-6000:]}"
+    # Two ranks may print on one line: each document ends where its JSON does.
+    decoder = json.JSONDecoder()
+    documents = [decoder.raw_decode(text)[0] for text in result.stdout.split(marker)[1:]]
+    return sorted(documents, key=lambda document: document["rank"])

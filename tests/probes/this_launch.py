@@ -1,0 +1,10 @@
+"""Prints what a launched process reads back about its launch, as study/train.py would."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from study.strategies import this_launch
+
+print("PROBE " + json.dumps(dataclasses.asdict(this_launch())), flush=True)

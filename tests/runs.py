@@ -1,0 +1,54 @@
+"""Runs of study/train.py that several tests look at, each made once a session."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engines import launch
+
+from study.records import Run, read_run
+
+RunFactory = Callable[..., Run]
+
+# Small, and unlike every default that could hide a mismatch: decay, warm-up, and a clipping that bites.
+FLAGS = (
+    "--scale", "laptop", "--max_steps", "8", "--global_batch_size", "8", "--seq_length", "32", "--train_samples", "64",
+    "--eval_samples", "24", "--weight_decay", "0.01", "--warmup_ratio", "0.25", "--max_grad_norm", "0.5",
+    "--eval_steps", "4", "--logging_steps", "3",
+)  # fmt: skip
+
+
+def train(
+    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    nvme = output_dir.parent / "nvme"
+    return launch(
+        strategy, "study/train.py", *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
+        ranks=ranks, timeout=timeout,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
+    """The finished run of a strategy with these flags; a second request gets the first one's record."""
+    made: dict[tuple[str, ...], Run] = {}
+    root = tmp_path_factory.mktemp("runs")
+
+    def make(strategy: str, *flags: str, ranks: int | None = None) -> Run:
+        ranks = ranks or (1 if strategy == "single" else 2)
+        key = (strategy, str(ranks), *flags)
+        if key not in made:
+            output_dir = root / f"{len(made):03d}-{strategy}"
+            result = train(strategy, output_dir, *flags, ranks=ranks)
+            assert result.returncode == 0, f"{result.stderr[-3000:]}\n{_tail(output_dir / 'log.txt')}"
+            made[key] = read_run(output_dir)
+        return made[key]
+
+    return make
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:] if log.exists() else "no log"

@@ -1,0 +1,334 @@
+"""The built-in corpora, their floors, and which samples a step takes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from study.config import RunConfig, resolved
+from study.errors import UserError
+from study.tasks import builtin, load_data
+from study.tasks.blocks import Split, TaskData, epoch_order, sample_hashes, step_samples
+
+# How often a test about chance may fail although the code is right.
+DOUBT = 1e-9
+
+
+def laptop(task: str, **options: object) -> RunConfig:
+    return resolved(RunConfig.from_dict({"task": task, "scale": "laptop", **options}, "this test"), False)
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> TaskData:
+    return load_data(laptop("gpt-wikitext"), tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> TaskData:
+    return load_data(laptop("bert-imdb"), tmp_path_factory.mktemp("cache"))
+
+
+def standard_error(values: np.ndarray, batches: int) -> float:
+    """Of the mean of values that depend on their neighbours: batch means, nearly independent, see the spread."""
+    means = values[: len(values) // batches * batches].reshape(batches, -1).mean(axis=1)
+    return float(means.std(ddof=1) / math.sqrt(batches))
+
+
+# The language corpus and its floor
+
+
+def eval_walk() -> np.ndarray:
+    index = {word: number for number, word in enumerate(builtin.lexicon())}
+    return np.array([index[word] for row in builtin.language_rows("eval") for word in row.split()])
+
+
+def test_the_chain_is_a_chain_and_its_stationary_shares_are_stationary() -> None:
+    chain = builtin.language_chain()
+    assert np.allclose(chain.transition.sum(axis=1), 1)
+    assert np.allclose(chain.stationary @ chain.transition, chain.stationary)
+    assert chain.stationary.sum() == pytest.approx(1)
+    assert (chain.stationary > 0).all()
+
+
+def test_the_entropy_rate_is_what_a_long_walk_costs_who_knows_the_chain() -> None:
+    chain, walk = builtin.language_chain(), eval_walk()
+    costs = chain.surprise[walk[:-1], walk[1:]]
+    assert np.isfinite(costs).all(), "the walk took a step the chain does not allow"
+    assert costs.mean() == pytest.approx(chain.entropy_rate, abs=5 * standard_error(costs, 64))
+
+
+def test_the_entropy_rate_agrees_with_a_sum_by_hand() -> None:
+    chain = builtin.MarkovChain(np.array([[0, 1], [0, 1]]), np.array([[0.5, 0.5], [0.25, 0.75]]))
+    # stationary = (1/3, 2/3) from s0 = s0/2 + s1/4
+    fair = math.log(2)
+    biased = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    assert chain.entropy_rate == pytest.approx(fair / 3 + 2 * biased / 3)
+
+
+def test_other_predictors_lose_more_than_the_floor() -> None:
+    chain, walk = builtin.language_chain(), eval_walk()
+    previous, following = walk[:-1], walk[1:]
+    oracle = chain.surprise[previous, following].mean()
+    frequencies = -np.log(chain.stationary)[following].mean()
+    blurred = -np.log(0.9 * chain.transition + 0.1 / builtin.WORDS)[previous, following].mean()
+    assert oracle < blurred < frequencies < math.log(builtin.WORDS)
+
+
+def test_the_packed_blocks_are_the_stream_of_words(language: TaskData) -> None:
+    ids = language.train.tensors["input_ids"]
+    words = [word for row in itertools.islice(builtin.language_rows("train"), 1600) for word in row.split()]
+    assert ids.shape == (1600, 64)
+    assert [builtin.lexicon()[token - len(builtin.SPECIAL_TOKENS)] for token in ids.flatten().tolist()] == words
+    assert torch.equal(ids, language.train.tensors["labels"])
+
+
+def test_the_oracle_scores_exactly_the_blocks_that_a_model_is_scored_on(language: TaskData) -> None:
+    chain = builtin.language_chain()
+    blocks = (language.eval.tensors["input_ids"] - len(builtin.SPECIAL_TOKENS)).tolist()
+    costs = [-math.log(chain.transition[a, b]) for block in blocks for a, b in itertools.pairwise(block)]
+    assert language.floor is not None
+    assert len(costs) == 200 * 63
+    assert language.floor.oracle_eval_loss == pytest.approx(sum(costs) / len(costs))
+    assert language.floor.oracle_eval_perplexity == pytest.approx(math.exp(language.floor.oracle_eval_loss))
+
+
+# The review corpus and its floor
+
+
+def test_bayes_scores_agree_with_brute_force_over_every_possible_review(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "SHORTEST_REVIEW_WORDS", 2)
+    monkeypatch.setattr(builtin, "LONGEST_REVIEW_WORDS", 6)
+    share, agreement = builtin.SENTIMENT_SHARE, builtin.AGREEMENT
+    loss = accuracy = 0.0
+    for length in range(2, 7):
+        seen = min(length, 5)  # --seq_length 7 leaves five words between [CLS] and [SEP]
+        for words in itertools.product((1, 0, -1), repeat=seen):
+            likelihood = {1: share * agreement, 0: 1 - share, -1: share * (1 - agreement)}
+            if_true = math.prod(likelihood[word] for word in words)
+            if_false = math.prod(likelihood[-word] for word in words)
+            posterior = if_true / (if_true + if_false)
+            loss += if_true / 5 * -math.log(posterior)
+            tie = math.isclose(posterior, 0.5)
+            accuracy += if_true / 5 * (0.5 if tie else float(posterior > 0.5))
+    assert builtin.expected_review_scores(7) == pytest.approx((loss, accuracy))
+
+
+@pytest.mark.parametrize("seq_length", [24, 64, 128])
+def test_bayes_scores_agree_with_what_happens_to_every_review_there_is(seq_length: int, tmp_path: Path) -> None:
+    data = load_data(laptop("bert-imdb", seq_length=seq_length, eval_samples=0, train_samples=16), tmp_path)
+    ids, labels = (data.eval.tensors[name].numpy() for name in ("input_ids", "labels"))
+    margins = builtin.review_margins(ids, labels)
+    loss, accuracy = builtin.expected_review_scores(seq_length)
+    for expected, observed in (
+        (loss, builtin.margin_losses(margins)),
+        (accuracy, builtin.margin_accuracies(margins)),
+        (0.5, labels.astype(float)),
+    ):
+        assert observed.mean() == pytest.approx(expected, abs=5 * observed.std() / math.sqrt(len(observed)))
+
+
+def test_other_weights_of_the_evidence_lose_more_than_bayes(reviews: TaskData) -> None:
+    labels = reviews.train.tensors["labels"].numpy()
+    margins = builtin.review_margins(reviews.train.tensors["input_ids"].numpy(), labels)
+    bayes = builtin.margin_losses(margins).mean()
+    for factor in (0.0, 0.5, 2.0):
+        assert bayes < builtin.margin_losses(margins * factor).mean()
+
+
+def test_reviews_are_framed_padded_and_cut_as_bert_wants_them(reviews: TaskData) -> None:
+    tokens = reviews.train.tensors["input_ids"]
+    mask = reviews.train.tensors["attention_mask"]
+    padding, start, end = (builtin.SPECIAL_TOKENS.index(name) for name in ("[PAD]", "[CLS]", "[SEP]"))
+    texts, labels = builtin.reviews("train", 1600)
+    assert tokens.shape == mask.shape == (1600, 64)
+    assert reviews.train.tensors["labels"].tolist() == labels
+    assert (tokens[:, 0] == start).all()
+    assert torch.equal(mask.bool(), tokens != padding)
+    assert [int(row.sum()) for row in mask] == [min(len(text.split()) + 2, 64) for text in texts]
+    assert ((tokens == end).sum(dim=1) == 1).all()
+
+
+def test_a_floor_is_claimed_only_for_the_tokens_it_was_computed_on(tmp_path: Path) -> None:
+    builtin.builtin_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data = load_data(laptop("bert-imdb", tokenizer_name=str(tmp_path / "tokenizer")), tmp_path)
+    assert data.floor is None
+    assert data.source["tokenizer"]["name"] == str(tmp_path / "tokenizer")
+
+
+# What both corpora promise
+
+
+def test_the_corpora_are_the_same_on_every_box_and_for_every_seed(language: TaskData, tmp_path: Path) -> None:
+    texts, labels = builtin.reviews("eval", 100)
+    rows = list(itertools.islice(builtin.language_rows("eval"), 100))
+    assert hashlib.sha256("\n".join([*texts, *rows, repr(labels)]).encode()).hexdigest()[:16] == "1c41d57adb616c2a"
+    other = load_data(laptop("gpt-wikitext", seed=7), tmp_path)
+    assert other.source["tokens_sha256"] == language.source["tokens_sha256"]
+
+
+def test_asking_for_more_leaves_the_first_samples_as_they_are() -> None:
+    few, many = builtin.reviews("train", 10), builtin.reviews("train", 500)
+    assert (few[0], few[1]) == (many[0][:10], many[1][:10])
+
+
+def test_no_training_sample_comes_back_in_the_evaluation(reviews: TaskData, language: TaskData) -> None:
+    for data in (reviews, language):
+        rows = [{tuple(row) for row in split.tensors["input_ids"].tolist()} for split in (data.train, data.eval)]
+        assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize(("task", "most"), [("bert-imdb", 20000), ("gpt-wikitext", 16384)])
+def test_asking_for_more_than_there_is_says_how_many_there_are(task: str, most: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{most}") as refusal:
+        load_data(laptop(task, train_samples=most + 1), tmp_path)
+    assert "--train_samples" in str(refusal.value)
+
+
+@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
+def test_the_builtin_data_are_there_within_a_second(task: str, tmp_path: Path) -> None:
+    config = laptop(task)
+    load_data(config, tmp_path)
+    started = time.process_time()
+    load_data(config, tmp_path)
+    assert time.process_time() - started < 1.0
+
+
+# A trained model approaches the floor and does not go below it
+
+
+def train_bare(model: torch.nn.Module, data: TaskData, config: RunConfig, steps: int) -> tuple[float, torch.Tensor]:
+    """A bare loop; returns the mean evaluation loss and the logits."""
+    assert config.learning_rate
+    torch.manual_seed(config.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    for step in range(steps):
+        loss = model(**data.train.__getitems__(step_samples(config, len(data.train), step))).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        output = model(**data.eval.tensors)
+    return float(output.loss), output.logits
+
+
+def least_loss(oracle_eval_loss: float, predictions: int) -> float:
+    """What an honest model's evaluation loss falls below with probability DOUBT at most.
+
+    Let P be the process and Q a model that has not seen the evaluation targets, and x the n targets given what comes
+    before each. Then E_P[prod Q(x)/P(x)] = sum over x of prod Q(x) <= 1, so by Markov's inequality the product exceeds
+    1/DOUBT with probability DOUBT at most; taking logs, n (oracle loss - model loss) <= log(1/DOUBT) but for that.
+    It needs no bound on the losses and is paired with the very samples scored, so it is tight: 0.0016 for 12,600 words.
+    """
+    return oracle_eval_loss - math.log(1 / DOUBT) / predictions
+
+
+def test_a_trained_gpt_approaches_the_floor_and_does_not_beat_it(language: TaskData) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(42)
+    shape = {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": None, "eos_token_id": None}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=builtin.VOCABULARY_SIZE, **shape, **dropout))
+    loss, _ = train_bare(model, language, laptop("gpt-wikitext"), steps=200)
+    assert language.floor is not None
+    floor = language.floor.oracle_eval_loss
+    # Nine tenths of the way from knowing nothing to the floor.
+    assert least_loss(floor, 200 * 63) <= loss < floor + 0.1 * (math.log(builtin.VOCABULARY_SIZE) - floor)
+
+
+def test_the_bound_catches_a_model_that_has_seen_the_evaluation(language: TaskData) -> None:
+    words = (language.eval.tensors["input_ids"] - len(builtin.SPECIAL_TOKENS)).numpy()
+    previous, following = words[:, :-1].ravel(), words[:, 1:].ravel()
+    counts = np.zeros((builtin.WORDS, builtin.WORDS))
+    np.add.at(counts, (previous, following), 1)
+    memorized = -np.log(counts[previous, following] / counts.sum(axis=1)[previous]).mean()
+    assert language.floor is not None
+    assert memorized < least_loss(language.floor.oracle_eval_loss, len(following))
+
+
+def test_a_trained_bert_approaches_the_floor_and_does_not_beat_it(reviews: TaskData) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(42)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
+    model = BertForSequenceClassification(BertConfig(vocab_size=builtin.VOCABULARY_SIZE, **shape, **dropout))
+    loss, logits = train_bare(model, reviews, laptop("bert-imdb"), steps=200)
+    correct = (logits.argmax(-1) == reviews.eval.tensors["labels"]).double().mean()
+    assert reviews.floor is not None
+    assert reviews.floor.expected_accuracy is not None
+    assert 0.90 <= reviews.floor.expected_accuracy <= 0.95
+    assert least_loss(reviews.floor.oracle_eval_loss, 400) <= loss < reviews.floor.oracle_eval_loss + 0.2
+    # Accuracy has no such bound: a lucky classifier may beat the best one on 400 reviews, by these many errors' noise.
+    assert abs(float(correct) - reviews.floor.expected_accuracy) < 5 * math.sqrt(0.07 * 0.93 / 400)
+
+
+# Which samples a step takes
+
+
+@pytest.mark.parametrize("step", [0, 3, 4, 41])
+def test_every_world_size_and_accumulation_takes_the_same_samples(step: int) -> None:
+    splits = Split({"input_ids": torch.arange(70 * 4).reshape(70, 4)})
+    proofs, taken = set(), set()
+    for world_size, micro in itertools.product((1, 2, 4), (1, 2, 4)):
+        config = laptop("gpt-wikitext", global_batch_size=16, per_device_train_batch_size=micro)
+        plan = config.batch_plan(world_size)
+        samples = step_samples(config, len(splits), step)
+        parts = [part for rank in range(world_size) for part in plan.micro_batches(samples, rank)]
+        proofs.add(sum(sum(sample_hashes(splits.__getitems__(part))) for part in parts) % 2**64)
+        taken.add(tuple(sorted(itertools.chain.from_iterable(parts))))
+    assert len(proofs) == len(taken) == 1
+    assert len(set(taken.pop())) == 16
+
+
+def test_an_epoch_takes_no_sample_twice_and_drops_what_fills_no_batch() -> None:
+    config = laptop("gpt-wikitext", global_batch_size=16)
+    epochs = [[index for step in range(4) for index in step_samples(config, 70, 4 * epoch + step)] for epoch in (0, 1)]
+    assert [len(set(epoch)) for epoch in epochs] == [64, 64]
+    assert epochs[0] == epoch_order(70, config.seed, 0)[:64].tolist()
+    assert epochs[0] != epochs[1]
+    assert step_samples(laptop("gpt-wikitext", seed=43), 70, 0) != step_samples(config, 70, 0)
+
+
+def test_a_sample_hash_sees_every_tensor_and_nothing_but_its_own_row(reviews: TaskData) -> None:
+    batch = reviews.train.__getitems__([5, 6, 7])
+    hashes = sample_hashes(batch)
+    assert len(set(hashes)) == 3
+    assert all(0 <= value < 2**64 for value in hashes)
+    assert sample_hashes(reviews.train.__getitems__([7, 5])) == [hashes[2], hashes[0]]
+    for name in batch:
+        changed = {key: tensor.clone() for key, tensor in batch.items()}
+        changed[name][1].view(-1)[-1] += 1
+        assert [a == b for a, b in zip(sample_hashes(changed), hashes, strict=True)] == [True, False, True]
+
+
+def test_hashing_a_batch_costs_microseconds_per_sample(reviews: TaskData) -> None:
+    batch = reviews.train.__getitems__(list(range(64)))
+    sample_hashes(batch)
+    started = time.process_time()
+    for _ in range(50):
+        sample_hashes(batch)
+    assert (time.process_time() - started) / (50 * 64) < 20e-6
+
+
+def test_a_data_loader_with_a_batch_sampler_gets_whole_batches(reviews: TaskData) -> None:
+    loader = torch.utils.data.DataLoader(reviews.train, batch_sampler=[[3, 1], [2, 0]], collate_fn=lambda batch: batch)
+    first, _ = list(loader)
+    assert first["input_ids"].shape == (2, 64)
+    assert torch.equal(first["input_ids"][1], reviews.train[1]["input_ids"])
+
+
+def test_a_split_refuses_tensors_of_different_samples() -> None:
+    with pytest.raises(AssertionError, match="differ"):
+        Split({"input_ids": torch.zeros(3, 2), "labels": torch.zeros(2)})

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import SchedulerType
+
+from study import config as config_module
+from study.config import RunConfig, parse_command_line, parse_overrides, resolved
+from study.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+FLAGS_OF_THE_DESIGN = {
+    "task", "scale", "model_name_or_path", "weights", "data", "seq_length", "train_samples", "eval_samples",
+    "global_batch_size", "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate",
+    "weight_decay", "warmup_ratio", "lr_scheduler_type", "max_grad_norm", "dropout", "precision",
+    "gradient_checkpointing", "seed", "eval_steps", "nvme_path", "device_memory_cap_gib", "output_dir",
+    "checkpointing_steps", "resume_from_checkpoint", "report_to",
+}  # fmt: skip
+# Another value of every field, and whether a run with it is another run.
+OTHER_VALUES: dict[str, tuple[Any, bool]] = {
+    "task": ("gpt-wikitext", True), "scale": ("paper", True), "model_name_or_path": ("bert-base-uncased", True),
+    "weights": ("pretrained", True), "data": ("hub", True), "dataset_config_name": ("wikitext-103-raw-v1", True),
+    "tokenizer_name": ("gpt2", True), "seq_length": (65, True), "train_samples": (17, True), "eval_samples": (17, True),
+    "global_batch_size": (32, True), "per_device_train_batch_size": (4, True), "num_train_epochs": (2, True),
+    "max_steps": (3, True), "learning_rate": (0.5, True), "weight_decay": (0.5, True), "warmup_ratio": (0.5, True),
+    "lr_scheduler_type": ("cosine", True), "max_grad_norm": (0.5, True), "dropout": (0.5, True),
+    "precision": ("bf16", True), "gradient_checkpointing": (True, True), "attn_implementation": ("eager", True),
+    "torch_compile": (True, True), "seed": (1, True), "eval_steps": (3, True), "logging_steps": (3, True),
+    "device_memory_cap_gib": (3.0, True), "engine_override": (("a=1",), True), "checkpointing_steps": (3, True),
+    "nvme_path": ("elsewhere", False), "output_dir": ("elsewhere", False), "overwrite_output_dir": (True, False),
+    "resume_from_checkpoint": ("latest", False), "report_to": ("tensorboard", False),
+}  # fmt: skip
+
+
+def laptop(**changed: Any) -> RunConfig:
+    return resolved(RunConfig(scale="laptop", **changed), accelerator_visible=False)
+
+
+def as_command_line(config: RunConfig) -> list[str]:
+    arguments: list[str] = []
+    for key, value in dataclasses.asdict(config).items():
+        if isinstance(value, bool):
+            arguments.append(f"--{key}" if value else f"--no-{key}")
+        elif isinstance(value, tuple):
+            arguments += [part for item in value for part in (f"--{key}", item)]
+        elif value is not None:
+            arguments.append(f"--{key}={value}")
+    return arguments
+
+
+def test_every_flag_of_the_design_exists() -> None:
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    assert fields >= FLAGS_OF_THE_DESIGN
+
+
+def test_the_command_line_says_everything_a_config_can() -> None:
+    asked = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
+    assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(RunConfig)}
+    assert parse_command_line(as_command_line(asked)) == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--nonsense", "1"], "--nonsense"),
+        (["--seq_len", "64"], "--seq_len"),  # no abbreviations
+        (["stray"], "stray"),
+        (["--task", "bert"], "--task"),
+        (["--precision", "bf8"], "--precision"),
+        (["--lr_scheduler_type", "staircase"], "--lr_scheduler_type"),
+        (["--seed", "x"], "--seed"),
+        (["--seq_length", "1.5"], "--seq_length"),
+        (["--seq_length"], "--seq_length"),
+        (["--seq_length", "1"], "--seq_length 1"),
+        (["--train_samples", "-1"], "--train_samples -1"),
+        (["--global_batch_size", "0"], "--global_batch_size 0"),
+        (["--per_device_train_batch_size", "0"], "--per_device_train_batch_size 0"),
+        (["--num_train_epochs", "0"], "--num_train_epochs 0"),
+        (["--logging_steps", "0"], "--logging_steps 0"),
+        (["--checkpointing_steps", "-5"], "--checkpointing_steps -5"),
+        (["--seed", str(2**32)], "--seed"),
+        (["--learning_rate", "nan"], "--learning_rate nan"),
+        (["--learning_rate", "inf"], "--learning_rate inf"),
+        (["--learning_rate", "-1"], "--learning_rate -1"),
+        (["--max_grad_norm", "nan"], "--max_grad_norm nan"),
+        (["--weight_decay", "nan"], "--weight_decay nan"),
+        (["--warmup_ratio", "2"], "--warmup_ratio 2"),
+        (["--warmup_ratio", "nan"], "--warmup_ratio nan"),
+        (["--warmup_ratio", "0.1", "--lr_scheduler_type", "constant"], "--warmup_ratio 0.1"),
+        (["--dropout", "1"], "--dropout 1"),
+        (["--dropout", "-0.5"], "--dropout -0.5"),
+        (["--device_memory_cap_gib", "0"], "--device_memory_cap_gib 0"),
+        (["--device_memory_cap_gib", "nan"], "--device_memory_cap_gib nan"),
+        (["--output_dir", ""], "--output_dir"),
+        (["--engine_override", "a"], "'a'"),
+    ],
+)
+def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        parse_command_line(arguments)
+    assert named in refusal.value.problem
+    assert refusal.value.mend
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_limits_themselves_are_taken() -> None:
+    for arguments in (
+        ["--seed", str(2**32 - 1)], ["--dropout", "-1"], ["--dropout", "0"], ["--warmup_ratio", "1"],
+        ["--max_grad_norm", "0"], ["--train_samples", "0"], ["--learning_rate", "0"], ["--seq_length", "2"],
+    ):  # fmt: skip
+        parse_command_line(arguments)
+
+
+def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
+    known = {schedule.value for schedule in SchedulerType}
+    assert set(config_module.Schedule.__args__) <= known
+
+
+@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
+@pytest.mark.parametrize("scale", ["paper", "laptop"])
+def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
+    optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
+    optional |= {"resume_from_checkpoint"}
+    config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
+    unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
+    assert unresolved == optional
+    # The types the dataclass promises hold after resolution, or the record would not read back.
+    assert RunConfig.from_dict(config.to_dict(), "the test") == config
+
+
+def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
+    assert resolved(RunConfig(), accelerator_visible=True).scale == "paper"
+    assert resolved(RunConfig(), accelerator_visible=False).scale == "laptop"
+
+
+def test_paper_is_what_the_studied_documents_did() -> None:
+    bert = resolved(RunConfig(scale="paper"), accelerator_visible=False)
+    assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
+    assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
+    assert (bert.learning_rate, bert.lr_scheduler_type, bert.precision, bert.seed) == (5e-5, "linear", "fp32", 42)
+    gemma = resolved(RunConfig(task="gpt-wikitext", scale="paper", model_name_or_path="google/gemma-2-9b"), True)
+    assert (gemma.seq_length, gemma.precision) == (2048, "bf16")
+
+
+def test_what_was_asked_wins_over_every_default() -> None:
+    asked = {key: value for key, (value, _) in OTHER_VALUES.items() if key not in ("task", "scale")}
+    config = laptop(**asked)
+    assert {key: getattr(config, key) for key in asked} == asked
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("micro", [None, 1, 2, 3, 5, 16])
+def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, micro: int | None) -> None:
+    refused = 0
+    for batch in range(1, 50):
+        config = laptop(global_batch_size=batch, per_device_train_batch_size=micro)
+        try:
+            plan = config.batch_plan(world_size)
+        except UserError as error:
+            refused += 1
+            changes = _mends(error.mend)
+            assert changes
+            for change in changes:
+                dataclasses.replace(config, **change).batch_plan(world_size)
+        else:
+            cut = plan.world_size * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
+            assert cut == plan.global_batch_size == batch
+            assert micro in (None, plan.per_device_train_batch_size)
+    assert refused or (world_size, micro or 1) == (1, 1)
+
+
+def _mends(mend: str) -> list[dict[str, int]]:
+    if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", mend):
+        return [{"global_batch_size": int(found[1])}]
+    found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", mend)
+    assert found, mend
+    return [{"per_device_train_batch_size": int(found[1])}, {"global_batch_size": int(found[2])}]
+
+
+def test_a_refusal_of_an_enormous_batch_is_as_quick_as_any() -> None:
+    started = time.perf_counter()
+    with pytest.raises(UserError, match="does not divide") as refusal:
+        laptop(global_batch_size=10**9, per_device_train_batch_size=3).batch_plan(1)
+    assert time.perf_counter() - started < 2
+    assert len(str(refusal.value)) < 300
+
+
+def test_micro_batches_partition_the_global_batch_at_every_cut() -> None:
+    samples = random.Random(0).sample(range(1000), 48)
+    for world_size in (1, 2, 3, 4, 6, 8, 16):
+        for micro in (n for n in range(1, 49) if (48 // world_size) % n == 0):
+            plan = laptop(global_batch_size=48, per_device_train_batch_size=micro).batch_plan(world_size)
+            ranks = [plan.micro_batches(samples, rank) for rank in range(world_size)]
+            assert {len(part) for parts in ranks for part in parts} == {micro}
+            assert {len(parts) for parts in ranks} == {plan.gradient_accumulation_steps}
+            # Turn by turn, rank by rank, the step's samples come back in their order.
+            again = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
+            assert again == samples
+
+
+def test_an_epoch_drops_its_incomplete_batch_and_max_steps_wins() -> None:
+    assert laptop(global_batch_size=16, num_train_epochs=2).total_steps(50) == 6
+    assert laptop(global_batch_size=16, max_steps=5).total_steps(50) == 5
+    with pytest.raises(UserError, match="more than the 15 training samples"):
+        laptop(global_batch_size=16).total_steps(15)
+
+
+@pytest.mark.parametrize("field", sorted(OTHER_VALUES))
+def test_the_run_id_changes_with_what_changes_the_run_and_with_nothing_else(field: str) -> None:
+    value, is_identity = OTHER_VALUES[field]
+    config = laptop()
+    assert getattr(config, field) != value
+    changed = dataclasses.replace(config, **{field: value})
+    assert (changed.run_id("zero3", 2) != config.run_id("zero3", 2)) is is_identity
+
+
+def test_the_run_id_names_the_strategy_and_the_world_and_no_folder() -> None:
+    config = laptop(model_name_or_path="owner/some-model/")
+    ids = {config.run_id(strategy, world) for strategy in ("zero2", "zero3") for world in (1, 2)}
+    assert len(ids) == 4
+    assert all("/" not in run_id for run_id in ids)
+
+
+def test_a_config_survives_json() -> None:
+    config = dataclasses.replace(laptop(), **{key: value for key, (value, _) in OTHER_VALUES.items()})
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict())), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"learning_rte": 1.0}, "learning_rte"),
+        ({"seq_length": "64"}, "seq_length"),
+        ({"seq_length": 64.0}, "seq_length"),
+        ({"seq_length": True}, "seq_length"),
+        ({"learning_rate": "1e-3"}, "learning_rate"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing"),
+        ({"precision": "bf8"}, "precision"),
+        ({"precision": ["bf16"]}, "precision"),
+        ({"engine_override": "a=1"}, "engine_override"),
+        ({"engine_override": [1]}, "engine_override"),
+        ({"output_dir": 3}, "output_dir"),
+    ],
+)
+def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_name(
+    values: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named) as refusal:
+        RunConfig.from_dict(values, "suite.yaml")
+    assert "suite.yaml" in refusal.value.problem
+
+
+def test_null_and_a_whole_number_for_a_real_one_are_taken() -> None:
+    config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
+    assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
+    assert type(config.learning_rate) is float
+
+
+def test_overrides_are_json_and_whole_floats_become_integers() -> None:
+    parsed = parse_overrides(["a.b=5e6", "c=true", 'd="x"', "e=0.5", "f=[1]"])
+    assert parsed == {"a.b": 5_000_000, "c": True, "d": "x", "e": 0.5, "f": [1]}
+    assert type(parsed["a.b"]) is int
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"],
+     ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
+)  # fmt: skip
+def test_an_override_that_says_nothing_or_two_things_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match="--engine_override"):
+        parse_overrides(overrides)
+
+
+def test_overrides_that_share_a_beginning_are_two_keys() -> None:
+    assert parse_overrides(["a.bc=1", "a.b=2"]) == {"a.bc": 1, "a.b": 2}
+
+
+def test_no_field_is_dead() -> None:
+    """Each is read as an attribute somewhere in study/ outside the module that defines it, or by its own methods."""
+    own = ast.parse((ROOT / "study/config.py").read_text())
+    methods = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
+    used_here = {name for method in methods if method.name != "_check" for name in _attributes_of(method, {"self"})}
+    elsewhere = {
+        name
+        for file in sorted((ROOT / "study").rglob("*.py"))
+        if file.name != "config.py"
+        for name in _attributes_of(ast.parse(file.read_text()), {"config"})
+    }
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    assert fields - elsewhere - used_here == set()
+
+
+def _attributes_of(tree: ast.AST, owners: set[str]) -> set[str]:
+    """`config.x`, `self.config.x` and the like."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
+            if owner in owners:
+                found.add(node.attr)
+    return found

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from study.config import RunConfig, Task, resolved
+from study.measure.flops import model_flops_per_sample
+from study.tasks.models import build_model, model_config
+from study.theory.hardware import find_device, known_devices, mfu, peak_flops
+
+# As torch.cuda.get_device_name prints them.
+DEVICE_NAMES = {
+    "NVIDIA A100-SXM4-80GB": "A100 SXM 80GB",
+    "NVIDIA A100-SXM4-40GB": "A100 SXM 40GB",
+    "NVIDIA A100 80GB PCIe": "A100 PCIe 80GB",
+    "NVIDIA A100-PCIE-40GB": "A100 PCIe 40GB",
+    "NVIDIA H100 80GB HBM3": "H100 SXM",
+    "NVIDIA H100 PCIe": "H100 PCIe",
+    "NVIDIA H200": "H200 SXM",
+    "NVIDIA L4": "L4",
+    "Tesla T4": "T4",
+    "Tesla V100-SXM2-16GB": "V100 SXM2 16GB",
+    "Tesla V100-SXM2-32GB": "V100 SXM2 32GB",
+    "Tesla V100-PCIE-16GB": "V100 PCIe 16GB",
+    "Tesla V100-PCIE-32GB": "V100 PCIe 32GB",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+}
+
+
+def run_config(task: Task, model: str, **asked: Any) -> RunConfig:
+    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+
+
+@pytest.mark.parametrize(("name", "seq_length"), [("gpt2", 1024), ("gpt2", 128), ("gpt2-xl", 512)])
+def test_gpt2_flops_are_6nt_and_attention_within_half_a_percent(name: str, seq_length: int) -> None:
+    config = run_config("gpt-wikitext", name, weights="random", seq_length=seq_length)
+    shape = model_config(config)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
+    # The table of positions is looked up and never multiplied; the table of words is multiplied once, as the head.
+    multiplied = parameters - shape.n_positions * shape.n_embd
+    attention = 12 * shape.n_layer * seq_length**2 * shape.n_embd
+    assert model_flops_per_sample(config) == pytest.approx(6 * multiplied * seq_length + attention, rel=0.005)
+
+
+@pytest.mark.parametrize(("task", "name"), [("bert-imdb", "bert-tiny"), ("gpt-wikitext", "gpt-tiny")])
+def test_the_count_is_that_of_a_real_step(task: Task, name: str) -> None:
+    config = run_config(task, name, attn_implementation="eager", seq_length=48)
+    model = build_model(config).train()
+    tokens = torch.randint(5, 100, (3, 48))
+    labels = tokens if task == "gpt-wikitext" else torch.tensor([0, 1, 1])
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels).loss.backward()
+    assert counter.get_total_flops() == 3 * model_flops_per_sample(config) > 0
+
+
+def test_every_arm_gets_the_same_figure() -> None:
+    plain = model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny"))
+    for asked in (
+        {"gradient_checkpointing": True},
+        {"attn_implementation": "eager"},
+        {"precision": "bf16"},
+        {"dropout": 0.1},
+    ):
+        assert model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny", **asked)) == plain
+    assert model_flops_per_sample(run_config("gpt-wikitext", "gpt-tiny", seq_length=128)) > 2 * plain
+
+
+@pytest.mark.parametrize("device_name", DEVICE_NAMES)
+def test_a_device_is_known_by_the_name_the_driver_gives_and_by_one_pattern_only(device_name: str) -> None:
+    assert [device.name for device in known_devices() if re.search(device.pattern, device_name)] == [
+        DEVICE_NAMES[device_name]
+    ]
+
+
+def test_every_listed_device_is_reached_and_its_figures_are_in_order() -> None:
+    assert {device.name for device in known_devices()} == set(DEVICE_NAMES.values())
+    for device in known_devices():
+        rates = device.peak_tflops
+        assert set(rates) == {"fp32", "tf32", "bf16", "fp16"}
+        assert rates["fp32"] is not None
+        assert rates["fp16"] is not None
+        assert (rates["tf32"] is None) == (rates["bf16"] is None)
+        assert rates["fp32"] <= (rates["tf32"] or rates["fp32"]) < rates["fp16"]
+        assert rates["bf16"] in (None, rates["fp16"])
+
+
+def test_the_peak_is_above_what_was_ever_measured() -> None:
+    # Achievable bf16 matmul rates, stas00/ml-engineering; a peak below one of them cannot be the dense peak.
+    for device_name, measured in {
+        "NVIDIA A100-SXM4-80GB": 271.2e12,
+        "NVIDIA A100 80GB PCIe": 252.9e12,
+        "NVIDIA H100 80GB HBM3": 794.5e12,
+        "NVIDIA H200": 788e12,
+    }.items():
+        peak = peak_flops(device_name, "bf16")
+        assert peak is not None
+        assert measured < peak < 1.6 * measured
+
+
+def test_precision_chooses_the_rate() -> None:
+    a100 = "NVIDIA A100-SXM4-80GB"
+    assert peak_flops(a100, "bf16") == peak_flops(a100, "bf16-engine") == peak_flops(a100, "fp16") == 312e12
+    assert peak_flops(a100, "fp32") == 19.5e12
+    assert peak_flops(a100, "fp32", float32_matmul_precision="high") == 156e12
+    assert peak_flops("Tesla T4", "fp32", float32_matmul_precision="high") == 8.1e12
+    assert peak_flops("Tesla T4", "bf16") is None
+    with pytest.raises(ValueError, match="fp8"):
+        peak_flops(a100, "fp8")
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    [
+        "cpu",
+        "Intel(R) Xeon(R) Platinum 8480+",
+        "NVIDIA H100 NVL",
+        "NVIDIA L40S",
+        "NVIDIA A10",
+        "NVIDIA H200 MIG 1g.18gb",
+    ],
+)
+def test_what_is_not_known_has_no_peak_and_no_mfu(device_name: str) -> None:
+    assert find_device(device_name) is None
+    assert peak_flops(device_name, "bf16") is None
+    assert mfu(1e15, 1.0, 1, device_name, "bf16") is None
+
+
+def test_mfu_is_the_share_of_all_devices_peak() -> None:
+    assert mfu(8 * 312e12, 2.0, 8, "NVIDIA A100-SXM4-80GB", "bf16") == pytest.approx(0.5)
+    assert mfu(156e12, 2.0, 1, "NVIDIA A100-SXM4-80GB", "fp32", "high") == pytest.approx(0.5)
+
+
+def test_hardware_needs_no_torch() -> None:
+    program = "import sys, study.theory.hardware as h; h.find_device('cpu'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

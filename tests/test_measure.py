@@ -1,0 +1,451 @@
+"""The meters, against figures derived by hand, on real engines."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from study.measure import Meters
+from study.measure.clock import HostCost, StepClock, step_time_statistics
+from study.measure.energy import EnergyMeter
+from study.measure.inventory import Inventory
+from study.measure.memory import MemoryMeter
+from study.measure.state import StateWatch
+from study.measure.traffic import TrafficWatch
+from tests.engines import launch, printed_json
+from tests.probes import measured_steps
+
+CPU = torch.device("cpu")
+MIB = 2**20
+FP32 = 4
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# The clock.
+
+
+def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
+    for step in steps:
+        time.sleep(seconds)
+        clock.step_done(step)
+
+
+def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
+    clock = StepClock(CPU, warmup_steps=2)
+    clock.start_window()
+    run_steps(clock, range(1, 3), 0.03)
+    run_steps(clock, range(3, 6), 0.01)
+    clock.pause()
+    rows = clock.flush()
+    assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
+    assert all(seconds >= 0.03 for _, seconds in rows[:2])
+    assert clock.counted_step_times == [seconds for _, seconds in rows[2:]]
+    assert clock.window_steps == 3
+    assert clock.window_s == pytest.approx(sum(clock.counted_step_times), abs=0.005)
+    assert clock.flush() == []
+
+
+def test_a_pause_is_in_no_steps_time() -> None:
+    clock = StepClock(CPU, warmup_steps=0)
+    clock.start_window()
+    run_steps(clock, range(1, 2), 0.01)
+    clock.pause()
+    time.sleep(0.2)
+    clock.resume()
+    run_steps(clock, range(2, 3), 0.01)
+    clock.pause()
+    assert all(seconds < 0.1 for _, seconds in clock.flush())
+    assert clock.window_s < 0.1
+
+
+def test_the_watched_step_has_a_time_but_is_not_counted() -> None:
+    windows: list[bool] = []
+    clock = StepClock(CPU, warmup_steps=1, on_window=windows.append)
+    clock.start_window()
+    run_steps(clock, range(1, 3), 0.001)
+    clock.exclude_next_step()
+    run_steps(clock, range(3, 4), 0.05)
+    run_steps(clock, range(4, 5), 0.001)
+    clock.pause()
+    times = dict(clock.flush())
+    assert times[3] >= 0.05
+    assert clock.counted_step_times == [times[2], times[4]]
+    assert clock.window_steps == 2
+    assert windows == [True, False, True, False]
+
+
+def test_statistics_are_percentiles_and_null_without_steps() -> None:
+    statistics = step_time_statistics([float(value) for value in range(101)])
+    assert statistics == {"step_time_s_p10": 10.0, "step_time_s_median": 50.0, "step_time_s_p90": 90.0}
+    assert set(step_time_statistics([]).values()) == {None}
+
+
+def test_nested_meters_cost_their_time_once() -> None:
+    cost = HostCost()
+    with cost, cost:
+        time.sleep(0.02)
+    assert 0.02 <= cost.seconds < 0.03
+
+
+# Memory and energy.
+
+
+def test_a_phases_host_peak_does_not_leak_into_the_next() -> None:
+    meter = MemoryMeter(CPU)
+    meter.enter_phase("steady")
+    with meter.phase("eval"):
+        large = torch.ones(64 * MIB // FP32)
+        del large
+    small = torch.ones(MIB // FP32)
+    phases = meter.report()["phases"]
+    assert small.numel()
+    assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
+
+
+def test_a_phase_that_comes_back_keeps_its_largest_peak() -> None:
+    meter = MemoryMeter(CPU)
+    for size in (64 * MIB, MIB):
+        with meter.phase("eval"):
+            torch.ones(size // FP32)
+    assert meter.report()["phases"]["eval"]["host"] > meter.report()["phases"]["init"]["host"] + 48 * MIB
+
+
+def test_what_a_cpu_box_cannot_measure_is_null() -> None:
+    report = MemoryMeter(CPU).report()
+    assert report["phases"]["init"]["host"] > 0
+    assert {report["phases"]["init"][name] for name in ("allocated", "reserved", "device")} == {None}
+    assert report["device_mean_over_steps"] is None
+    energy = EnergyMeter(CPU)
+    energy.resume()
+    energy.pause()
+    assert energy.joules is None
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_peaks_belong_to_their_phase() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    meter = MemoryMeter(device)
+    meter.enter_phase("steady")
+    with meter.phase("eval"):
+        torch.ones(256 * MIB // FP32, device=device)
+    torch.cuda.empty_cache()
+    meter.enter_phase("steady")
+    meter.step_done()
+    report = meter.report()
+    assert report["phases"]["eval"]["allocated"] >= report["phases"]["steady"]["allocated"] + 256 * MIB
+    assert report["phases"]["eval"]["reserved"] >= report["phases"]["eval"]["allocated"]
+    assert report["phases"]["eval"]["device"] >= report["phases"]["eval"]["reserved"]
+    assert report["device_mean_over_steps"] > 0
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_step_times_are_the_devices_own() -> None:
+    clock = StepClock(torch.device("cuda", torch.cuda.current_device()), warmup_steps=0)
+    clock.start_window()
+    begun = time.perf_counter()
+    for step in range(3):
+        torch.cuda._sleep(200_000_000)
+        clock.step_done(step)
+    assert time.perf_counter() - begun < 0.05, "step_done waited for the device"
+    clock.pause()
+    assert all(0.05 < seconds < 0.5 for _, seconds in clock.flush())
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_gpu_energy_grows_over_the_window() -> None:
+    meter = EnergyMeter(torch.device("cuda", torch.cuda.current_device()))
+    meter.resume()
+    time.sleep(1)
+    meter.pause()
+    assert meter.joules is None or 1 < meter.joules < 2000
+
+
+# Traffic, one collective at a time.
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[int]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield 8
+    dist.destroy_process_group()
+
+
+def test_each_collective_counts_its_payload_and_its_bus_factor(eight_ranks: int) -> None:
+    small, large = torch.ones(100), torch.ones(800)
+    half = torch.ones(100, dtype=torch.bfloat16)
+    with TrafficWatch(7) as watch:
+        dist.all_reduce(small)
+        dist.all_reduce(half)
+        dist.all_gather_into_tensor(large, small)
+        dist.all_gather([torch.empty(100) for _ in range(8)], small)
+        dist.reduce_scatter_tensor(small, large)
+        dist.broadcast(small, src=0)
+        dist.reduce(small, dst=0)
+        dist.all_to_all_single(torch.empty(800), large)
+        dist.barrier()
+    report = watch.report()
+    counts = {
+        kind: (count["calls"], count["payload_bytes"], count["wire_bytes_per_rank"])
+        for kind, count in report["collectives"].items()
+    }
+    assert (report["step"], report["world_size"]) == (7, 8)
+    assert counts == {
+        "all_reduce": (2, 600, 600 * 2 * 7 / 8),
+        "all_gather": (2, 6400, 6400 * 7 / 8),
+        "reduce_scatter": (1, 3200, 3200 * 7 / 8),
+        "broadcast": (1, 400, 400),
+        "reduce": (1, 400, 400),
+        "all_to_all": (1, 3200, 3200 * 7 / 8),
+        "barrier": (1, 0, 0),
+    }
+
+
+def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight_ranks: int) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    pair = dist.new_group([0, 1])
+    with TrafficWatch(1) as watch:
+        functional.all_reduce(torch.ones(100), "sum", pair).sum()
+        functional.all_gather_single(torch.ones(100), 0, pair).sum()
+        functional.reduce_scatter_single(torch.ones(100), "sum", 0, pair).sum()
+        dist.all_reduce(torch.ones(100), group=pair)
+    counts = {
+        kind: (c["calls"], c["payload_bytes"], c["wire_bytes_per_rank"])
+        for kind, c in watch.report()["collectives"].items()
+    }
+    assert counts == {"all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)}
+
+
+def test_collectives_of_backward_hooks_are_counted(eight_ranks: int) -> None:
+    weight = nn.Parameter(torch.ones(100))
+    weight.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+    with TrafficWatch(1) as watch:
+        (weight * 2).sum().backward()
+    assert watch.report()["collectives"]["all_reduce"]["payload_bytes"] == 400
+
+
+# State, without an engine.
+
+
+def test_a_storage_is_counted_once_and_only_as_far_as_it_is_spanned() -> None:
+    flat = torch.empty(100)
+    inventory = Inventory(CPU)
+    inventory.claim("params", "views", [flat[:30], flat[10:40]])
+    inventory.claim("optimizer", "masters", [flat[:50]])
+    assert inventory.total("params", "device") == 40 * FP32
+    assert inventory.total("optimizer", "device") == 10 * FP32
+    inventory.claim("grads", "offloaded", [torch.empty(5)], offloaded=True)
+    assert (inventory.total("grads", "host"), inventory.total("grads", "device")) == (5 * FP32, 0)
+
+
+def test_the_scan_finds_what_nobody_claimed() -> None:
+    flat = torch.empty(2**20)
+    inventory = Inventory(CPU)
+    inventory.claim("params", "half", [flat[: 2**19]])
+    before = inventory.other_tensor_bytes()
+    kept = torch.empty(2**20)
+    assert inventory.other_tensor_bytes() - before == kept.numel() * FP32
+    inventory.claim("params", "rest", [flat])
+    assert inventory.other_tensor_bytes() == before - 2**19 * FP32 + kept.numel() * FP32
+
+
+def test_the_first_steps_optimizer_state_is_seen_although_the_step_creates_it() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with StateWatch(model, optimizer) as watch:
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size = 64 * 64 * FP32
+    assert {kind: bytes["device"] for kind, bytes in watch.report["state_bytes"].items()} == {
+        "params": size, "grads": size, "optimizer": size,
+    }  # fmt: skip
+
+
+def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    meters = Meters(CPU, watched_step=1)
+    meters.start(model, optimizer)
+    for step in (1, 2, 3):
+        with meters.step(step):
+            model(torch.ones(1, 4)).sum().backward()
+            if step > 1:
+                optimizer.step()
+    meters.finish()
+    assert meters.traffic is not None
+    assert meters.traffic["step"] == 2
+    assert meters.state is not None
+
+
+# Real engines. Each launch is a few seconds, so each is made once and everything is read from it.
+
+
+def probe(strategy: str, ranks: int = 2, *changes: str) -> list[dict[str, Any]]:
+    return launched(strategy, ranks, changes)
+
+
+@functools.cache
+def launched(strategy: str, ranks: int, changes: tuple[str, ...]) -> list[dict[str, Any]]:
+    documents = printed_json(launch(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
+    assert [document["rank"] for document in documents] == list(range(ranks))
+    return documents
+
+
+# (strategy, ranks) -> how many copies of the fp32 parameters one rank holds. DeepSpeed keeps an fp32 "master"
+# partition beside fp32 parameters, so its optimizer state is three copies where AdamW alone has two.
+LAW = {
+    ("ddp", 2): (1, 1, 2),
+    ("zero0", 2): (1, 1, 2),
+    ("zero1", 2): (1, 1, 3 / 2),
+    ("zero2", 2): (1, 1 / 2, 3 / 2),
+    ("zero3", 2): (1 / 2, 1 / 2, 3 / 2),
+    ("fsdp2", 2): (1 / 2, 1 / 2, 2 / 2),
+    ("zero3", 1): (1, 1, 3),
+    ("zero3", 4): (1 / 4, 1 / 4, 3 / 4),
+}
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LAW)
+def test_state_bytes_per_rank_follow_the_law_of_the_strategy(strategy: str, ranks: int) -> None:
+    for document in probe(strategy, ranks):
+        whole = document["elements"] * FP32
+        state, kept_whole = document["state"], document["state"]["kept_whole"]
+        params, grads, optimizer = (state["state_bytes"][kind]["device"] for kind in ("params", "grads", "optimizer"))
+        copies = [size / whole for size in (params - kept_whole["bytes"], grads, optimizer)]
+        assert copies == pytest.approx(LAW[strategy, ranks], rel=0.01)
+        assert sum(sizes[place] for sizes in state["state_bytes"].values() for place in ("host", "nvme")) == 0
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [*LAW, ("zero2_cpu", 2), ("zero3_cpu", 2)])
+def test_a_scan_of_the_process_finds_nothing_the_record_does_not_name(strategy: str, ranks: int) -> None:
+    for document in probe(strategy, ranks):
+        assert document["state"]["other_tensor_bytes"] < 0.01 * document["elements"] * FP32
+
+
+def test_zero3_names_the_parameters_it_keeps_whole() -> None:
+    """Everything under the threshold: the vectors, which are biases and layer norms."""
+    width, layers = measured_steps.WIDTH, measured_steps.LAYERS
+    elements = layers * (2 * width + 4 * width + width)
+    for document in probe("zero3"):
+        assert document["state"]["kept_whole"] == {
+            "parameters": layers * 4, "elements": elements, "bytes": elements * FP32, "threshold_elements": 100_000,
+        }  # fmt: skip
+
+
+def test_zero1_holds_whole_gradients_until_backward_ends_and_zero2_holds_them_in_its_bucket() -> None:
+    whole = probe("zero1")[0]["elements"] * FP32
+    zero1, zero2 = probe("zero1")[0]["state"], probe("zero2")[0]["state"]
+    assert zero1["grads_after_backward"]["device"] == whole
+    assert zero1["grads_before_step"]["device"] == whole / 2
+    assert zero2["grads_after_backward"]["device"] == 0
+    # A bucket of 5e8 elements takes in every gradient of a small model before anything is reduced.
+    assert zero2["grads_in_bucket_bytes"] == whole
+    assert zero2["buffer_bytes"]["reduce_bucket.device"] == 500_000_000 * FP32
+
+
+def test_ddp_holds_a_second_copy_of_the_gradients_in_its_buckets() -> None:
+    document = probe("ddp")[0]
+    assert document["state"]["buffer_bytes"] == {"ddp_reducer_buckets.device": document["elements"] * FP32}
+
+
+@pytest.mark.parametrize(("strategy", "params", "grads", "optimizer"), [("zero2_cpu", 0, 1, 3), ("zero3_cpu", 1, 2, 3)])
+def test_offloaded_state_is_on_the_host(strategy: str, params: int, grads: int, optimizer: int) -> None:
+    """In halves of the model. ZeRO-3 keeps the partitioned gradient twice: its flat buffer, and the fp32 `.grad`."""
+    for document in probe(strategy):
+        half = document["elements"] * FP32 / 2
+        state = document["state"]["state_bytes"]
+        assert [state[kind]["host"] / half for kind in state] == pytest.approx([params, grads, optimizer], rel=0.01)
+        assert state["optimizer"]["device"] == state["grads"]["device"] == 0
+
+
+def test_nvme_state_is_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
+        pytest.skip("DeepSpeed's asynchronous I/O needs g++ and libaio's header")
+    monkeypatch.setenv("PROBE_NVME_PATH", str(tmp_path))
+    result = launch("zero3_nvme_optimizer", "tests/probes/measured_steps.py", timeout=400)
+    for document in printed_json(result):
+        state = document["state"]["state_bytes"]
+        assert state["optimizer"]["nvme"] == pytest.approx(3 / 2 * document["elements"] * FP32, rel=0.01)
+        assert state["optimizer"]["device"] == state["optimizer"]["host"] == 0
+        assert document["state"]["other_tensor_bytes"] < 0.01 * document["elements"] * FP32
+
+
+def payloads(document: dict[str, Any]) -> dict[str, int]:
+    return {kind: count["payload_bytes"] for kind, count in document["traffic"]["collectives"].items()}
+
+
+# The norm of the gradients: one number, or under FSDP2 one per parameter (torch.nn.utils.get_total_norm).
+SCALARS = 64
+
+
+def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
+    """Payload of one step in bytes, P being the fp32 parameters and B the two blocks among them.
+
+    | strategy | all_reduce | all_gather | reduce_scatter | why |
+    | ddp      | P          |            |                | one all-reduce per bucket |
+    | zero0    | P + scalar |            |                | engine.buffered_allreduce_fallback; clipping's norm |
+    | zero1, 2 | P + scalar | P          |                | average_tensor all-reduces the bucket
+               (use_multi_rank_bucket_allreduce), all_gather_dp_groups returns the updated parameters |
+    | zero3    | scalar     | P          | P              | each parameter gathered once: under
+               max_live_parameters nothing is released between forward and backward |
+    | fsdp2    | scalar     | P + B      | P              | blocks gathered in forward and again in backward, the root
+               (embedding and head) stays whole in between |
+    """
+    whole = probe("ddp")[0]["elements"] * FP32
+    blocks = whole - 2 * measured_steps.VOCABULARY * measured_steps.WIDTH * FP32
+    expected = {
+        "ddp": {"all_reduce": whole},
+        "zero0": {"all_reduce": whole},
+        "zero1": {"all_reduce": whole, "all_gather": whole},
+        "zero2": {"all_reduce": whole, "all_gather": whole},
+        "zero3": {"all_reduce": 0, "all_gather": whole, "reduce_scatter": whole},
+        "fsdp2": {"all_reduce": 0, "all_gather": whole + blocks, "reduce_scatter": whole},
+    }
+    for strategy, counts in expected.items():
+        for document in probe(strategy):
+            assert payloads(document).keys() == counts.keys(), strategy
+            for kind, size in counts.items():
+                assert 0 <= payloads(document)[kind] - size <= SCALARS, (strategy, kind)
+            for kind, count in document["traffic"]["collectives"].items():
+                factor = 1 if kind == "all_reduce" else 1 / 2
+                assert count["wire_bytes_per_rank"] == factor * count["payload_bytes"], (strategy, kind)
+
+
+def test_zero3_gathers_twice_once_it_may_keep_nothing_between_forward_and_backward() -> None:
+    once, twice = probe("zero3")[0], probe("zero3", 2, "stage3_max_live_parameters=0", "stage3_max_reuse_distance=0")[0]
+    partitioned = once["elements"] * FP32 - once["state"]["kept_whole"]["bytes"]
+    assert payloads(twice)["all_gather"] - payloads(once)["all_gather"] == pytest.approx(partitioned, rel=0.25)
+
+
+def test_zero2_reduces_to_the_owner_once_multi_rank_buckets_are_off() -> None:
+    document = probe("zero2", 2, "use_multi_rank_bucket_allreduce=false")[0]
+    assert payloads(document)["reduce"] == document["elements"] * FP32
+    assert payloads(document)["all_reduce"] <= SCALARS
+
+
+def test_measuring_costs_at_most_one_percent_of_a_step() -> None:
+    for document in probe("ddp"):
+        assert document["summary"]["self_cost_s"] < 0.01 * sum(seconds for _, seconds in document["rows"])
+
+
+def test_an_engine_run_has_all_phases_and_a_time_for_every_step() -> None:
+    for document in probe("zero3"):
+        assert set(document["memory"]["phases"]) == {"init", "first_step", "steady", "eval"}
+        assert [step for step, _ in document["rows"]] == list(range(1, measured_steps.STEPS + 1))
+        # Six steps less three of warm-up and the watched one.
+        assert document["summary"]["window_steps"] == measured_steps.STEPS - 4

@@ -1,0 +1,504 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
+
+from study.config import RunConfig, Task, resolved
+from study.errors import UserError
+from study.tasks.models import (
+    RECORD_NAME,
+    InitialWeights,
+    build_model,
+    load_initial_model,
+    load_tokenizer,
+    materialize_initial_weights,
+    model_config,
+)
+from study.tasks.presets import DROPOUT_FIELDS, PRESETS
+
+PARAMETERS = {
+    "bert-large-uncased": 335_143_938,
+    "bert-base-uncased": 109_483_778,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-neo-2.7b": 2_651_307_520,
+    "gpt-j-6b": 6_050_882_784,
+    "gemma-2-9b": 9_241_705_984,
+}
+TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
+
+
+def task_of(model: str) -> Task:
+    return "gpt-wikitext" if model not in PRESETS or PRESETS[model].family == "causal-lm" else "bert-imdb"
+
+
+def run_config(model: str, task: Task | None = None, **asked: Any) -> RunConfig:
+    if task is None:
+        task = task_of(model)
+    asked = {"weights": "random", **asked}
+    return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+
+
+def count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def layers(model: str) -> int:
+    return model_config(run_config(model)).num_hidden_layers
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        assert count(build_model(run_config(name))) == PARAMETERS[name]
+
+
+def test_every_preset_is_counted_or_tiny() -> None:
+    assert set(PRESETS) == set(PARAMETERS) | set(TINY.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_can_be_had_at_another_depth(name: str) -> None:
+    config = run_config(f"{name}-3layers", task_of(name))
+    with torch.device("meta"):
+        at_depth = {depth: count(build_model(dataclasses.replace(config, model_name_or_path=f"{name}-{depth}layers")))
+                    for depth in (2, 3, 4)}  # fmt: skip
+        published = count(build_model(run_config(name)))
+    per_layer = at_depth[3] - at_depth[2]
+    assert at_depth[4] - at_depth[3] == per_layer > 0
+    assert at_depth[2] + (layers(name) - 2) * per_layer == published
+
+
+def test_a_hub_id_with_a_preset_needs_no_network() -> None:
+    assert model_config(run_config("google/gemma-2-9b")).hidden_size == 3584
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
+    "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    **{
+        family: {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "head_dim": 16, "intermediate_size": 64,
+        }
+        for family in ("llama", "mistral", "qwen2", "gemma", "gemma2")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", DROPOUT_FIELDS)
+def test_dropout_0_leaves_none_in_any_family_and_dropout_on_is_felt(family: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(family, vocab_size=100, pad_token_id=0, **FAMILIES[family]).save_pretrained(tmp_path)
+    task: Task = "bert-imdb" if family in ("bert", "distilbert") else "gpt-wikitext"
+    config = run_config(str(tmp_path), task, dropout=0.0)
+    known = {name for name in model_config(config).to_dict() if "drop" in name}
+    assert known == set(DROPOUT_FIELDS[family])
+
+    tokens = torch.arange(1, 33).reshape(2, 16)
+
+    def two_train_forwards(config: RunConfig) -> tuple[torch.nn.Module, bool]:
+        torch.manual_seed(0)
+        model = build_model(config).train()
+        return model, torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+    for attention in ("eager", "sdpa"):
+        model, agree = two_train_forwards(dataclasses.replace(config, attn_implementation=attention))
+        assert agree
+        assert not [part for part in model.modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
+        _, agree = two_train_forwards(dataclasses.replace(config, attn_implementation=attention, dropout=0.5))
+        assert not agree
+
+
+def test_a_family_whose_dropout_is_not_known_is_refused(tmp_path: Path) -> None:
+    OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--dropout -1"):
+        model_config(run_config(str(tmp_path), "gpt-wikitext", dropout=0.0))
+    assert model_config(run_config(str(tmp_path), "gpt-wikitext", dropout=-1.0)).dropout == 0.1
+
+
+def test_the_configuration_carries_the_run() -> None:
+    bert = model_config(run_config("bert-large-uncased", dropout=-1.0))
+    assert (bert.num_labels, bert.use_cache, bert.hidden_dropout_prob) == (2, False, 0.1)
+    with torch.device("meta"):
+        used = {
+            name: build_model(run_config(name, attn_implementation="sdpa")).config._attn_implementation
+            for name in ("bert-tiny", "gpt-tiny", "gpt-neo-2.7b", "gpt-j-6b", "gemma-2-9b")
+        }
+        eager = build_model(run_config("gpt-tiny", attn_implementation="eager")).config._attn_implementation
+    # transformers has no sdpa for GPT-Neo and GPT-J, and sdpa has no softcapping for Gemma-2.
+    assert list(used.values()) == ["sdpa", "sdpa", "eager", "eager", "eager"]
+    assert eager == "eager"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"model": "bert-larg-uncased", "task": "bert-imdb"}, ["unknown model", "bert-large-uncased", "owner/name"]),
+        ({"model": "./nowhere"}, ["unknown model './nowhere'", "folder"]),
+        ({"model": "gpt2-0layers"}, ["unknown model"]),
+        ({"model": "bert-tiny", "task": "gpt-wikitext"}, ["does not fit --task gpt-wikitext", "gpt2"]),
+        ({"model": "gpt-tiny", "task": "bert-imdb"}, ["does not fit --task bert-imdb", "bert-large-uncased"]),
+        ({"model": "bert-tiny", "seq_length": 513}, ["--seq_length 513", "512 or less"]),
+        ({"model": "gpt-neo-2.7b", "seq_length": 4096}, ["--seq_length 4096", "2048 or less"]),
+        ({"model": "gpt-tiny", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
+        ({"model": "gpt2-3layers", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
+        ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_model_is_refused_with_its_mend(asked: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        model_config(run_config(**asked))
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be installed where there is a GPU")
+def test_flash_attention_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="use sdpa"):
+        model_config(run_config("gpt-tiny", attn_implementation="flash_attention_2"))
+
+
+def hash_of(weights: InitialWeights) -> str:
+    return hashlib.sha256((weights.path / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("task", TINY)
+def test_initial_weights_depend_on_the_seed_and_on_nothing_around_them(task: str, tmp_path: Path) -> None:
+    config = run_config(TINY[task])
+    first = materialize_initial_weights(config, tmp_path / "a")
+    assert first.sha256 == hash_of(first)
+
+    threads = torch.get_num_threads()
+    torch.manual_seed(123)
+    torch.set_num_threads(2 if threads == 1 else 1)
+    state = torch.get_rng_state()
+    try:
+        with torch.device("meta"):
+            again = materialize_initial_weights(dataclasses.replace(config, dropout=0.3), tmp_path / "b")
+    finally:
+        torch.set_num_threads(threads)
+    assert again.sha256 == first.sha256
+    assert again.path.name == first.path.name
+    assert torch.equal(state, torch.get_rng_state())
+
+    other_seed = materialize_initial_weights(dataclasses.replace(config, seed=43), tmp_path / "a")
+    assert other_seed.sha256 != first.sha256
+    assert materialize_initial_weights(config, tmp_path / "a") == first
+
+
+@pytest.mark.parametrize("task", TINY)
+def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_path: Path) -> None:
+    config = run_config(TINY[task], dropout=0.0)
+    initial = materialize_initial_weights(config, tmp_path)
+    saved = load_file(initial.path / "model.safetensors")
+    state = torch.get_rng_state()
+    model = load_initial_model(config, initial)
+    assert torch.equal(state, torch.get_rng_state())
+    assert {name: tensor.dtype for name, tensor in model.named_parameters()} == dict.fromkeys(saved, torch.float32)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
+    assert not [part for part in model.modules() if isinstance(part, torch.nn.Dropout) and part.p > 0]
+
+    loud = load_initial_model(dataclasses.replace(config, dropout=0.25, attn_implementation="eager"), initial)
+    assert {part.p for part in loud.modules() if isinstance(part, torch.nn.Dropout)} == {0.25}
+    assert loud.config._attn_implementation == "eager"
+    own = load_initial_model(dataclasses.replace(config, dropout=-1.0), initial)
+    assert {part.p for part in own.modules() if isinstance(part, torch.nn.Dropout)} == {0.1}
+
+    # The loaded tensors may be a view of the file: what training writes must not reach it.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert hash_of(initial) == initial.sha256
+
+
+def test_a_damaged_set_of_weights_is_refused_and_a_half_written_one_is_redone(tmp_path: Path) -> None:
+    config = run_config("bert-tiny")
+    initial = materialize_initial_weights(config, tmp_path)
+    tensors = initial.path / "model.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="delete the folder"):
+        materialize_initial_weights(config, tmp_path)
+    tensors.write_bytes(whole)
+    record = (initial.path / RECORD_NAME).read_text()
+    (initial.path / RECORD_NAME).write_text(record[:20])
+    with pytest.raises(UserError, match="delete the folder"):
+        materialize_initial_weights(config, tmp_path)
+    (initial.path / RECORD_NAME).write_text(record)
+
+    held = load_file(tensors)
+    held["classifier.extra"] = held.pop("classifier.bias")
+    save_file(held, tensors, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"classifier\.bias"):
+        load_initial_model(config, initial)
+
+    killed = initial.path.rename(initial.path.with_name(f"{initial.path.name}.partial"))
+    again = materialize_initial_weights(config, tmp_path)
+    assert again == initial
+    assert hash_of(again) == again.sha256
+    assert not killed.exists()
+
+
+def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from study.config import RunConfig, resolved; "
+        "from study.tasks.models import materialize_initial_weights as materialize; "
+        "print(materialize(resolved(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = {rank.communicate(timeout=120)[0].split()[-1] for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    folders = [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
+    assert len(folders) == 1
+    assert printed == {json.loads((folders[0] / RECORD_NAME).read_text())["sha256"]}
+
+
+ZERO3 = """
+import sys, pathlib, deepspeed, torch
+from safetensors.torch import load_file
+from transformers.integrations import HfDeepSpeedConfig
+from study.config import RunConfig, resolved
+from study.measure.flops import model_flops_per_sample
+from study.tasks.models import load_initial_model, materialize_initial_weights
+cache = pathlib.Path(sys.argv[1])
+config = resolved(RunConfig(task=sys.argv[2], scale="laptop"), False)
+initial = materialize_initial_weights(config, cache)
+flops = model_flops_per_sample(config)
+rendezvous = f"file://{cache}/rendezvous"
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=0, world_size=1)
+zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+live = HfDeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero3})
+model = load_initial_model(config, initial)
+saved = load_file(initial.path / "model.safetensors")
+assert {name for name, _ in model.named_parameters()} == set(saved)
+for name, parameter in model.named_parameters():
+    assert parameter.numel() == 0, "not partitioned"
+    with deepspeed.zero.GatheredParameters([parameter]):
+        assert torch.equal(parameter.data, saved[name]), name
+assert model_flops_per_sample(config) == flops, "counting was partitioned"
+try:
+    materialize_initial_weights(config, cache)
+except ValueError as refused:
+    assert "before the Accelerator" in str(refused)
+else:
+    raise AssertionError("drew weights under ZeRO-3")
+deepspeed.comm.destroy_process_group()
+print("held")
+"""
+
+
+@pytest.mark.parametrize("task", TINY)
+def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_path: Path) -> None:
+    alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", ZERO3, str(tmp_path), task],
+        env=os.environ | alone, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.stdout.strip().endswith("held"), ran.stdout + ran.stderr
+
+
+def local_bert(folder: Path, model_class: type[Any] = BertModel) -> Path:
+    torch.manual_seed(7)
+    model_class(BertConfig(vocab_size=100, **FAMILIES["bert"])).save_pretrained(folder)
+    return folder
+
+
+def test_pretrained_weights_come_from_a_folder_and_the_head_from_the_seed(tmp_path: Path) -> None:
+    source = local_bert(tmp_path / "source")
+    config = run_config(str(source), "bert-imdb", weights="pretrained")
+    body = load_file(source / "model.safetensors")
+    sets = {
+        seed: load_file(
+            materialize_initial_weights(dataclasses.replace(config, seed=seed), tmp_path / f"cache{turn}").path
+            / "model.safetensors"
+        )
+        for turn, seed in enumerate((42, 43))
+    }
+    for weights in sets.values():
+        assert all(torch.equal(weights[f"bert.{name}"], tensor) for name, tensor in body.items())
+    assert not torch.equal(sets[42]["classifier.weight"], sets[43]["classifier.weight"])
+    redrawn = materialize_initial_weights(config, tmp_path / "cache2")
+    assert torch.equal(
+        load_file(redrawn.path / "model.safetensors")["classifier.weight"], sets[42]["classifier.weight"]
+    )
+
+    local_bert(source, BertForSequenceClassification)
+    assert materialize_initial_weights(config, tmp_path / "cache2").path != redrawn.path
+
+
+def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        model_config(run_config(str(empty), "bert-imdb"))
+
+    pickled = local_bert(tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled ones are not loaded"):
+        materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+
+    holed = local_bert(tmp_path / "holed")
+    tensors = load_file(holed / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.weight"]
+    save_file(tensors, holed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks weights: bert\.encoder\.layer\.1\.output\.dense\.weight"):
+        materialize_initial_weights(run_config(str(holed), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
+
+    three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **FAMILIES["bert"]))
+    three.save_pretrained(tmp_path / "three")
+    with pytest.raises(UserError, match="cannot load the weights"):
+        materialize_initial_weights(run_config(str(tmp_path / "three"), "bert-imdb", weights="pretrained"), tmp_path)
+
+
+def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    with pytest.raises(UserError, match="--tokenizer_name"):
+        load_tokenizer(run_config("bert-tiny"))
+
+    (tmp_path / "bare").mkdir()
+    AutoConfig.for_model("gpt2").save_pretrained(tmp_path / "bare")
+    with pytest.raises(UserError, match="no tokenizer vocabulary"):
+        load_tokenizer(run_config("gpt-tiny", tokenizer_name=str(tmp_path / "bare")))
+
+    def words(number: int) -> str:
+        vocabulary = {"<end>": 0} | {f"w{index}": index for index in range(1, number)}
+        folder = tmp_path / f"words{number}"
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+        return str(folder)
+
+    tokenizer = load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(50)))
+    assert (len(tokenizer), tokenizer.pad_token) == (50, "<end>")
+    with pytest.raises(UserError, match="5000 entries"):
+        load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(5000)))
+
+
+class SmallHub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does: no such model, a gated one, and one with pickled weights alone."""
+
+    def do_GET(self) -> None:
+        found = json.dumps(
+            {"id": "o/m", "siblings": [{"rfilename": "config.json"}, {"rfilename": "pytorch_model.bin"}]}
+        )
+        status, code, body = 404, "EntryNotFound", ""
+        if "/missing" in self.path:
+            code = "RepoNotFound"
+        elif "/gated" in self.path:
+            status, code = 403, "GatedRepo"
+        elif self.path.startswith("/api/models/") and "/tree/" not in self.path:
+            status, code, body = 200, "", found
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body.encode())
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def small_hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SmallHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+ASK_HUB = """
+import json, pathlib, sys, time
+from study.config import RunConfig, resolved
+from study.errors import UserError
+from study.tasks import models
+def ask(do, task, model, **asked):
+    config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+    started = time.monotonic()
+    try:
+        do(config)
+    except UserError as refused:
+        print(json.dumps([str(refused), time.monotonic() - started]))
+    else:
+        print(json.dumps(["was served", 0]))
+def weights(config): models.materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
+models.model_config(resolved(RunConfig(scale="laptop"), False))
+for do, task, model, weights_flag in json.loads(sys.argv[2]):
+    do = {"config": models.model_config, "tokenizer": models.load_tokenizer, "weights": weights}[do]
+    ask(do, task, model, weights=weights_flag)
+"""
+
+
+def ask_hub(cache: Path, questions: list[list[str]], **environment: str) -> list[tuple[str, float]]:
+    own = {"HF_HOME": str(cache / "hf"), **environment}
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK_HUB, str(cache), json.dumps(questions)],
+        env=os.environ | own, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return [tuple(json.loads(line)) for line in ran.stdout.splitlines() if line.startswith('["')]
+
+
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_a_hub_that_cannot_be_reached_is_an_answer_within_seconds(environment: dict[str, str], tmp_path: Path) -> None:
+    answers = ask_hub(
+        tmp_path,
+        [
+            ["config", "gpt-wikitext", "owner/name", "random"],
+            ["tokenizer", "bert-imdb", "bert-base-uncased", "random"],
+            ["weights", "gpt-wikitext", "gpt2", "pretrained"],
+        ],
+        **environment,
+    )
+    for (answer, seconds), mend in zip(
+        answers, ("--weights random", "--tokenizer_name", "--weights random"), strict=True
+    ):
+        assert "the hub cannot be reached" in answer
+        assert mend in answer
+        assert seconds < 15, answer
+    assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
+
+
+def test_what_the_hub_refuses_is_said_as_it_is(small_hub: str, tmp_path: Path) -> None:
+    missing, gated, gated_weights, pickled = ask_hub(
+        tmp_path,
+        [
+            ["config", "gpt-wikitext", "owner/missing", "random"],
+            ["config", "gpt-wikitext", "owner/gated", "random"],
+            ["tokenizer", "gpt-wikitext", "owner/pickled", "random"],
+            ["weights", "gpt-wikitext", "gpt-j-6b", "pretrained"],
+        ],
+        HF_ENDPOINT=small_hub,
+    )
+    assert "the hub has no model owner/missing" in missing[0]
+    assert "gated" in gated[0]
+    assert "hf auth login" in gated[0]
+    assert "cannot load the" in gated_weights[0] or "no tokenizer vocabulary" in gated_weights[0]
+    assert "publishes no safetensors" in pickled[0]

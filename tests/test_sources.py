@@ -1,0 +1,403 @@
+"""Raw text from the hub and from local copies in every format, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from study.config import RunConfig, resolved
+from study.errors import UserError
+from study.tasks import load_data, sources
+from study.tasks.builtin import builtin_tokenizer
+from study.tasks.gpt_wikitext import pack
+
+TEXTS = [f"review {number} über all" for number in range(30)]
+LABELS = [number % 2 for number in range(30)]
+TRAIN_LINES = ["\n", " = Title = \n", " \n", " some words here \u2028 and there \n"] * 30
+VALID_LINES = [" = Other = \n", " more words \n"] * 5
+
+
+def asked(task: str, data: Path | str, **options: object) -> RunConfig:
+    values = {"train_samples": 10, "eval_samples": 4, "data": str(data), "scale": "laptop", "task": task, **options}
+    return resolved(RunConfig.from_dict(values, "this test"), False)
+
+
+# Reviews
+
+
+def review_table(count: int = 30) -> pa.Table:
+    return pa.table({"text": TEXTS[:count], "label": LABELS[:count]})
+
+
+def other_table() -> pa.Table:
+    """What must not be taken for training data."""
+    return pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
+
+
+def write_parquet(table: pa.Table, file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pa.parquet.write_table(table, file)
+    return file
+
+
+def write_jsonl(table: pa.Table, file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()), encoding="utf-8")
+    return file
+
+
+def write_arrow_stream(table: pa.Table, file: Path) -> Path:
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    return file
+
+
+def write_arrow_file(table: pa.Table, file: Path) -> Path:
+    with pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    return file
+
+
+def hub_clone(folder: Path) -> Path:
+    write_parquet(review_table(), folder / "plain_text" / "train-00000-of-00001.parquet")
+    write_parquet(other_table(), folder / "plain_text" / "test-00000-of-00001.parquet")
+    write_parquet(other_table(), folder / "plain_text" / "unsupervised-00000-of-00001.parquet")
+    (folder / "README.md").write_text("a card\n")
+    (folder / "dataset_infos.json").write_text("{}\n")
+    return folder
+
+
+def sharded(folder: Path) -> Path:
+    write_jsonl(review_table().slice(0, 11), folder / "train-0.jsonl")
+    write_jsonl(review_table().slice(11), folder / "train-1.jsonl")
+    write_jsonl(other_table(), folder / "validation-0.jsonl")
+    return folder
+
+
+def saved_dataset(folder: Path) -> Path:
+    datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}).save_to_disk(folder)
+    return folder
+
+
+def saved_splits(folder: Path) -> Path:
+    train = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS})
+    datasets.DatasetDict({"train": train, "test": train.select(range(3))}).save_to_disk(folder)
+    return folder
+
+
+def named_labels(folder: Path) -> Path:
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}, features).to_parquet(folder / "x.parquet")
+    return folder / "x.parquet"
+
+
+REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
+    "parquet": lambda folder: write_parquet(review_table(), folder / "any.parquet"),
+    "jsonl": lambda folder: write_jsonl(review_table(), folder / "any.jsonl"),
+    "arrow stream": lambda folder: write_arrow_stream(review_table(), folder / "imdb-train.arrow"),
+    "arrow file": lambda folder: write_arrow_file(review_table(), folder / "imdb-train.arrow"),
+    "class labels": named_labels,
+    "hub clone": hub_clone,
+    "sharded": sharded,
+    "save_to_disk": saved_dataset,
+    "save_to_disk with splits": saved_splits,
+}
+
+
+@pytest.mark.parametrize("kind", REVIEW_COPIES)
+def test_every_local_copy_of_the_reviews_gives_the_documents_own_selection(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    copy = REVIEW_COPIES[kind](tmp_path / "data")
+    before = sorted(tmp_path.rglob("*"))
+    raw = sources.load_reviews(asked("bert-imdb", copy), tmp_path / "cache")
+
+    # The listing of the studied document, on the same rows.
+    parts = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}).train_test_split(test_size=0.2, seed=42)
+    train = parts["train"].shuffle(seed=42).select(range(10))
+    evaluation = parts["test"].shuffle(seed=42).select(range(4))
+    assert (raw.train.texts, raw.train.labels) == (list(train["text"]), list(train["label"]))
+    assert (raw.eval.texts, raw.eval.labels) == (list(evaluation["text"]), list(evaluation["label"]))
+    assert raw.provenance["rows"] == 30
+    left = [path for path in tmp_path.rglob("*") if tmp_path / "cache" not in (path, *path.parents)]
+    assert sorted(left) == before, "the user's folder was written to"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: Path) -> None:
+    root = tmp_path / "aclImdb" if nested else tmp_path
+    for part in ("train", "test"):
+        for name in ("neg", "pos", "unsup"):
+            (root / part / name).mkdir(parents=True)
+            for number in range(10):
+                (root / part / name / f"{number}_7.txt").write_text(f"{part} {name} {number} ü", encoding="utf-8")
+    raw = sources.load_reviews(asked("bert-imdb", tmp_path, train_samples=0, eval_samples=0), tmp_path / "cache")
+    pairs = {*zip(raw.train.texts + raw.eval.texts, raw.train.labels + raw.eval.labels, strict=True)}
+    assert pairs == {(f"train {name} {n} ü", label) for label, name in enumerate(("neg", "pos")) for n in range(10)}
+    assert (len(raw.train.texts), len(raw.eval.texts)) == (16, 4)
+
+
+def test_zero_samples_takes_all_and_too_many_says_how_many(tmp_path: Path) -> None:
+    copy = write_parquet(review_table(), tmp_path / "a.parquet")
+    raw = sources.load_reviews(asked("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
+    assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
+    with pytest.raises(UserError, match="--train_samples 25: the data has 24"):
+        sources.load_reviews(asked("bert-imdb", copy, train_samples=25), tmp_path)
+    with pytest.raises(UserError, match="--eval_samples 7: the data has 6"):
+        sources.load_reviews(asked("bert-imdb", copy, eval_samples=7), tmp_path)
+
+
+# Wikitext
+
+
+def raw_files(folder: Path, suffix: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"wiki.train.{suffix}").write_text("".join(TRAIN_LINES), encoding="utf-8")
+    (folder / f"wiki.valid.{suffix}").write_text("".join(VALID_LINES), encoding="utf-8")
+    (folder / f"wiki.test.{suffix}").write_text("never read this\n", encoding="utf-8")
+    (folder / "README.txt").write_text("never read this\n", encoding="utf-8")
+    return folder
+
+
+def as_published(lines: list[str]) -> list[str]:
+    return [line if line.strip() else "" for line in lines]
+
+
+def row_tables(folder: Path) -> Path:
+    for name, lines in (("train", TRAIN_LINES), ("validation", VALID_LINES), ("test", ["never read this"])):
+        write_parquet(pa.table({"text": as_published(lines)}), folder / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
+def wikitext_clone(folder: Path) -> Path:
+    row_tables(folder / "wikitext-2-raw-v1")
+    write_parquet(pa.table({"text": ["never read this"]}), folder / "wikitext-103-raw-v1" / "train-0.parquet")
+    return folder
+
+
+ROW_COPIES: dict[str, Callable[[Path], Path]] = {
+    "raw": lambda folder: raw_files(folder, "raw"),
+    "tokens": lambda folder: raw_files(folder, "tokens"),
+    "folder in a folder": lambda folder: raw_files(folder / "wikitext-2-raw", "raw").parent,
+    "parquet": row_tables,
+    "hub clone": wikitext_clone,
+}
+
+
+@pytest.mark.parametrize("kind", ROW_COPIES)
+def test_every_local_copy_of_wikitext_gives_the_published_rows(kind: str, tmp_path: Path) -> None:
+    raw = sources.load_rows(asked("gpt-wikitext", ROW_COPIES[kind](tmp_path / "data")), tmp_path / "cache")
+    assert list(raw.train) == as_published(TRAIN_LINES)
+    assert list(raw.eval) == as_published(VALID_LINES)
+
+
+def test_a_lone_file_holds_out_its_first_rows_and_says_so(tmp_path: Path) -> None:
+    file = raw_files(tmp_path, "raw") / "wiki.train.raw"
+    raw = sources.load_rows(asked("gpt-wikitext", file), tmp_path / "cache")
+    assert raw.provenance["held_out_rows"] == 6
+    assert list(raw.eval) + list(raw.train) == as_published(TRAIN_LINES)
+
+
+def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> None:
+    words = builtin_tokenizer().convert_ids_to_tokens(list(range(5, 12)))
+    read = []
+
+    def rows() -> object:
+        for number in range(1000):
+            read.append(number)
+            yield f" {words[number % 7]} {words[(number + 1) % 7]} \n"
+            yield ""
+
+    split = pack(builtin_tokenizer(frame=False), rows(), 5, 4, "--train_samples")  # type: ignore[arg-type]
+    stream = [token for number in range(10) for token in (5 + number % 7, 5 + (number + 1) % 7)]
+    assert split.tensors["input_ids"].flatten().tolist() == stream
+    assert len(read) < 200
+    whole = pack(builtin_tokenizer(frame=False), rows(), 3, 0, "--train_samples")  # type: ignore[arg-type]
+    assert len(whole) == 2000 // 3
+    with pytest.raises(UserError, match="--eval_samples 667: the data has 666 blocks of --seq_length 3"):
+        pack(builtin_tokenizer(frame=False), rows(), 3, 667, "--eval_samples")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="smaller --seq_length"):
+        pack(builtin_tokenizer(frame=False), iter(["", words[0]]), 3, 0, "--eval_samples")
+
+
+@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
+def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path: Path) -> None:
+    builtin_tokenizer(frame=task == "bert-imdb").save_pretrained(tmp_path / "tokenizer")
+    copies = {"bert-imdb": lambda: hub_clone(tmp_path / "data"), "gpt-wikitext": lambda: row_tables(tmp_path / "data")}
+    options = {"tokenizer_name": str(tmp_path / "tokenizer"), "seq_length": 4}
+    data = load_data(asked(task, copies[task](), **options), tmp_path / "cache")
+    assert data.floor is None
+    assert data.train.tensors["input_ids"].shape == (10, 4)
+    assert data.source["samples"] == {"train": 10, "eval": 4}
+    assert data.source["data"] == "local"
+
+
+# What is refused
+
+
+def text_file(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def table_file(columns: dict[str, list[object]]) -> Callable[[Path], Path]:
+    return lambda folder: write_parquet(pa.table(columns), folder / "a.parquet")
+
+
+def mixed(folder: Path) -> Path:
+    write_parquet(review_table(), folder / "train.parquet")
+    write_jsonl(review_table(), folder / "train.jsonl")
+    return folder
+
+
+def lone_test(folder: Path) -> Path:
+    write_parquet(review_table(), folder / "test-0.parquet")
+    return folder
+
+
+def half_archive(folder: Path) -> Path:
+    (folder / "train" / "pos").mkdir(parents=True)
+    (folder / "train" / "pos" / "1.txt").write_text("good")
+    return folder
+
+
+def unlike_shards(folder: Path) -> Path:
+    write_parquet(review_table(), folder / "train-0.parquet")
+    write_parquet(pa.table({"text": ["a"]}), folder / "train-1.parquet")
+    return folder
+
+
+def broken_save(folder: Path) -> Path:
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+TEXT = ["a", "b", "c", "d", "e", "f"]
+REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
+    "no such path": ("bert-imdb", lambda folder: folder / "nowhere", "no such file or folder"),
+    "empty folder": ("bert-imdb", lambda folder: folder, "holds no data this task can read"),
+    "text for reviews": ("bert-imdb", text_file("train.txt", b"good\n"), "holds no data this task can read"),
+    "missing label": (
+        "bert-imdb",
+        table_file({"text": TEXT, "stars": TEXT}),
+        "columns text, stars; needed: text, label",
+    ),
+    "missing text": ("gpt-wikitext", table_file({"content": TEXT}), "columns content; needed: text"),
+    "text of numbers": ("gpt-wikitext", table_file({"text": [1, 2, 3]}), "`text` column of int64"),
+    "text with gaps": ("gpt-wikitext", table_file({"text": ["a", None]}), "with gaps"),
+    "labels of words": ("bert-imdb", table_file({"text": TEXT, "label": ["pos"] * 6}), "`label` column of 'string'"),
+    "labels of stars": ("bert-imdb", table_file({"text": TEXT, "label": [1, 2, 3, 4, 5, 0]}), "0, 1, 2, 3, 4"),
+    "unlabelled": ("bert-imdb", table_file({"text": TEXT, "label": [-1] * 6}), "`label` column of -1"),
+    "label with gaps": ("bert-imdb", table_file({"text": TEXT, "label": [0, 1, 0, 1, 0, None]}), "None"),
+    "too few": ("bert-imdb", table_file({"text": TEXT[:3], "label": [0, 1, 0]}), "too few"),
+    "empty table": (
+        "bert-imdb",
+        lambda folder: write_parquet(review_table(0), folder / "a.parquet"),
+        "cannot read .*a.parquet|a.parquet holds no rows",
+    ),
+    "empty parquet": ("bert-imdb", text_file("a.parquet", b""), "a.parquet is empty"),
+    "empty jsonl": ("bert-imdb", text_file("a.jsonl", b""), "a.jsonl is empty"),
+    "empty text": ("gpt-wikitext", text_file("wiki.train.raw", b""), "wiki.train.raw is empty"),
+    "not parquet": ("bert-imdb", text_file("a.parquet", b"PAR1 nothing of it"), "cannot read .*a.parquet"),
+    "not arrow": ("bert-imdb", text_file("a.arrow", b"nothing of it"), "cannot read .*a.arrow"),
+    "not json": ("bert-imdb", text_file("a.jsonl", b'{"text": "a", \n'), "cannot read .*a.jsonl"),
+    "not utf-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
+    "mixed kinds": ("bert-imdb", mixed, "mixes json and parquet"),
+    "only a test split": ("bert-imdb", lone_test, "no training split"),
+    "half an archive": ("bert-imdb", half_archive, "neg holds no reviews"),
+    "shards that differ": ("bert-imdb", unlike_shards, "differ in their columns"),
+    "broken save_to_disk": ("bert-imdb", broken_save, "cannot read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_data_that_cannot_serve_are_refused_by_name_with_a_mend(case: str, tmp_path: Path) -> None:
+    task, make, message = REFUSED[case]
+    (tmp_path / "data").mkdir()
+    config = asked(task, make(tmp_path / "data"))
+    with pytest.raises(UserError, match=message) as refusal:
+        {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
+    assert refusal.value.mend
+    assert "data" in refusal.value.problem
+
+
+# The hub. Its libraries read the environment when imported, so these run in their own process.
+
+LOAD = """
+import sys, time
+from pathlib import Path
+from study.config import RunConfig, resolved
+from study.errors import UserError
+from study.tasks import sources
+task, cache = sys.argv[1:]
+config = resolved(RunConfig(task=task, scale="laptop", data="hub", train_samples=10, eval_samples=4), False)
+started = time.time()
+try:
+    raw = {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, Path(cache))
+    print("loaded", raw.provenance)
+except UserError as error:
+    print("refused", error)
+print(time.time() - started)
+"""
+
+
+def load_from_hub(task: str, home: Path, **environment: str) -> tuple[str, float]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
+    result = subprocess.run(
+        [sys.executable, "-c", LOAD, task, str(home / "converted")],
+        env=clean | {"HF_HOME": str(home), "PYTHONPATH": str(Path(sources.__file__).parents[2])} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    outcome, seconds = result.stdout.strip().splitlines()[-2:]
+    return outcome, float(seconds)
+
+
+def fill_hub_cache(home: Path, imdb_revision: str) -> None:
+    for repository, revision in (
+        ("stanfordnlp--imdb", imdb_revision),
+        ("Salesforce--wikitext", sources.WIKITEXT_REVISION),
+    ):
+        snapshot = home / "hub" / f"datasets--{repository}" / "snapshots" / revision
+        if "imdb" in repository:
+            hub_clone(snapshot)
+        else:
+            row_tables(snapshot / "wikitext-2-raw-v1")
+
+
+@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
+def test_an_unreachable_hub_is_refused_in_seconds_naming_the_flag(
+    task: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    outcome, seconds = load_from_hub(task, tmp_path, **environment)
+    assert outcome.startswith("refused --data hub:")
+    assert "--data builtin" in outcome
+    assert seconds < 12
+
+
+@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
+def test_the_pinned_revision_in_the_cache_needs_no_network(task: str, tmp_path: Path) -> None:
+    fill_hub_cache(tmp_path, sources.IMDB_REVISION)
+    outcome, _ = load_from_hub(task, tmp_path, HF_HUB_OFFLINE="1")
+    assert outcome.startswith("loaded")
+    assert {"bert-imdb": sources.IMDB_REVISION, "gpt-wikitext": sources.WIKITEXT_REVISION}[task] in outcome
+
+
+def test_another_revision_in_the_cache_is_not_taken_for_the_pinned_one(tmp_path: Path) -> None:
+    fill_hub_cache(tmp_path, "0" * 40)
+    outcome, _ = load_from_hub("bert-imdb", tmp_path, HF_HUB_OFFLINE="1")
+    assert outcome.startswith("refused --data hub:")

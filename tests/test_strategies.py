@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engines import ROOT, launch, printed_json
+
+from study.errors import UserError
+from study.strategies import STRATEGY_NAMES, Launch, Strategy, lint, read_strategy, this_launch
+
+DIRECTORY = ROOT / "accelerate_configs"
+WITH_DEEPSPEED = [name for name in STRATEGY_NAMES if name.startswith("zero")]
+# Stage, and where the optimizer's state and the parameters live, as DESIGN.md defines the names.
+WHAT_THE_NAMES_MEAN = {
+    "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
+    "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
+    "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
+    "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
+}  # fmt: skip
+
+
+def test_the_directory_holds_the_thirteen_strategies_and_nothing_else() -> None:
+    assert {file.stem for file in DIRECTORY.glob("*.yaml")} == set(WHAT_THE_NAMES_MEAN)
+    assert {file.stem for file in (DIRECTORY / "deepspeed").iterdir()} == set(WITH_DEEPSPEED)
+
+
+@pytest.mark.parametrize("name", WHAT_THE_NAMES_MEAN)
+def test_a_strategy_does_what_its_name_says(name: str) -> None:
+    strategy = read_strategy(name)
+    assert strategy.name == name
+    found = (strategy.zero_stage, strategy.offload_device("optimizer"), strategy.offload_device("param"))
+    assert found == WHAT_THE_NAMES_MEAN[name]
+    assert strategy.uses_nvme is ("nvme" in name)
+
+
+def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UserError, match="zero4") as refusal:
+        read_strategy("zero4")
+    assert "zero3_cpu_nvme" in refusal.value.mend
+
+
+def test_the_shipped_files_pass_the_lint() -> None:
+    assert list(lint()) == []
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_accelerate_loads_each_file_without_an_unknown_key(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    loaded = load_config_from_file(str(DIRECTORY / f"{name}.yaml"))
+    assert loaded.distributed_type.value == read_strategy(name).distributed_type
+    assert loaded.num_processes == (1 if name == "single" else 2)
+
+
+@pytest.mark.parametrize("name", WITH_DEEPSPEED)
+def test_deepspeed_takes_each_section_and_changes_no_value(name: str) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    settings = read_strategy(name).deepspeed
+    assert settings is not None
+    asked = settings["zero_optimization"]
+    understood = DeepSpeedZeroConfig(**asked).model_dump(mode="json", by_alias=True)
+    assert {key: _among(understood[key], value) for key, value in asked.items()} == asked
+    with pytest.raises(ValueError, match="not_a_key"):
+        DeepSpeedZeroConfig(**asked, not_a_key=1)
+
+
+def _among(understood: Any, asked: Any) -> Any:
+    """DeepSpeed fills a section up with more keys; those that were asked for are compared."""
+    return {key: understood[key] for key in asked} if isinstance(asked, dict) else understood
+
+
+def change_yaml(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        file = directory / f"{name}.yaml"
+        document = yaml.safe_load(file.read_text())
+        change(document)
+        file.write_text(yaml.safe_dump(document))
+
+    return apply
+
+
+def change_json(name: str, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        file = directory / "deepspeed" / f"{name}.json"
+        document = json.loads(file.read_text())
+        change(document, document.get("zero_optimization"))
+        file.write_text(json.dumps(document))
+
+    return apply
+
+
+PLANTED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "a bucket of another size": (
+        "zero2.json", "reduce_bucket_size", change_json("zero2", lambda _, zero: zero.update(reduce_bucket_size=7))
+    ),
+    "a bucket written as a float": (
+        "zero2.json", "reduce_bucket_size", change_json("zero2", lambda _, zero: zero.update(reduce_bucket_size=5e8))
+    ),
+    "overlap left to its default": (
+        "zero3.json", "overlap_comm", change_json("zero3", lambda _, zero: zero.pop("overlap_comm"))
+    ),
+    "overlap switched": (
+        "zero1.json", "overlap_comm", change_json("zero1", lambda _, zero: zero.update(overlap_comm=True))
+    ),
+    "an unknown ZeRO key": (
+        "zero1.json", "speed", change_json("zero1", lambda _, zero: zero.update(speed="high"))
+    ),
+    "a stage-3 key at stage 2": (
+        "zero2.json", "sub_group_size", change_json("zero2", lambda _, zero: zero.update(sub_group_size=10**9))
+    ),
+    "a threshold of another size": (
+        "zero3_cpu.json", "stage3_param_persistence_threshold",
+        change_json("zero3_cpu", lambda _, zero: zero.update(stage3_param_persistence_threshold=1)),
+    ),
+    "an unknown root key": ("zero0.json", "bf16", change_json("zero0", lambda root, _: root.update(bf16={}))),
+    "a root key left out": (
+        "zero3.json", "zero_force_ds_cpu_optimizer",
+        change_json("zero3", lambda root, _: root.pop("zero_force_ds_cpu_optimizer")),
+    ),
+    "clipping that differs": (
+        "zero2_cpu.json", "gradient_clipping",
+        change_json("zero2_cpu", lambda root, _: root.update(gradient_clipping=2)),
+    ),
+    "clipping on auto": (
+        "zero2.json", "gradient_clipping", change_json("zero2", lambda root, _: root.update(gradient_clipping="auto"))
+    ),
+    "a bucket on auto everywhere": (
+        "zero3.json", "stage3_prefetch_bucket_size",
+        lambda directory: [
+            change_json(name, lambda _, zero: zero.update(stage3_prefetch_bucket_size="auto"))(directory)
+            for name in WITH_DEEPSPEED if name.startswith("zero3")
+        ],
+    ),
+    "another stage": ("zero1.json", "stage", change_json("zero1", lambda _, zero: zero.update(stage=2))),
+    "no stage": ("zero1.json", "stage", change_json("zero1", lambda _, zero: zero.pop("stage"))),
+    "a section that is a list": (
+        "zero1.json", "stage", change_json("zero1", lambda root, _: root.update(zero_optimization=[]))
+    ),
+    "an offload that is gone": (
+        "zero3_cpu.json", "offload_optimizer", change_json("zero3_cpu", lambda _, zero: zero.pop("offload_optimizer"))
+    ),
+    "an offload that was not promised": (
+        "zero3.json", "offload_param",
+        change_json("zero3", lambda _, zero: zero.update(offload_param={"device": "cpu", "pin_memory": True})),
+    ),
+    "an offload to somewhere else": (
+        "zero3_nvme.json", "offload_optimizer",
+        change_json("zero3_nvme", lambda _, zero: zero["offload_optimizer"].update(device="cpu")),
+    ),
+    "an unknown offload key": (
+        "zero3_nvme.json", "fast_init",
+        change_json("zero3_nvme", lambda _, zero: zero["offload_optimizer"].update(fast_init=True)),
+    ),
+    "pinning that differs": (
+        "zero3_cpu_optimizer.json", "pin_memory",
+        change_json("zero3_cpu_optimizer", lambda _, zero: zero["offload_optimizer"].update(pin_memory=False)),
+    ),
+    "swap buffers that differ": (
+        "zero3_cpu_nvme.json", "buffer_count",
+        change_json("zero3_cpu_nvme", lambda _, zero: zero["offload_param"].update(buffer_count=9)),
+    ),
+    "I/O settings that differ": (
+        "zero3_nvme_optimizer.json", "aio",
+        change_json("zero3_nvme_optimizer", lambda root, _: root["aio"].update(queue_depth=1)),
+    ),
+    "I/O settings without NVMe": ("zero3.json", "aio", change_json("zero3", lambda root, _: root.update(aio={}))),
+    "another number of ranks": (
+        "zero2.yaml", "num_processes", change_yaml("zero2", lambda document: document.update(num_processes=4))
+    ),
+    "no number of ranks": (
+        "ddp.yaml", "num_processes", change_yaml("ddp", lambda document: document.pop("num_processes"))
+    ),
+    "a machine key that differs": (
+        "zero1.yaml", "rdzv_backend", change_yaml("zero1", lambda document: document.update(rdzv_backend="c10d"))
+    ),
+    "a machine key left out": (
+        "zero1.yaml", "same_network", change_yaml("zero1", lambda document: document.pop("same_network"))
+    ),
+    "an extra YAML key": (
+        "fsdp2.yaml", "mixed_precision", change_yaml("fsdp2", lambda document: document.update(mixed_precision="bf16"))
+    ),
+    "another kind of launch": (
+        "ddp.yaml", "distributed_type", change_yaml("ddp", lambda document: document.update(distributed_type="NO"))
+    ),
+    "partitioned loading switched off": (
+        "zero3.yaml", "zero3_init_flag",
+        change_yaml("zero3", lambda document: document["deepspeed_config"].update(zero3_init_flag=False)),
+    ),
+    "another arm's JSON": (
+        "zero3.yaml", "deepspeed_config_file",
+        change_yaml(
+            "zero3",
+            lambda document: document["deepspeed_config"].update(
+                deepspeed_config_file="accelerate_configs/deepspeed/zero2.json"
+            ),
+        ),
+    ),
+    "ZeRO said in YAML as well": (
+        "zero3.yaml", "gradient_clipping",
+        change_yaml("zero3", lambda document: document["deepspeed_config"].update(gradient_clipping=0.5)),
+    ),
+    "an FSDP key left out": (
+        "fsdp2.yaml", "fsdp_config",
+        change_yaml("fsdp2", lambda document: document["fsdp_config"].pop("fsdp_reshard_after_forward")),
+    ),
+    "a deleted YAML": ("zero3.yaml", "zero3.yaml", lambda directory: (directory / "zero3.yaml").unlink()),
+    "a deleted JSON": ("zero3.json", "zero3.json", lambda directory: (directory / "deepspeed/zero3.json").unlink()),
+    "a torn YAML": ("zero3.yaml", "YAML", lambda directory: (directory / "zero3.yaml").write_text("a: [1")),
+    "a torn JSON": ("zero3.json", "JSON", lambda directory: (directory / "deepspeed/zero3.json").write_text("{")),
+    "a strategy nobody knows": (
+        "zero4.yaml", "zero4.yaml",
+        lambda directory: shutil.copy(directory / "zero3.yaml", directory / "zero4.yaml"),
+    ),
+    "settings nobody uses": (
+        "ddp.json", "ddp.json",
+        lambda directory: shutil.copy(directory / "deepspeed/zero3.json", directory / "deepspeed/ddp.json"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_the_lint_names_file_and_key_of_a_planted_difference(planted: str, tmp_path: Path) -> None:
+    file, key, plant = PLANTED[planted]
+    directory = tmp_path / "accelerate_configs"
+    shutil.copytree(DIRECTORY, directory)
+    assert list(lint(directory)) == []
+    plant(directory)
+    lines = list(lint(directory))
+    assert any(file in line and key in line for line in lines), lines
+
+
+def test_an_empty_directory_lacks_every_strategy(tmp_path: Path) -> None:
+    lines = list(lint(tmp_path))
+    assert all(any(line.startswith(f"{name}.yaml") for line in lines) for name in STRATEGY_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("zero0", 2), ("zero3_nvme", 1)]
+)
+def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, ranks: int) -> None:
+    seen = printed_json(launch(strategy, "tests/probes/this_launch.py", ranks=ranks))
+    expected = read_strategy(strategy)
+    for rank, document in enumerate(seen):
+        assert document == {
+            "strategy": {
+                "name": strategy,
+                "distributed_type": expected.distributed_type,
+                "deepspeed": expected.deepspeed,
+            },
+            "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
+        }  # fmt: skip
+    assert len(seen) == ranks
+
+
+def test_a_process_that_nobody_launched_is_single() -> None:
+    assert this_launch({}) == Launch(Strategy("single", "NO"), 1, 0, 0, 1)
+
+
+def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
+    place = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    second = this_launch(place)
+    assert (second.strategy.name, second.is_main, second.is_local_main) == ("ddp", False, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
+    ],
+)
+def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        this_launch(environment)
+
+
+def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["study/train.py", "--output_dir", "two words", "--seed", "3"])
+    command = Launch(read_strategy("zero3"), 8, 0, 0, 8).command(2)
+    assert command == (
+        "accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 study/train.py"
+        " --output_dir 'two words' --seed 3"
+    )
