@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality bench constraints clean
+.PHONY: install study test test-long quality bench clean
 
 install: .venv/installed
 

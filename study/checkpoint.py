@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.config import RunConfig
 from study.errors import UserError
-from study.records import RecordError, read_json, write_json
+from study.records import ROW_FILES, RecordError, read_json, read_rows, write_json
 from study.strategies import Launch
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def save_checkpoint(
     accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        # The rows that led here travel along, so that a resumed run's record is whole wherever it is written.
+        for name in ROW_FILES:
+            shutil.copyfile(output_dir / name, folder / name)
         manifest = {
             "step": step,
             "strategy": launch.strategy.name,
@@ -55,6 +58,12 @@ def save_checkpoint(
 def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint asked for and its manifest, refused where this run would not continue that one."""
     asked = config.resume_from_checkpoint
+    if launch.strategy.uses_nvme and (asked is not None or config.checkpointing_steps):
+        raise UserError(
+            f"{launch.strategy.name} cannot resume: DeepSpeed leaves what it swapped to NVMe out of its checkpoints, "
+            "and goes on with fresh optimizer states without a word",
+            "leave the flag out, or use the *_cpu strategy",
+        )
     if asked is None:
         return None
     if asked == "latest":
@@ -65,14 +74,13 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
     else:
         folder = Path(asked)
     try:
-        manifest = read_json(folder / MANIFEST)
-        step, saved = manifest["step"], manifest["config"]
-        was = (manifest["strategy"], manifest["world_size"])
-    except (RecordError, KeyError) as error:
+        manifest = _read_manifest(folder)
+    except RecordError as error:
         raise UserError(
             f"--resume_from_checkpoint {folder} is not a whole checkpoint ({error})",
             "name a folder that holds a checkpoint.json, or `latest`",
         ) from None
+    saved, was = manifest["config"], (manifest["strategy"], manifest["world_size"])
     if was != (launch.strategy.name, launch.world_size):
         raise UserError(
             f"the checkpoint was saved by {was[0]} on {was[1]} ranks, this run is {launch.strategy.name} on "
@@ -87,8 +95,28 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {now[key]}",
             f"use --{key} {saved.get(key)}, or start anew",
         )
-    assert isinstance(step, int)
     return folder, manifest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    manifest = read_json(file)
+    for key, kind in {"step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict}.items():
+        if type(manifest.get(key)) is not kind:
+            raise RecordError(file, f"{key} is {manifest.get(key)!r}, not a value of type {kind.__name__}")
+    steps, _ = read_rows(folder, complete=True)
+    if len(steps) != manifest["step"]:
+        raise RecordError(folder / "steps.jsonl", f"{len(steps)} rows at step {manifest['step']}")
+    return manifest
+
+
+def check_steps_are_left(config: RunConfig, checkpoint: tuple[Path, dict[str, Any]] | None, train_samples: int) -> None:
+    total = config.total_steps(train_samples)
+    if checkpoint and checkpoint[1]["step"] >= total:
+        raise UserError(
+            f"the checkpoint {checkpoint[0]} is at step {checkpoint[1]['step']} of {total}: nothing is left to do",
+            "resume from an earlier one, or start a longer run anew",
+        )
 
 
 def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> int:

@@ -27,6 +27,7 @@ Precision = Literal["fp32", "bf16", "bf16-engine", "fp16"]
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
+Attention = Literal["eager", "sdpa", "flash_attention_2"]
 WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 
 
@@ -63,7 +64,7 @@ class RunConfig:
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
     precision: Precision = _flag("bf16: autocast over fp32 weights; bf16-engine: DeepSpeed's own bf16")
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass")
-    attn_implementation: str = _flag("transformers attention: eager, sdpa, flash_attention_2")
+    attn_implementation: Attention = _flag("transformers' attention; sdpa means eager where a model has none")
     torch_compile: bool = _flag("compile the model with torch.compile")
     seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42)
     eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end")
@@ -115,6 +116,10 @@ class RunConfig:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         model = self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
         return f"{self.task}-{model}-{strategy}-{world_size}x-{digest}"
+
+    def scalars(self) -> dict[str, Any]:
+        """For trackers, which take neither null nor lists."""
+        return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))

@@ -53,13 +53,9 @@ class Console:
         if self.speaks:
             print(text, file=self.terminal)
 
-    def print_log_tail(self, lines: int = 15) -> None:
-        """Where the run died before it had a log file, the end of the noise is all there is to see."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._spool.seek(0)
-        for line in self._spool.read().decode(errors="replace").splitlines()[-lines:]:
-            self.say(f"  {line}")
+    def shout(self, text: str) -> None:
+        """One line on the terminal from a process that has to be heard, whichever it is."""
+        print(text, file=self.terminal)
 
     def progress(self, total_steps: int, first_step: int) -> Progress:
         return Progress(self, total_steps, first_step)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from study.errors import RunFailed
+from study.errors import UserError
 from study.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 
@@ -28,11 +28,15 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
             try:
                 builder.load(verbose=False)
             except Exception as error:  # the compiler's, the linker's or ninja's: all end the same way here
-                raise RunFailed(
-                    f"DeepSpeed's operator {builder.name} does not build ({type(error).__name__})",
-                    "install g++, ninja and, for NVMe, libaio-dev; log.txt has what the compiler said",
+                raise UserError(
+                    f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
+                    "install g++, ninja and, for NVMe, libaio-dev",
                 ) from error
     return time.perf_counter() - started
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
 
 
 def _builders(strategy: Strategy) -> list[Any]:

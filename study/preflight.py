@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 from study.config import RunConfig
+from study.engine import override
 from study.errors import UserError
-from study.records import RecordError, read_rows, read_status
+from study.records import RecordError, read_status
 from study.strategies import Launch
 
 
@@ -50,19 +51,15 @@ def check_output_dir(config: RunConfig, output_dir: Path) -> None:
         if foreign:
             raise UserError(f"--output_dir {output_dir} holds files, and none is a run's", "name a new folder")
         return
-    resumes = config.resume_from_checkpoint is not None
-    if config.overwrite_output_dir and not resumes:
+    if config.overwrite_output_dir:
         return
     try:
         finished = read_status(output_dir)["state"] == "ok"
-        if resumes:
-            read_rows(output_dir)
     except RecordError as error:
         raise UserError(
-            f"--output_dir holds a damaged run ({error})",
-            "remove it, or start anew with --overwrite_output_dir and without --resume_from_checkpoint",
+            f"--output_dir holds a damaged run ({error})", "remove it, or add --overwrite_output_dir"
         ) from None
-    if finished and not config.overwrite_output_dir:
+    if finished:
         raise UserError(
             f"--output_dir {output_dir} holds a finished run",
             "name another, or add --overwrite_output_dir to replace it",
@@ -79,3 +76,79 @@ def _refuse_unwritable(folder: Path, what: str, mend: str) -> None:
             pass
     except OSError as error:
         raise UserError(f"{what} is not writable ({error.strerror})", mend) from None
+
+
+def check_devices(launch: Launch, gpus: int) -> str | None:
+    """Refuse more ranks than GPUs; return a notice when GPUs stay idle. A box without a GPU takes any number."""
+    if gpus and launch.local_world_size > gpus:
+        raise UserError(
+            f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
+            f"run: {launch.command(gpus)}",
+        )
+    if launch.local_world_size < gpus and launch.strategy.name != "single":
+        return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {launch.command(gpus)}"
+    return None
+
+
+def check_request(config: RunConfig, launch: Launch) -> None:
+    """What this box or this strategy cannot do is refused before anything is written."""
+    import torch
+
+    strategy = launch.strategy
+    on_gpu = torch.cuda.is_available()
+    if config.precision == "fp16" and not on_gpu:
+        raise UserError("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
+    if config.precision == "bf16-engine" and strategy.deepspeed is None:
+        raise UserError(
+            f"--precision bf16-engine is DeepSpeed's own bf16, and {strategy.name} runs without DeepSpeed",
+            "use --precision bf16, or a zero* strategy",
+        )
+    if (
+        config.precision in ("bf16", "bf16-engine")
+        and on_gpu
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
+    if config.device_memory_cap_gib is not None and not on_gpu:
+        raise UserError("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
+    if config.engine_override:
+        if strategy.deepspeed is None:
+            raise UserError(
+                f"--engine_override sets DeepSpeed keys, and {strategy.name} runs without DeepSpeed", "leave it out"
+            )
+        override(strategy.deepspeed, config.engine_override)
+    if config.device_memory_cap_gib is not None:
+        _check_cap(config.device_memory_cap_gib, launch.local_rank)
+    if config.report_to != "none":
+        _check_tracker(config.report_to)
+    if strategy.uses_nvme:
+        _check_nvme(Path(config.nvme_path))
+
+
+def _check_cap(cap_gib: float, local_rank: int) -> None:
+    import torch
+
+    total_gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
+    if cap_gib > total_gib:
+        raise UserError(
+            f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
+        )
+
+
+def _check_tracker(name: str) -> None:
+    from accelerate.tracking import get_available_trackers
+
+    available = [tracker.value for tracker in get_available_trackers()]
+    if name not in available:
+        known = ", ".join(["none", *available])
+        raise UserError(f"--report_to {name}: no such tracker is installed", f"install it, or use one of: {known}")
+
+
+def _check_nvme(folder: Path) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
+        )
+    _refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")

@@ -112,6 +112,9 @@ PEAKS = {
     "peak_memory_gib_allocated": "allocated", "peak_memory_gib_reserved": "reserved",
     "peak_memory_gib_device": "device", "host_peak_rss_gib": "host",
 }  # fmt: skip
+RANK_MEMORY = {"rank": COUNT, "phases": OBJECT, "device_mean_over_steps": AMOUNT.or_null(), "state": OBJECT.or_null()}
+TRAFFIC = {"step": POSITIVE_COUNT.or_null(), "world_size": POSITIVE_COUNT, "collectives": OBJECT}
+COLLECTIVE = {"calls": COUNT, "payload_bytes": COUNT, "wire_bytes_per_rank": AMOUNT}
 
 
 def check(
@@ -128,16 +131,44 @@ def check(
             raise RecordError(file, f"{where}{key} is {document[key]!r}, not {kind.words}"[:300])
 
 
-def check_state_bytes(file: Path, state_bytes: Mapping[str, Any]) -> None:
-    check(file, state_bytes, dict.fromkeys(STATE_KINDS, OBJECT), "state_bytes_per_rank: ")
+def check_engine(file: Path, engine: Mapping[str, Any]) -> None:
+    # Beside these keys an engine may say more about itself.
+    check(file, engine, ENGINE, others_allowed=True)
+
+
+def check_summary(file: Path, summary: Mapping[str, Any]) -> None:
+    check(file, summary, SUMMARY)
+    check_state_bytes(file, summary["state_bytes_per_rank"])
+
+
+def check_state_bytes(file: Path, state_bytes: Any, where: str = "state_bytes_per_rank") -> None:
+    check(file, {where: state_bytes}, {where: OBJECT})
+    check(file, state_bytes, dict.fromkeys(STATE_KINDS, OBJECT), f"{where}.")
     for kind, places in state_bytes.items():
-        check(file, places, dict.fromkeys(STATE_PLACES, AMOUNT.or_null()), f"state_bytes_per_rank.{kind}: ")
+        check(file, places, dict.fromkeys(STATE_PLACES, AMOUNT.or_null()), f"{where}.{kind}.")
 
 
 def check_memory(file: Path, memory: Mapping[str, Any]) -> None:
-    if memory:
-        check(file, memory, {"unit": _one_of("GiB"), "ranks": Kind("a list", lambda value: isinstance(value, list))})
-        check_amounts(file, memory["ranks"], "ranks")
+    check(file, memory, {"unit": _one_of("GiB"), "ranks": Kind("a list", lambda value: isinstance(value, list))})
+    check_amounts(file, memory["ranks"], "ranks")
+    for number, rank in enumerate(memory["ranks"]):
+        where = f"ranks.{number}."
+        check(file, {"rank": rank}, {"rank": OBJECT}, where)
+        check(file, rank, RANK_MEMORY, where, others_allowed=True)
+        for phase, figures in rank["phases"].items():
+            check(file, {phase: figures}, {phase: OBJECT}, f"{where}phases.")
+            kinds = dict.fromkeys(PEAKS.values(), AMOUNT.or_null())
+            check(file, figures, kinds, f"{where}phases.{phase}.")
+        if rank["state"] is not None:
+            check(file, rank["state"], {"state_bytes": OBJECT}, f"{where}state.", others_allowed=True)
+            check_state_bytes(file, rank["state"]["state_bytes"], f"{where}state.state_bytes")
+
+
+def check_traffic(file: Path, traffic: Mapping[str, Any]) -> None:
+    check(file, traffic, TRAFFIC)
+    for name, figures in traffic["collectives"].items():
+        check(file, {name: figures}, {name: OBJECT}, "collectives.")
+        check(file, figures, COLLECTIVE, f"collectives.{name}.")
 
 
 def check_amounts(file: Path, tree: Any, path: str = "", depth: int = 0) -> None:
@@ -200,23 +231,14 @@ def check_agreement(run: FinishedRun) -> None:
         ("eval_accuracy", "evals.jsonl", evaluation.get("accuracy")),
         ("eval_perplexity", "evals.jsonl", evaluation.get("perplexity")),
     ]
-    try:
-        watched = run.traffic["step"] is not None
-        collectives = run.traffic["collectives"].values()
-        for key, figure in (("comm_bytes_per_step", "payload_bytes"), ("comm_calls_per_step", "calls")):
-            total = sum(entry[figure] for entry in collectives)
-            said_again.append((key, "traffic.json", total if watched else None))
-    except (KeyError, TypeError, AttributeError):
-        raise RecordError(run.path / "traffic.json", "holds no calls and payload_bytes per collective") from None
-    try:
-        phases = [phase for rank in run.memory["ranks"] for phase in rank["phases"].values()]
-        for key, figure in PEAKS.items():
-            known = [phase[figure] for phase in phases if phase[figure] is not None]
-            said_again.append((key, "memory.json", max(known, default=None)))
-    except (KeyError, TypeError, AttributeError):
-        raise RecordError(
-            run.path / "memory.json", f"holds no {', '.join(PEAKS.values())} per rank and phase"
-        ) from None
+    watched = run.traffic["step"] is not None
+    for key, figure in (("comm_bytes_per_step", "payload_bytes"), ("comm_calls_per_step", "calls")):
+        total = sum(entry[figure] for entry in run.traffic["collectives"].values())
+        said_again.append((key, "traffic.json", total if watched else None))
+    phases = [phase for rank in run.memory["ranks"] for phase in rank["phases"].values()]
+    for key, figure in PEAKS.items():
+        known = [phase[figure] for phase in phases if phase[figure] is not None]
+        said_again.append((key, "memory.json", max(known, default=None)))
     for key, file, other in said_again:
         value = run.summary[key]
         if value != other and (value is None or other is None or not math.isclose(value, other, rel_tol=1e-9)):

@@ -10,35 +10,38 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 from study.record_schema import (
-    ENGINE,
     STATE_KINDS,
     STATE_PLACES,
     STATES,
     STATUS,
-    SUMMARY,
     SUMMARY_KEYS,
     RecordError,
     State,
     check,
     check_agreement,
-    check_amounts,
+    check_engine,
     check_evaluations,
     check_memory,
-    check_state_bytes,
     check_steps,
+    check_summary,
+    check_traffic,
 )
 
 __all__ = [
-    "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
+    "ROW_FILES", "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
     "end_interrupted_run", "find_runs", "is_finished", "number_or_none", "read_json", "read_rows", "read_run",
     "read_status", "utc_now", "write_json",
 ]  # fmt: skip
+_CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
+    "engine": check_engine, "summary": check_summary, "memory": check_memory, "traffic": check_traffic
+}  # fmt: skip
+ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
 
 
@@ -110,8 +113,8 @@ class RunWriter:
         self._streams: dict[str, IO[str]] = {}
 
     @classmethod
-    def open(cls, path: Path, *, keep_rows_up_to_step: int = 0) -> RunWriter:
-        """Start an attempt. Rows after `keep_rows_up_to_step` belong to an attempt that a resumed run repeats."""
+    def open(cls, path: Path, *, rows_from: Path | None = None) -> RunWriter:
+        """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
         path.mkdir(parents=True, exist_ok=True)
         try:
             attempt = read_status(path)["attempt"] + 1
@@ -124,11 +127,9 @@ class RunWriter:
             (path / name).unlink(missing_ok=True)
         for leftover in path.glob(".*.json*.*"):
             leftover.unlink(missing_ok=True)
-        for name in ("steps.jsonl", "evals.jsonl"):
-            rows = _rows(path / name) if keep_rows_up_to_step else ()
-            _replace(
-                path / name, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= keep_rows_up_to_step)
-            )
+        for name in ROW_FILES:
+            rows = _rows(rows_from / name, complete=True) if rows_from else ()
+            _replace(path / name, "".join(json.dumps(row) + "\n" for row in rows))
         return writer
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
@@ -139,6 +140,10 @@ class RunWriter:
         if stream is None:
             stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
         stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def first_loss(self) -> float | None:
+        first = next(_rows(self.path / "steps.jsonl"), None)
+        return first["loss"] if first else None
 
     def flush(self) -> None:
         for stream in self._streams.values():
@@ -161,16 +166,19 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
     """Any rank's last word on a run that did not finish; the first rank to say why is believed."""
     if not (path / "status.json").exists():
         return  # before the main process opened the record there is nothing to end
-    status = read_status(path)
-    if status["ended_at"] is not None:
-        return
+    ending = path / ".status.json.ending"
     try:
-        # Ranks fail together and would all find the run still open; one of them creates the file.
-        (path / f".status.json.{status['attempt']}").touch(exist_ok=False)
+        # Ranks fail together and would all find the run still open; the one that makes this file has the word.
+        ending.touch(exist_ok=False)
     except FileExistsError:
         return
-    ended = {"state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
-    write_json(path / "status.json", status | ended)
+    try:
+        status = read_status(path)
+        if status["ended_at"] is None:
+            ended = {"state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
+            write_json(path / "status.json", status | ended)
+    finally:
+        ending.unlink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,13 +224,9 @@ def read_run(path: Path) -> Run:
     }
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
-    if complete or run.engine:
-        check(path / "engine.json", run.engine, ENGINE, others_allowed=True)
-    if complete or run.summary:
-        check(path / "summary.json", run.summary, SUMMARY)
-        check_state_bytes(path / "summary.json", run.summary["state_bytes_per_rank"])
-    check_memory(path / "memory.json", run.memory)
-    check_amounts(path / "traffic.json", run.traffic)
+    for name, check_document in _CHECKS.items():
+        if complete or documents[name]:
+            check_document(path / f"{name}.json", documents[name])
     if complete:
         check_agreement(run)
     return run

@@ -25,7 +25,8 @@ class StepLog:
     def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int):
         self._accelerator, self._record, self._tokens_per_step = accelerator, record, tokens_per_step
         self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
-        self.first_loss: float | None = None
+        # A resumed run's first loss is in the rows it goes on from.
+        self.first_loss: float | None = record.first_loss() if record else None
         self.last_loss: float | None = None
         self.last_step = 0
         self.tokens_per_s: float | None = None

@@ -11,23 +11,9 @@ from study.records import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from study.measure import Meters
     from study.steplog import StepLog
 
 GIB = 2**30
-
-
-def gather_measurements(accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
-    """One entry per rank, on every rank."""
-    from accelerate.utils import gather_object
-
-    mine = {
-        "rank": accelerator.process_index,
-        "memory": meters.memory.report(),
-        "time": meters.summary(),
-        "state": meters.state,
-    }
-    return list(gather_object([mine]))
 
 
 def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -53,7 +39,7 @@ def summarize(
     accelerator: Accelerator,
     config: RunConfig,
     ranks: list[dict[str, Any]],
-    traffic: dict[str, Any],
+    traffic: dict[str, Any] | None,
     log: StepLog,
     evaluation: dict[str, float],
     timing: dict[str, float],
@@ -68,7 +54,7 @@ def summarize(
     flops_per_step = model_flops_per_sample(config) * config.global_batch_size
     tokens_per_step = config.global_batch_size * config.seq_length
     tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
-    collectives = traffic["collectives"].values()
+    collectives = traffic["collectives"].values() if traffic else ()
     energies = [rank["time"]["energy_j"] for rank in ranks]
     summary = {
         "steps": log.last_step,
@@ -98,8 +84,8 @@ def summarize(
             }
             for kind in STATE_KINDS
         },
-        "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives),
-        "comm_calls_per_step": sum(entry["calls"] for entry in collectives),
+        "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
+        "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
         "energy_j": None if None in energies else sum(energies),
     }
     assert set(summary) == set(SUMMARY_KEYS), set(summary) ^ set(SUMMARY_KEYS)

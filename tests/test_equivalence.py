@@ -6,8 +6,8 @@ fp32 with dropout 0: arms differ only in the order of floating-point sums, so a 
 from __future__ import annotations
 
 import pytest
-from runs import RunFactory
 
+from runs import RunFactory
 from study.strategies import read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
@@ -16,6 +16,11 @@ SHARDED = (
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
 )  # fmt: skip
 FP32_RELATIVE = 1e-5
+# Under autocast a logit carries a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy moves
+# by at most twice the largest error among a sample's logits. Once arms differ in the last fp32 bit of a weight, such
+# roundings flip here and there. Logits of these models stay near 1, so a sample's loss may move by 2**-8; a step's loss
+# is a mean over many samples or tokens whose flips do not agree: 2**-9 of it.
+BF16_RELATIVE = 2**-9
 
 
 def baseline(run_of: RunFactory, task: str, *flags: str):
@@ -36,6 +41,24 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
         [row["eval_loss"] for row in single.evals], rel=FP32_RELATIVE
     )
     assert arm.engine["initial_weights_sha256"] == single.engine["initial_weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "task"),
+    [(strategy, "gpt-wikitext") for strategy in ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2")]
+    + [(strategy, "bert-imdb") for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
+)
+def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
+    bf16 = ("--precision", "bf16")
+    single, arm = baseline(run_of, task, *bf16), run_of(strategy, "--task", task, *bf16)
+    assert arm.engine["precision"] == "bf16"
+    assert arm.engine["param_dtype"] == "float32"
+    losses, expected = ([row["loss"] for row in run.steps] for run in (arm, single))
+    # The schedule warms up from 0: the first two steps see the very same weights.
+    assert losses[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
+    assert losses == pytest.approx(expected, rel=BF16_RELATIVE)
+    fp32 = [row["loss"] for row in baseline(run_of, task).steps]
+    assert expected[0] != pytest.approx(fp32[0], rel=1e-6), "bf16 must not be fp32 under another name"
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

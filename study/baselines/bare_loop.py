@@ -11,17 +11,22 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from study.baselines.common import Session, main
+from study.baselines import refuse_what_only_the_study_does
 from study.config import RunConfig
 from study.errors import UserError
 from study.records import STATE_KINDS, STATE_PLACES
+from study.session import Session, run_session
 from study.strategies import Launch
 
 if TYPE_CHECKING:
     import torch
 
+# Nobody reads the tensors' sizes off a bare loop.
+_UNREAD_STATE = {"state_bytes": {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}}
+
 
 def refuse(config: RunConfig, launch: Launch) -> None:
+    refuse_what_only_the_study_does("bare_loop", config)
     if launch.strategy.name not in ("single", "ddp"):
         raise UserError(
             f"bare_loop runs single and ddp, and was launched with {launch.strategy.name}",
@@ -50,6 +55,9 @@ class TorchProcess:
             self.distributed_type = DistributedType.MULTI_GPU if on_gpu else DistributedType.MULTI_CPU
             torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
 
+    def unwrap_model(self, model: Any) -> Any:
+        return model.module if self.num_processes > 1 else model
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
@@ -66,6 +74,15 @@ class TorchProcess:
         if self.num_processes > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
+
+    def gather_object(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        import torch
+
+        if self.num_processes == 1:
+            return [mine]
+        everyone: list[Any] = [None] * self.num_processes
+        torch.distributed.all_gather_object(everyone, mine)
+        return everyone
 
     def wait_for_everyone(self) -> None:
         import torch
@@ -97,6 +114,11 @@ class Stopwatch:
             self.seconds += time.perf_counter() - self._started
             self.steps += steps
 
+    def report(self) -> dict[str, float | None]:
+        """As a clock's summary: the window, and nothing of its steps."""
+        unread = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90", "self_cost_s", "energy_j")
+        return {**dict.fromkeys(unread), "window_s": self.seconds or None, "window_steps": self.steps or None}
+
     def _synchronize(self) -> None:
         import torch
 
@@ -110,35 +132,41 @@ def train(session: Session) -> None:
     from transformers import get_scheduler, set_seed
 
     from study import engine
+    from study.audit import audit, check_compute_dtype
     from study.evaluation import evaluate
-    from study.measure.clock import WARMUP_STEPS
+    from study.measure import WARMUP_STEPS, Meters
     from study.steplog import StepLog
-    from study.summary import peak_so_far_gib
     from study.tasks.blocks import sample_hashes, step_samples
     from study.tasks.models import load_initial_model
 
     config, launch, plan, data = session.config, session.launch, session.plan, session.data
     if config.device_memory_cap_gib is not None:
-        engine._cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+        engine.cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
     process = TorchProcess(config, launch)
     process.wait_for_everyone()
     session.console.log_to(session.output_dir / "log.txt")
     set_seed(config.seed)
 
     total_steps = session.total_steps
+    # Only its peaks are read, and only between steps: peaks are kept by torch and by Linux, at no cost to the loop.
+    meters = Meters(process.device, watched_step=None)
     model: Any = load_initial_model(config, session.initial).to(process.device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_compute_dtype(model, config.precision)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
     )
     if launch.world_size > 1:
         model = DistributedDataParallel(model, device_ids=[process.device] if process.device.type == "cuda" else None)
+    if config.torch_compile:
+        model = torch.compile(model)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, round(config.warmup_ratio * total_steps), total_steps)
     scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision or "")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
     autocast = torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None)
-    session.write_engine(engine.audit(process, model, optimizer, config, launch, plan, session.output_dir))
+    nvme = engine.nvme_folder(config, session.output_dir)
+    session.write_engine(audit(process, model, optimizer, config, launch, plan, nvme))
 
     log = StepLog(process, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
     progress = session.console.progress(total_steps, 0)
@@ -148,6 +176,7 @@ def train(session: Session) -> None:
     uncounted = WARMUP_STEPS + 1
     stopwatch = Stopwatch(process.device)
     model.train()
+    meters.memory.enter_phase("steady")
     loop_started = time.time()
     for step in range(1, total_steps + 1):
         samples = step_samples(config, len(data.train), step - 1)
@@ -181,33 +210,23 @@ def train(session: Session) -> None:
                 log.add(number, mean_loss, rate, norm, sum(sum(sample_hashes(batch)) for batch in batches))
             done.clear()
             log.flush({})
-            progress.show(step, log.last_loss, None, peak_so_far_gib(process.device))
+            progress.show(step, log.last_loss, None, meters.peak_gib())
             if session.evaluates_after(step):
-                with autocast:
+                with autocast, meters.memory.phase("eval"):
                     evaluation = evaluate(process, model, config.task, data.eval, plan.per_device_train_batch_size)
                 session.write_evaluation(step, evaluation)
             stopwatch.start()
     progress.close()
 
-    ranks = [_rank_entry(rank, stopwatch) for rank in range(launch.world_size)]
-    session.close_record(process, ranks, None, log, evaluation, loop_started)
+    ranks = process.gather_object(
+        {"rank": launch.rank, "memory": meters.memory.report(), "time": stopwatch.report(), "state": _UNREAD_STATE}
+    )
+    session.finish(process, ranks, None, log, evaluation, loop_started)
     process.wait_for_everyone()
     process.end()
 
 
-def _rank_entry(rank: int, stopwatch: Stopwatch) -> dict[str, Any]:
-    """One rank's measurements in the shape of study.summary: the window and nothing else."""
-    step_times = dict.fromkeys(("step_time_s_p10", "step_time_s_median", "step_time_s_p90"))
-    window = {"window_s": stopwatch.seconds or None, "window_steps": stopwatch.steps or None}
-    return {
-        "rank": rank,
-        "memory": {"phases": {}, "device_mean_over_steps": None},
-        "time": {**step_times, **window, "self_cost_s": None, "energy_j": None},
-        "state": {"state_bytes": {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}},
-    }
-
-
 if __name__ == "__main__":
-    exit_status = main("bare_loop", train, refuse)
+    exit_status = run_session("bare_loop", train, refuse=refuse)
     # As study/train.py does: the engine's native threads must not abort a run that has finished.
     os._exit(exit_status)

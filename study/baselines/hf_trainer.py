@@ -5,12 +5,13 @@ accelerate launch --config_file accelerate_configs/zero3.yaml study/baselines/hf
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from study.baselines.common import Session, main
+from study.baselines import refuse_what_only_the_study_does
 from study.config import RunConfig
+from study.errors import UserError
+from study.session import Session, run_session
 from study.strategies import Launch
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def refuse(config: RunConfig, launch: Launch) -> None:
-    """The Trainer runs whatever study/train.py does."""
+    refuse_what_only_the_study_does("hf_trainer", config)
+    if launch.strategy.name == "fsdp2":
+        raise UserError(
+            "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/engine.py",
+            "use study/train.py, or launch hf_trainer with another file",
+        )
 
 
 def training_arguments(session: Session) -> TrainingArguments:
@@ -52,6 +58,7 @@ def training_arguments(session: Session) -> TrainingArguments:
         max_steps=session.total_steps,
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        torch_compile=config.torch_compile,
         seed=config.seed,
         # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
         ddp_find_unused_parameters=False,
@@ -73,13 +80,14 @@ def train(session: Session) -> None:
     from transformers import set_seed
 
     from study import engine
-    from study.measure import Meters
-    from study.measure.clock import WARMUP_STEPS
+    from study.audit import check_compute_dtype
+    from study.baselines.recorded_trainer import RecordedTrainer
+    from study.measure import WARMUP_STEPS, Meters
     from study.tasks.models import load_initial_model
 
     config, launch = session.config, session.launch
     if config.device_memory_cap_gib is not None:
-        engine._cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+        engine.cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
     arguments = training_arguments(session)
     if launch.strategy.deepspeed is not None and launch.world_size > 1 and not torch.cuda.is_available():
         import deepspeed
@@ -93,32 +101,18 @@ def train(session: Session) -> None:
     model = load_initial_model(config, session.initial)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_compute_dtype(model, config.precision)
     # The model's forward takes **kwargs, so the Trainer believes that it divides its loss by the items of the whole
     # step. BERT does not, and its loss would grow with accumulation steps and ranks; this asks for plain means.
     model.accepts_loss_kwargs = False
-
-    from study.baselines.recorded_trainer import RecordedTrainer
-
     trainer = RecordedTrainer(session, model, arguments, meters)
     trainer.train()
-    trainer.close_record()
+    trainer.finish()
     trainer.accelerator.wait_for_everyone()
     engine.tear_down(trainer.accelerator, trainer.model_wrapped)
 
 
-def audited_engine(session: Session, accelerator: Any, model: Any, optimizer: Any) -> dict[str, Any]:
-    """engine.json. The Trainer accumulates by itself and tells Accelerate 1, which is what can be read back there."""
-    from study import engine
-
-    plan = session.plan
-    own = {"gradient_accumulation_steps": plan.gradient_accumulation_steps}
-    if session.launch.strategy.deepspeed is None:
-        plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
-    live = engine.audit(accelerator, model, optimizer, session.config, session.launch, plan, session.output_dir)
-    return live | own
-
-
 if __name__ == "__main__":
-    exit_status = main("hf_trainer", train, refuse)
+    exit_status = run_session("hf_trainer", train, refuse=refuse)
     # As study/train.py does: the engine's native threads must not abort a run that has finished.
     os._exit(exit_status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,12 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from study import engine
-from study.baselines.common import Session
+from study.audit import audit, check_swapped
+from study.engine import nvme_folder
 from study.evaluation import evaluate
 from study.measure import Meters
+from study.session import Session, gather_measurements
 from study.steplog import StepLog
-from study.summary import gather_measurements, peak_so_far_gib
 from study.tasks.blocks import sample_hashes, step_samples
 
 
@@ -27,6 +28,7 @@ class RecordedTrainer(Trainer):
 
     def __init__(self, session: Session, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
         self.session, self.meters = session, meters
+        self.nvme = nvme_folder(session.config, session.output_dir)
         config = session.config
         # One group: by default the Trainer takes biases and norms out of the weight decay, which the study does not.
         adamw = {"params": list(model.parameters()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
@@ -84,12 +86,20 @@ class RecordedTrainer(Trainer):
         self.step_losses, self.step_grad_norm, self.step_hash = [], None, 0
         return taken
 
-    def close_record(self) -> None:
-        ranks = gather_measurements(self.accelerator, self.meters)
-        engine.check_swapped(
-            self.session.launch.strategy, engine.nvme_folder(self.session.config, self.session.output_dir)
+    def audited_engine(self) -> dict[str, Any]:
+        """engine.json. The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there."""
+        session, plan = self.session, self.session.plan
+        if session.launch.strategy.deepspeed is None:
+            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
+        live = audit(
+            self.accelerator, self.model_wrapped, self.optimizer, session.config, session.launch, plan, self.nvme
         )
-        self.session.close_record(
+        return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
+
+    def finish(self) -> None:
+        check_swapped(self.session.launch.strategy, self.nvme)
+        ranks = gather_measurements(self.accelerator, self.meters)
+        self.session.finish(
             self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started
         )
 
@@ -105,12 +115,8 @@ class StepRecorder(TrainerCallback):
         self.learning_rate = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        from study.baselines.hf_trainer import audited_engine
-
         trainer, session = self.trainer, self.session
-        self.session.write_engine(
-            audited_engine(session, trainer.accelerator, trainer.model_wrapped, trainer.optimizer)
-        )
+        session.write_engine(trainer.audited_engine())
         self.progress = session.console.progress(session.total_steps, 0)
         trainer.loop_started = time.time()
         trainer.model_wrapped.train()
@@ -131,7 +137,7 @@ class StepRecorder(TrainerCallback):
             with trainer.meters.paused():
                 trainer.log_rows.flush(dict(trainer.meters.flush()))
                 log = trainer.log_rows
-                self.progress.show(step, log.last_loss, log.tokens_per_s, peak_so_far_gib(trainer.args.device))
+                self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
         control.should_evaluate = session.evaluates_after(step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

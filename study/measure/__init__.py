@@ -26,7 +26,7 @@ from study.measure.memory import MemoryMeter, Phase
 from study.measure.state import StateWatch
 from study.measure.traffic import TrafficWatch
 
-__all__ = ["Meters"]
+__all__ = ["WARMUP_STEPS", "Meters"]
 
 
 class Meters:

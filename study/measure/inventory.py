@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Inventory:
             self.pieces[kind, place, piece] += new_bytes
 
     def add_files(self, kind: str, piece: str, paths: Iterable[str]) -> None:
-        self.pieces[kind, "nvme", piece] += sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+        self.pieces[kind, "nvme", piece] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
 
     def add_unreachable(self, piece: str, sizes: list[int]) -> None:
         """Buffers of C++ objects: known by size alone, unless some dispatch mode has made Python objects of them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -248,7 +247,7 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
         "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
-    os.rename(partial, folder)
+    partial.rename(folder)
 
 
 def _pretrained(config: RunConfig) -> PreTrainedModel:

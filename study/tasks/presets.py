@@ -124,7 +124,8 @@ _ALL = (
     ),
     _gpt2(
         "gpt-tiny", None, None,
-        vocab_size=VOCABULARY_SIZE, n_embd=256, n_layer=2, n_head=4, n_positions=TINY_POSITIONS, bos_token_id=None, eos_token_id=None,
+        vocab_size=VOCABULARY_SIZE, n_embd=256, n_layer=2, n_head=4, n_positions=TINY_POSITIONS,
+        bos_token_id=None, eos_token_id=None,
     ),
     Preset(
         "gpt-neo-2.7b", "causal-lm", "gpt_neo",

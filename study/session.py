@@ -1,0 +1,221 @@
+"""Around every loop: one request checked whole, then one run, and a record of whatever happened to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.config import BatchPlan, RunConfig, default_output_dir, parse_command_line, resolved
+from study.console import Console
+from study.errors import RunFailed, UserError
+from study.records import RunWriter, end_interrupted_run, write_json
+from study.strategies import Launch, this_launch
+
+# Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from study.measure import Meters
+    from study.steplog import StepLog
+    from study.tasks.blocks import TaskData
+    from study.tasks.models import InitialWeights
+
+SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
+
+
+@dataclasses.dataclass
+class Session:
+    """A checked request, and what a loop needs to serve it. `record` is the main process's alone."""
+
+    trainer: str
+    config: RunConfig
+    launch: Launch
+    plan: BatchPlan
+    data: TaskData
+    initial: InitialWeights
+    checkpoint: tuple[Path, dict[str, Any]] | None
+    output_dir: Path
+    console: Console
+    started: float
+    record: RunWriter | None = None
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.total_steps(len(self.data.train))
+
+    @property
+    def first_step(self) -> int:
+        """Steps done before this run began."""
+        return self.checkpoint[1]["step"] if self.checkpoint else 0
+
+    def evaluates_after(self, step: int) -> bool:
+        return step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
+
+    def saves_after(self, step: int) -> bool:
+        return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
+
+    def flushes_after(self, step: int) -> bool:
+        return self.evaluates_after(step) or self.saves_after(step) or step % self.config.logging_steps == 0
+
+    def write_engine(self, audited: dict[str, Any]) -> None:
+        if self.record is not None:
+            floor = dataclasses.asdict(self.data.floor) if self.data.floor else None
+            provenance = {"initial_weights_sha256": self.initial.sha256, "data": self.data.source, "floor": floor}
+            self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
+
+    def write_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+        if self.record is not None:
+            self.record.append("evals.jsonl", {"step": step, **evaluation})
+            self.record.flush()
+
+    def finish(
+        self,
+        accelerator: Accelerator,
+        ranks: list[dict[str, Any]],
+        traffic: dict[str, Any] | None,
+        log: StepLog,
+        evaluation: dict[str, float],
+        loop_started: float,
+    ) -> None:
+        """The documents of a run that ended well."""
+        from study.summary import memory_document, summarize
+
+        if self.record is None:
+            return
+        timing = {"runtime_s": time.time() - loop_started, "startup_s": loop_started - self.started}
+        watched = traffic or {"step": None, "world_size": self.launch.world_size, "collectives": {}}
+        self.record.write("memory.json", memory_document(ranks))
+        self.record.write("traffic.json", watched)
+        self.record.write("summary.json", summarize(accelerator, self.config, ranks, traffic, log, evaluation, timing))
+        self.record.close("ok")
+        figures = {"loss": log.last_loss, **evaluation}
+        told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        self.console.say(f"done: {told} -> {self.output_dir}")
+
+
+def run_session(
+    trainer: str,
+    train: Callable[[Session], None],
+    arguments: list[str] | None = None,
+    refuse: Callable[[RunConfig, Launch], None] = lambda config, launch: None,
+) -> int:
+    """Exit status: 0 done, 1 the run failed, 2 the request itself is wrong."""
+    started = time.time()
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        config = parse_command_line(arguments)
+        launch = this_launch()
+    except UserError as refusal:
+        return _refused(refusal, is_main, lambda line: print(line, file=sys.stderr))
+    console = Console(speaks=is_main)
+    try:
+        session, notice = _check(trainer, config, launch, console, started, refuse)
+    except UserError as refusal:
+        return _refused(refusal, is_main, console.shout)
+    else:
+        return _record(session, notice, train)
+    finally:
+        console.restore()
+
+
+def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
+    # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
+    if file := os.environ.get("ZERO_STUDY_REFUSAL_FILE"):
+        said = {"kind": type(refusal).__name__, "problem": refusal.problem, "mend": refusal.mend}
+        write_json(Path(file), said)
+    if not is_main:
+        # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
+        time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)
+    say(f"error: {refusal.problem}. To mend it: {refusal.mend}.")
+    return 2
+
+
+def _check(
+    trainer: str,
+    config: RunConfig,
+    launch: Launch,
+    console: Console,
+    started: float,
+    refuse: Callable[[RunConfig, Launch], None],
+) -> tuple[Session, str | None]:
+    """Everything that can be refused is, cheapest first, before anything is written."""
+    from study import preflight
+    from study.checkpoint import check_steps_are_left, find_checkpoint
+    from study.operators import build_operators
+    from study.tasks import load_data
+    from study.tasks.models import materialize_initial_weights, model_config
+
+    refuse(config, launch)
+    gpus = preflight.prepare_devices(launch)
+    config = resolved(config, accelerator_visible=gpus > 0)
+    notice = preflight.check_devices(launch, gpus)
+    plan = config.batch_plan(launch.world_size)
+    own = "" if trainer == "study" else f"-{trainer}"
+    default = default_output_dir(config, f"{launch.strategy.name}{own}", launch.world_size)
+    output_dir = Path(config.output_dir or default)
+    preflight.check_output_dir(config, output_dir)
+    preflight.check_request(config, launch)
+    checkpoint = find_checkpoint(config, launch, output_dir)
+    model_config(config)
+    build_operators(launch.strategy, preflight.cache_directory())
+    data = load_data(config, preflight.cache_directory())
+    check_steps_are_left(config, checkpoint, len(data.train))
+    # Before the Accelerator exists: under an active stage-3 configuration transformers would shard these too.
+    initial = materialize_initial_weights(config, preflight.cache_directory())
+    return Session(trainer, config, launch, plan, data, initial, checkpoint, output_dir, console, started), notice
+
+
+def _record(session: Session, notice: str | None, train: Callable[[Session], None]) -> int:
+    from study.engine import remove_nvme_folder
+    from study.environment import describe_environment
+    from study.outcome import classify, raise_on_termination
+
+    config, launch, console, output_dir = session.config, session.launch, session.console, session.output_dir
+    if notice:
+        console.say(f"notice: {notice}")
+    loop = "" if session.trainer == "study" else f"{session.trainer}: "
+    console.say(
+        f"{loop}{launch.strategy.name} on {launch.world_size} rank{'s'[: launch.world_size > 1]}: {config.task} at"
+        f" {config.scale} scale, {config.model_name_or_path}, {config.precision} -> {output_dir}"
+    )
+    try:
+        with raise_on_termination():
+            if launch.is_main:
+                session.record = RunWriter.open(
+                    output_dir, rows_from=session.checkpoint[0] if session.checkpoint else None
+                )
+                session.record.write("config.json", config.to_dict())
+                session.record.write("environment.json", describe_environment())
+            train(session)
+    except BaseException as error:
+        state, reason, hint = classify(error)
+        traceback.print_exc()
+        if console.log_path is None and output_dir.is_dir():
+            console.log_to(output_dir / "log.txt")
+        # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
+        told = reason if launch.is_main or isinstance(error, RunFailed) else f"rank {launch.rank}: {reason}"
+        end_interrupted_run(output_dir, state, told, hint)
+        console.say(f"{state}: {reason}{f' ({hint})' if hint else ''}")
+        return 1
+    finally:
+        remove_nvme_folder(config, launch, output_dir)
+    return 0
+
+
+def gather_measurements(accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
+    """What every rank measured, one entry per rank, on every rank."""
+    from accelerate.utils import gather_object
+
+    mine = {
+        "rank": accelerator.process_index,
+        "memory": meters.memory.report(),
+        "time": meters.summary(),
+        "state": meters.state,
+    }
+    return list(gather_object([mine]))

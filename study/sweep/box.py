@@ -1,0 +1,101 @@
+"""What this machine has, asked without importing torch: its GPUs, who else uses them, its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import psutil
+
+from study.errors import UserError
+from study.sweep.suite_file import Requirements, Suite
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    gpu_memory_gib: tuple[float, ...]
+    host_memory_gib: float
+
+    @property
+    def gpus(self) -> int:
+        return len(self.gpu_memory_gib)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProcess:
+    gpu: int
+    pid: int
+    memory_gib: float | None
+
+
+def this_box() -> Box:
+    found = _nvml()
+    memory: list[float] = []
+    if found is not None:
+        nvml, handles = found
+        memory = [nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles]
+    return Box(tuple(memory), psutil.virtual_memory().total / 2**30)
+
+
+def check_requirements(suite: Suite, box: Box) -> None:
+    wanted: Requirements = suite.requires
+    if box.gpus < wanted.gpus:
+        raise UserError(
+            f"{suite.name} needs {wanted.gpus} GPU{'s'[: wanted.gpus > 1]}, and this box shows {box.gpus}",
+            "run it where they are, or use --dry-run to see what it would do",
+        )
+    smallest = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
+    if wanted.gpus and smallest < wanted.gpu_memory_gib:
+        raise UserError(
+            f"{suite.name} needs GPUs of {wanted.gpu_memory_gib:g} GiB, and one here has {smallest:.0f}",
+            "run it on larger ones, or use --dry-run to see what it would do",
+        )
+    if box.host_memory_gib < wanted.host_memory_gib:
+        raise UserError(
+            f"{suite.name} needs {wanted.host_memory_gib:g} GiB of host memory, and here are {box.host_memory_gib:.0f}",
+            "run it where there is more, or use --dry-run to see what it would do",
+        )
+
+
+def gpu_processes() -> list[GpuProcess]:
+    """Who computes on the visible GPUs now. Between two runs nobody should."""
+    found = _nvml()
+    if found is None:
+        return []
+    nvml, handles = found
+    return [
+        GpuProcess(gpu, process.pid, process.usedGpuMemory / 2**30 if process.usedGpuMemory else None)
+        for gpu, handle in enumerate(handles)
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    ]
+
+
+def _nvml() -> tuple[Any, list[Any]] | None:
+    """NVML and a handle for each GPU a run would see; None where there is no driver or no package for it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml, [_handle(pynvml, name) for name in _visible(pynvml)]
+    except pynvml.NVMLError:
+        return None
+
+
+def _visible(pynvml: Any) -> list[str]:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    names: list[str] = []
+    for name in filter(None, (part.strip() for part in chosen.split(","))):
+        # As CUDA does: the first entry that names no GPU hides all behind it.
+        if name.startswith("-"):
+            break
+        names.append(name)
+    return names
+
+
+def _handle(pynvml: Any, name: str) -> Any:
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)

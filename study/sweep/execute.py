@@ -1,0 +1,261 @@
+"""Run the cells of a suite one after another, each in processes of its own, and leave a record of every one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError
+from study.records import RecordError, read_json, read_status, utc_now, write_json
+from study.strategies import REPOSITORY
+from study.sweep.box import Box, gpu_processes
+from study.sweep.lock import end_leftovers, only_sweep
+from study.sweep.outcome import (
+    Ending,
+    Evidence,
+    OomCounts,
+    Standing,
+    StoppedBy,
+    attempt_of,
+    conclude,
+    judge,
+    last_lines,
+    oom_counts,
+    standing_of,
+)
+from study.sweep.plan import Cell, uses_nvme
+from study.sweep.process import CellProcess, clean_environment, launch_command
+from study.sweep.progress import Progress, StepTail, show_duration
+
+SWEEP_RECORD = "sweep.json"
+_POLL_S = 0.25
+
+
+class Stopped(BaseException):
+    """Ctrl-C, or a signal that means the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one call of `run_cells` did."""
+
+    finished: int
+    failed: int
+    left: int
+    stopped: bool = False
+
+
+def run_cells(
+    cells: Sequence[Cell], root: Path, box: Box, *, retry: bool = False, time_budget_s: float | None = None
+) -> Outcome:
+    """Everything that is not answered yet, in the order given. `root` holds one directory per cell."""
+    deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
+    with only_sweep(root):
+        ended = end_leftovers(root)
+        standings = {cell.id: standing_of(root / cell.id) for cell in cells}
+        to_do = [cell for cell in cells if not standings[cell.id].is_answered(retry)]
+        with Progress(len(to_do), len(cells) - len(to_do)) as progress, _signals_stop():
+            if ended:
+                progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
+            return _Sweep(root, box, progress, deadline).run(to_do, len(cells))
+
+
+@dataclasses.dataclass
+class _Sweep:
+    root: Path
+    box: Box
+    progress: Progress
+    deadline: float | None
+
+    def run(self, to_do: Sequence[Cell], planned: int) -> Outcome:
+        finished = failed = 0
+        durations = _earlier_durations(self.root)
+        for order, cell in enumerate(to_do):
+            expected = _expected_s(cell, durations)
+            if self.deadline is not None and time.monotonic() + expected > self.deadline:
+                self.progress.say(
+                    f"the time budget ends here: the next cell takes about {show_duration(expected)}, "
+                    f"{len(to_do) - order} of {planned} cells are left"
+                )
+                return Outcome(finished, failed, len(to_do) - order)
+            self.progress.begin(cell)
+            started = time.monotonic()
+            try:
+                ending = self.run_cell(cell, order)
+            except Stopped:
+                self.progress.say(f"stopped: {len(to_do) - order} of {planned} cells are left")
+                return Outcome(finished, failed, len(to_do) - order, stopped=True)
+            except OSError as error:
+                # A record that cannot be written: the next cell would fare no better.
+                raise UserError(
+                    f"{self.root / cell.id} cannot be written ({error.strerror}); {len(to_do) - order} cells are left",
+                    "make room or mend the folder, then run it again: what is finished stays",
+                ) from None
+            seconds = time.monotonic() - started
+            durations.setdefault((cell.config.task, cell.strategy), []).append(seconds)
+            self.progress.end(cell, ending, seconds)
+            finished += 1
+            failed += ending.state not in ("ok", "unsupported")
+        return Outcome(finished, failed, 0)
+
+    def run_cell(self, cell: Cell, order: int) -> Ending:
+        directory = self.root / cell.id
+        attempt_before = attempt_of(directory)
+        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
+        again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
+        command = launch_command(cell, directory, *again)
+        before_gpu = _foreign(self.progress, "before")
+        ooms, started_at, started = oom_counts(), utc_now(), time.time()
+        with tempfile.TemporaryDirectory() as scratch:
+            refusal_file = Path(scratch) / "refusal.json"
+            process = CellProcess.start(command, clean_environment(self.root, refusal_file))
+            stopped_by: StoppedBy | None
+            try:
+                launcher_status, stopped_by = self._watch(cell, process, directory)
+            except Stopped:
+                launcher_status, stopped_by = process.end(), "user"
+            seconds = time.time() - started
+            if launcher_status < 0:
+                # The supervisor itself was killed, and could not clear up.
+                end_leftovers(self.root)
+            refusal = read_json(refusal_file) if refusal_file.exists() else None
+        printed = process.collect()
+        status = read_status(directory) if attempt_of(directory) > attempt_before else None
+        log = _tail(directory / "log.txt") if status else ""
+        now = oom_counts()
+        ending = judge(
+            Evidence(
+                launcher_status, stopped_by, cell.time_limit_s, status, refusal, printed, log,
+                OomCounts(now.killed - ooms.killed, now.cgroup_limit_hit - ooms.cgroup_limit_hit),
+            )
+        )  # fmt: skip
+        conclude(directory, attempt_before, ending)
+        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
+            stream.write(printed)
+        attempt = {
+            "attempt": attempt_of(directory),
+            "state": ending.state,
+            "order": order,
+            "started_at": started_at,
+            "wall_s": seconds,
+            "startup_s": _startup_s(directory, started),
+            "launcher_status": launcher_status,
+            "foreign_gpu_processes": {"before": before_gpu, "after": _foreign(self.progress, "after")},
+            "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{printed}"),
+        }
+        _append_attempt(directory, cell, command, attempt)
+        if ending.state != "ok" and uses_nvme(cell):
+            # A rank that was killed leaves its swap files behind, and they are as large as the model.
+            shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
+        if stopped_by == "user":
+            raise Stopped
+        return ending
+
+    def _watch(self, cell: Cell, process: CellProcess, directory: Path) -> tuple[int, StoppedBy | None]:
+        tail = StepTail(directory / "steps.jsonl")
+        while True:
+            status = process.wait(_POLL_S)
+            if status is not None:
+                return status, None
+            if time.time() - process.started > cell.time_limit_s:
+                return process.end(), "time limit"
+            # Before the run has opened its directory the rows are an earlier attempt's.
+            if _opened_since(directory, process.started):
+                self.progress.step(tail.read())
+
+
+def _opened_since(directory: Path, started: float) -> bool:
+    try:
+        return (directory / "status.json").stat().st_mtime >= started
+    except OSError:
+        return False
+
+
+def _startup_s(directory: Path, started: float) -> float | None:
+    """From the launch to the training loop: engine.json is the last thing written before it."""
+    try:
+        written = (directory / "engine.json").stat().st_mtime
+    except OSError:
+        return None
+    return written - started if written >= started else None
+
+
+def _foreign(progress: Progress, when: str) -> list[dict[str, Any]]:
+    found = [dataclasses.asdict(process) for process in gpu_processes()]
+    for process in found:
+        progress.say(
+            f"notice: GPU {process['gpu']} is used by process {process['pid']}, which is not this sweep's ({when})"
+        )
+    return found
+
+
+def _append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
+    file = directory / SWEEP_RECORD
+    try:
+        attempts = list(read_json(file)["attempts"])
+    except (RecordError, KeyError, TypeError):
+        attempts = []
+    document = {
+        "cell": cell.id, "strategy": cell.strategy, "world_size": cell.world_size, "repeat": cell.repeat,
+        "time_limit_s": cell.time_limit_s, "command": list(command), "attempts": [*attempts, attempt],
+    }  # fmt: skip
+    write_json(file, document)
+
+
+def _earlier_durations(root: Path) -> dict[tuple[str, str], list[float]]:
+    """Wall times of what ended by itself, by task and strategy."""
+    durations: dict[tuple[str, str], list[float]] = {}
+    for file in root.glob(f"*/{SWEEP_RECORD}"):
+        try:
+            document, config = read_json(file), read_json(file.parent / "config.json")
+            last = document["attempts"][-1]
+            if last["state"] == "ok":
+                durations.setdefault((config["task"], document["strategy"]), []).append(float(last["wall_s"]))
+        except (RecordError, KeyError, IndexError, TypeError):
+            continue
+    return durations
+
+
+def _expected_s(cell: Cell, durations: dict[tuple[str, str], list[float]]) -> float:
+    alike = durations.get((cell.config.task, cell.strategy)) or [s for times in durations.values() for s in times]
+    return statistics.median(alike) if alike else 0.0
+
+
+def _tail(file: Path, size: int = 64 * 1024) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@contextmanager
+def _signals_stop() -> Iterator[None]:
+    """Ctrl-C, `kill` and a closed terminal all end the current run in order. A second one changes nothing."""
+
+    def stop(number: int, frame: Any) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        raise Stopped
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def standings_of(cells: Sequence[Cell], root: Path) -> list[tuple[Cell, Standing]]:
+    return [(cell, standing_of(root / cell.id)) for cell in cells]

@@ -1,0 +1,207 @@
+"""How a cell ended, as data, also where its own processes could not say it any more."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from study.records import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
+
+# A run that will end the same way again is answered; it is repeated on request only.
+ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
+StoppedBy = Literal["time limit", "user"]
+_LAST_LINES = 15
+
+_SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
+_EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
+_OUT_OF_GPU = re.compile(r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError")
+_OUT_OF_HOST = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
+    r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
+)
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
+SMALLER = "use a smaller batch, or a strategy that shards or offloads more"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    state: State
+    reason: str
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OomCounts:
+    """The kernel's counters. Inside a cgroup both grow when a process is killed, whoever's memory ran out."""
+
+    killed: int
+    cgroup_limit_hit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known when the last process of a cell is gone."""
+
+    launcher_status: int
+    stopped_by: StoppedBy | None
+    time_limit_s: float
+    # This attempt's own status.json, and what study/train.py said when it refused.
+    status: Mapping[str, Any] | None
+    refusal: Mapping[str, Any] | None
+    printed: str
+    log: str
+    ooms: OomCounts
+
+
+def judge(evidence: Evidence) -> Ending:
+    status = evidence.status
+    said = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+    if said is not None and said.state in ("ok", "oom", "unsupported"):
+        # Finished is finished, whatever the processes did on their way out.
+        return said
+    if evidence.stopped_by == "time limit":
+        return Ending(
+            "timeout",
+            f"ended after its {evidence.time_limit_s:g} s",
+            "raise time_limit_s, or find out what it waits for",
+        )
+    if evidence.stopped_by == "user":
+        return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
+    if evidence.refusal is not None:
+        state: State = "unsupported" if evidence.refusal["kind"] == "Unsupported" else "failed"
+        return Ending(state, evidence.refusal["problem"], evidence.refusal["mend"])
+    text = f"{evidence.log}\n{evidence.printed}"
+    killed = _signals(evidence.printed, evidence.launcher_status)
+    if 9 in killed:
+        return _sigkilled(evidence.ooms)
+    if memory := _memory_ran_out(said.reason if said else text):
+        return memory
+    if _DISK_FULL.search(said.reason if said else text):
+        return Ending("failed", "the disk is full", "free some space, and run it again")
+    # A launcher ends the others when one rank has died: then the one that did not get to say why is the one to ask.
+    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
+        return said
+    lines = last_lines(text, 3)
+    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
+    return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
+
+
+def _sigkilled(ooms: OomCounts) -> Ending:
+    if ooms.killed and ooms.cgroup_limit_hit:
+        return Ending("oom", "the cgroup's memory limit was reached, and the kernel killed a process", SMALLER)
+    if ooms.killed:
+        return Ending("oom", "the host's memory ran out, and its OOM killer killed a process", SMALLER)
+    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+
+
+def _memory_ran_out(text: str) -> Ending | None:
+    if found := _OUT_OF_GPU.search(text):
+        return Ending("oom", f"CUDA out of memory ({_line_of(text, found)})", SMALLER)
+    if found := _OUT_OF_HOST.search(text):
+        return Ending(
+            "oom", f"the host refused an allocation, or a limit on the process did ({_line_of(text, found)})", SMALLER
+        )
+    return None
+
+
+def _signals(printed: str, launcher_status: int) -> set[int]:
+    """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
+    numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
+    return numbers | ({-launcher_status} if launcher_status < 0 else set())
+
+
+def _line_of(text: str, found: re.Match[str]) -> str:
+    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+    return text[start : end if end >= 0 else None].strip()[:200]
+
+
+def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
+    """What was said last, without the frames of tracebacks and the launcher's chatter."""
+    lines = [line.strip()[:300] for line in text.splitlines() if not _NOISE.search(line)]
+    return lines[-count:]
+
+
+def attempt_of(directory: Path) -> int:
+    try:
+        return int(read_status(directory)["attempt"])
+    except RecordError:
+        return 0
+
+
+def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
+    """Make status.json say how the attempt ended. Nobody else writes it any more: the processes are gone."""
+    if attempt_of(directory) <= attempt_before:
+        RunWriter.open(directory).close(ending.state, ending.reason, ending.hint)
+        return
+    status = read_status(directory)
+    if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
+        ended = {"state": ending.state, "reason": ending.reason, "hint": ending.hint, "ended_at": utc_now()}
+        write_json(directory / "status.json", status | ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a cell stands: a state of a record, `to do`, or `damaged`, which is to do as well."""
+
+    state: str
+    reason: str = ""
+    hint: str = ""
+
+    def is_answered(self, retry: bool) -> bool:
+        return self.state == "ok" or (not retry and self.state in ANSWERED)
+
+
+def standing_of(directory: Path) -> Standing:
+    if not (directory / "status.json").exists():
+        return Standing("to do")
+    try:
+        status = read_run(directory).status
+    except RecordError as error:
+        return Standing("damaged", str(error), "it is run again")
+    return Standing(status["state"], status["reason"], status["hint"])
+
+
+def oom_counts(root: Path = Path("/")) -> OomCounts:
+    """Counters of this process's cgroup and of the host; 0 where the kernel keeps none."""
+    killed = _counter(root / "proc/vmstat", "oom_kill")
+    limit_hit = 0
+    for folder in _memory_cgroups(root):
+        killed += _counter(folder / "memory.events", "oom_kill") + _counter(folder / "memory.oom_control", "oom_kill")
+        limit_hit += _counter(folder / "memory.events", "oom") + _number(folder / "memory.failcnt")
+    return OomCounts(killed, limit_hit)
+
+
+def _memory_cgroups(root: Path) -> list[Path]:
+    """The cgroups whose limits hold for this process: its own and those above it, as far as they can be seen."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = top / path.lstrip("/")
+        folders += [own, *(above for above in own.parents if above.is_relative_to(top))]
+    return folders
+
+
+def _counter(file: Path, name: str) -> int:
+    try:
+        rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
+        return next((int(row[1]) for row in rows if row[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _number(file: Path) -> int:
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0

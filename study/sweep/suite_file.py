@@ -1,0 +1,242 @@
+"""A suite as written: the YAML language, read strictly. What is not understood is refused with file and line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from study.config import RunConfig
+from study.errors import UserError
+from study.strategies import STRATEGY_NAMES
+
+SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
+DEFAULT_TIME_LIMIT_S = 3600.0
+# Where a run writes, and what it goes on from, is the sweep's own business.
+_NOT_FOR_SUITES = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
+RUN_KEYS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - _NOT_FOR_SUITES
+# What a cell is made of beside its RunConfig.
+CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s"})
+_SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
+_GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude"}
+_NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Requirements:
+    """What a box must have before a suite starts on it."""
+
+    gpus: int = 0
+    gpu_memory_gib: float = 0.0
+    host_memory_gib: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+    where: Mapping[str, list[Any]]
+    fixed: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Every combination of the axes' values, with the fixed ones."""
+
+    place: str
+    fixed: Mapping[str, Any]
+    axes: Mapping[str, list[Any]]
+    repeats: int
+    overrides: tuple[Override, ...]
+    exclude: tuple[Mapping[str, list[Any]], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    name: str
+    description: str
+    requires: Requirements
+    order_seed: int
+    grids: tuple[Grid, ...]
+
+
+class _Mapping(dict[str, Any]):
+    """A mapping that remembers where it stands, and on which line each key does."""
+
+    line: int
+    lines: dict[str, int]
+
+
+class _Loader(yaml.SafeLoader):
+    file: Path
+
+    def mapping(self, node: yaml.MappingNode) -> _Mapping:
+        mapping = _Mapping()
+        mapping.line, mapping.lines = node.start_mark.line + 1, {}
+        for key_node, value_node in node.value:
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise UserError(f"{self.file}:{line}: the key {key!r} is not a word", "quote it, or mend it")
+            if key in mapping:
+                raise UserError(f"{self.file}:{line}: {key} is there twice", "remove one of them")
+            mapping[key], mapping.lines[key] = self.construct_object(value_node, deep=True), line
+        return mapping
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.mapping)
+# YAML 1.1 takes 1e-5 for a word; everybody who writes it means the number.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
+
+
+def find_suite(name: str) -> Path:
+    """A name in study/suites/, or a path."""
+    shipped = SUITE_DIRECTORY / f"{name}.yaml"
+    if shipped.is_file():
+        return shipped
+    if Path(name).is_file():
+        return Path(name)
+    names = ", ".join(sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")))
+    raise UserError(f"no suite is called {name!r}, and no such file is there", f"use one of {names}, or a path")
+
+
+def read_suite(file: Path) -> Suite:
+    try:
+        loader = _Loader(file.read_text(encoding="utf-8"))
+        loader.file = file
+        document = loader.get_single_data()
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not readable ({error})", "mend the file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "mend the file") from None
+    return _Reader(file).suite(document)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    file: Path
+
+    def suite(self, document: Any) -> Suite:
+        top = self.mapping(document, str(self.file), _SUITE_KEYS, needs=("name", "description", "grids"))
+        name = self.value(top, "name", str)
+        if not re.fullmatch(r"[\w][\w.-]*", name):
+            raise self.refusal(top, "name", f"is {name!r}", "use letters, digits, `-` and `_`: it names a folder")
+        shared = self.values(top, "fixed")
+        grids = self.value(top, "grids", list)
+        if not grids:
+            raise self.refusal(top, "grids", "is empty", "list at least one grid")
+        return Suite(
+            name=name,
+            description=self.value(top, "description", str),
+            requires=self.requirements(top),
+            order_seed=self.value(top, "order_seed", int, default=0),
+            grids=tuple(self.grid(grid, self.place(top, "grids"), shared) for grid in grids),
+        )
+
+    def requirements(self, top: _Mapping) -> Requirements:
+        if "requires" not in top:
+            return Requirements()
+        kinds: dict[str, type] = {"gpus": int, "gpu_memory_gib": float, "host_memory_gib": float}
+        section = self.mapping(top["requires"], self.place(top, "requires"), set(kinds))
+        given = {key: self.value(section, key, kinds[key]) for key in section}
+        for key, amount in given.items():
+            if amount < 0:
+                raise self.refusal(section, key, f"is {amount}", "use 0 or more")
+        return Requirements(**given)
+
+    def grid(self, document: Any, where: str, shared: Mapping[str, Any]) -> Grid:
+        grid = self.mapping(document, where, _GRID_KEYS)
+        fixed = self.values(grid, "fixed")
+        axes = self.choices(grid, "axes")
+        for key in axes:
+            if key in fixed:
+                raise self.refusal(grid["axes"], key, "is fixed and an axis", "keep one of the two")
+        repeats = self.value(grid, "repeats", int, default=1)
+        if repeats < 1:
+            raise self.refusal(grid, "repeats", f"is {repeats}", "use 1 or more")
+        return Grid(
+            place=f"{self.file}:{grid.line}",
+            fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
+            axes=axes,
+            repeats=repeats,
+            overrides=tuple(self.overrides(grid)),
+            exclude=tuple(
+                self.all_choices(rule, self.place(grid, "exclude")) for rule in self.value(grid, "exclude", list, [])
+            ),
+        )
+
+    def overrides(self, grid: _Mapping) -> Iterator[Override]:
+        for entry in self.value(grid, "overrides", list, default=[]):
+            where = self.place(grid, "overrides")
+            rule = self.mapping(entry, where, {"where", "fixed"}, needs=("where", "fixed"))
+            yield Override(self.choices(rule, "where"), self.values(rule, "fixed"))
+
+    def values(self, parent: _Mapping, key: str) -> dict[str, Any]:
+        """One value per key, each of which a run or a cell knows."""
+        section = self.mapping(parent.get(key, _empty(parent)), self.place(parent, key), RUN_KEYS | CELL_KEYS)
+        return {name: self.checked(section, name, section[name]) for name in section}
+
+    def choices(self, parent: _Mapping, key: str) -> dict[str, list[Any]]:
+        return self.all_choices(parent.get(key, _empty(parent)), self.place(parent, key))
+
+    def all_choices(self, document: Any, where: str) -> dict[str, list[Any]]:
+        """Several values per key; a single one stands for a list of one, and `strategy: all` for every strategy."""
+        section = self.mapping(document, where, RUN_KEYS | CELL_KEYS)
+        found = {}
+        for key, value in section.items():
+            if key == "strategy" and value == "all":
+                value = list(STRATEGY_NAMES)
+            options = value if isinstance(value, list) and key != "engine_override" else [value]
+            if not options:
+                raise self.refusal(section, key, "is an empty list", "list at least one value")
+            found[key] = [self.checked(section, key, option) for option in options]
+        return found
+
+    def checked(self, section: _Mapping, key: str, value: Any) -> Any:
+        place = self.place(section, key)
+        if key == "strategy":
+            if value not in STRATEGY_NAMES:
+                raise UserError(f"{place}: no strategy is called {value!r}", f"use {', '.join(STRATEGY_NAMES)} or all")
+        elif key == "world_size":
+            if type(value) is not int or value < 1:
+                raise UserError(f"{place}: world_size is {value!r}", "use a whole number from 1 up")
+        elif key == "time_limit_s":
+            if type(value) not in (int, float) or not value > 0:
+                raise UserError(f"{place}: time_limit_s is {value!r}", "use a number of seconds")
+        else:
+            return getattr(RunConfig.from_dict({key: value}, place), key)
+        return value
+
+    def mapping(self, value: Any, where: str, keys: set[str] | frozenset[str], needs: tuple[str, ...] = ()) -> _Mapping:
+        if not isinstance(value, _Mapping):
+            raise UserError(f"{where}: a {type(value).__name__} stands where a mapping belongs", "write key: value")
+        for key, line in value.lines.items():
+            if key not in keys:
+                raise UserError(f"{self.file}:{line}: unknown key {key!r}", f"known here: {', '.join(sorted(keys))}")
+        for key in needs:
+            if key not in value:
+                raise UserError(f"{self.file}:{value.line}: {key} is missing", f"add {key}: to it")
+        return value
+
+    def value(self, section: _Mapping, key: str, kind: type, default: Any = None) -> Any:
+        if key not in section and default is not None:
+            return default
+        value = section[key]
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise self.refusal(section, key, f"is {value!r}", f"use a value of type {kind.__name__}")
+        return value
+
+    def place(self, section: _Mapping, key: str) -> str:
+        return f"{self.file}:{section.lines.get(key, section.line)}"
+
+    def refusal(self, section: _Mapping, key: str, problem: str, mend: str) -> UserError:
+        return UserError(f"{self.place(section, key)}: {key} {problem}", mend)
+
+
+def _empty(parent: _Mapping) -> _Mapping:
+    empty = _Mapping()
+    empty.line, empty.lines = parent.line, {}
+    return empty

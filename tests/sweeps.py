@@ -1,0 +1,86 @@
+"""Small suites and real sweeps over them, as a user starts them, and what can be done to their processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+# Two steps of next to nothing: what these tests look at is what stands around the training.
+TINY = {
+    "scale": "laptop", "task": "gpt-wikitext", "max_steps": 2, "seq_length": 16, "train_samples": 32, "eval_samples": 8,
+    "global_batch_size": 4, "time_limit_s": 240,
+}  # fmt: skip
+# Never done by itself within any test's patience, and writes a row every step.
+ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
+
+
+def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY, **grid: Any) -> Path:
+    file = folder / "tiny.yaml"
+    document = {"name": "tiny", "description": "a test's", "fixed": dict(fixed), "grids": [{"axes": dict(axes), **grid}]}
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def start(suite: Path, runs: Path, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs-dir", str(runs), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **popen
+    )
+
+
+def run(suite: Path, runs: Path, *arguments: str, timeout: float = 500, **popen: Any) -> subprocess.CompletedProcess[str]:
+    process = start(suite, runs, *arguments, **popen)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def processes_of(runs: Path) -> list[psutil.Process]:
+    """Every living process that a sweep over these runs has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            belongs = process.environ().get("ZERO_STUDY_SWEEP_DIRECTORY", "").startswith(str(runs))
+            if belongs and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def ranks_of(runs: Path) -> list[psutil.Process]:
+    """The processes that train, and not the launcher, which has the script's name further back."""
+    found = []
+    for process in processes_of(runs):
+        try:
+            if any(part.endswith("study/train.py") for part in process.cmdline()[1:3]):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := holds():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s: {holds}")
+
+
+def only_cell(runs: Path) -> Path:
+    (cell,) = [file.parent for file in (runs / "tiny").glob("*/status.json")]
+    return cell

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from engines import ROOT
+
+# Every way in which a library can talk: streams, descriptors, warnings, logging, another process, C's own buffer.
+NOISE = """
+import ctypes, logging, os, subprocess, sys, warnings
+def noise(when):
+    print(f"printed {when}")
+    print(f"printed to stderr {when}", file=sys.stderr)
+    os.write(1, f"written to 1 {when}\\n".encode())
+    os.write(2, f"written to 2 {when}\\n".encode())
+    warnings.warn(f"warned {when}")
+    logging.getLogger("library").error(f"logged {when}")
+    subprocess.run([sys.executable, "-c", f"print('another process {when}')"], check=True)
+KINDS = 7
+"""
+START = """
+from pathlib import Path
+from study.console import Console
+log = Path(sys.argv[1])
+console = Console(speaks=True)
+"""
+
+
+def _as_in_a_shell() -> dict[str, str]:
+    """Streams are buffered there; what they still hold when the log opens must not be lost."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+
+
+def run_python(code: str, log: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", NOISE + START + code, str(log)]
+    environment = _as_in_a_shell()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+KINDS = ("printed", "printed to stderr", "written to 1", "written to 2", "warned", "logged", "another process")
+
+
+def said(text: str, when: str) -> list[str]:
+    return [kind for kind in KINDS if re.search(rf"{kind} {when}\b", text)]
+
+
+def test_all_noise_goes_to_the_log_and_none_to_the_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    result = run_python('noise("early"); console.say("hello"); console.log_to(log); noise("late")', log)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "hello\n")
+    assert said(log.read_text(), "early") == list(KINDS)
+    assert said(log.read_text(), "late") == list(KINDS)
+    assert log.read_text().index("written to 1 early") < log.read_text().index("written to 1 late")
+
+
+def test_the_log_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("earlier\n")
+    run_python('noise("early"); console.log_to(log)', log)
+    assert log.read_text().startswith("earlier\n")
+
+
+def test_noise_that_never_got_a_log_leaves_no_file(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    result = run_python('noise("early"); console.say("error: no"); console.restore()', log)
+    assert (result.stdout, result.stderr) == ("", "error: no\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_streams_are_the_users_again_after_restore(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    result = run_python(
+        'console.log_to(log); noise("inside"); console.restore()\n'
+        'print("to stdout"); print("to stderr", file=sys.stderr)',
+        log,
+    )
+    assert (result.stdout, result.stderr) == ("to stdout\n", "to stderr\n")
+    assert said(log.read_text(), "inside") == list(KINDS)
+
+
+def test_a_traceback_after_the_log_is_open_is_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    result = run_python("console.log_to(log); raise RuntimeError('the reason')", log)
+    assert result.returncode == 1
+    assert result.stderr == ""
+    assert "RuntimeError: the reason" in log.read_text()
+
+
+def test_a_rank_that_does_not_speak_says_nothing_and_logs_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    result = run_python(
+        'other = Console(speaks=False); other.say("hello"); other.log_to(log); noise("there")\n'
+        "progress = other.progress(10, 0); progress.show(10, 1.0, 1.0, 1.0); progress.close()",
+        log,
+    )
+    assert (result.stdout, result.stderr) == ("", "")
+    assert said(log.read_text(), "there") == list(KINDS)
+
+
+# A bar is drawn at most ten times a second.
+SLOWLY = "import time; pause = lambda: time.sleep(0.02)\n"
+PROGRESS = """
+progress = console.progress(40, 20)
+for step in range(21, 41):
+    pause()
+    progress.show(step, None if step == 30 else 1.5, 1234.5 if step > 25 else None, 0.25)
+progress.close()
+"""
+
+
+def test_progress_without_a_terminal_is_a_line_every_tenth(tmp_path: Path) -> None:
+    lines = run_python("pause = int" + PROGRESS, tmp_path / "log.txt").stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"step {step}/40" for step in (21, 24, 28, 32, 36, 40)]
+    assert lines[0] == "step 21/40: loss 1.5000, peak 0.25 GiB"
+    assert lines[-1] == "step 40/40: loss 1.5000, 1,234 tokens/s, peak 0.25 GiB"
+
+
+def test_progress_on_a_terminal_is_a_bar_that_says_step_loss_speed_and_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    shown, terminal = pty.openpty()
+    command = [
+        sys.executable,
+        "-c",
+        NOISE + START + "console.log_to(log)\n" + SLOWLY + PROGRESS + 'noise("there")',
+        str(log),
+    ]
+    environment = _as_in_a_shell() | {"COLUMNS": "120"}
+    subprocess.run(command, env=environment, stdout=terminal, stderr=terminal, timeout=60, check=True)
+    os.close(terminal)
+    text = b""
+    try:
+        while part := os.read(shown, 65536):
+            text += part
+    except OSError:  # the other end of a pseudo-terminal is closed
+        pass
+    os.close(shown)
+    bar = text.decode()
+    assert "loss 1.5000" in bar
+    assert "1,234 tokens/s" in bar
+    assert "peak 0.25 GiB" in bar
+    assert "/40" in bar
+    assert said(bar, "there") == []
+    assert said(log.read_text(), "there") == list(KINDS)

@@ -1,0 +1,589 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ROOT
+
+from study.records import (
+    SUMMARY_KEYS,
+    RecordError,
+    Run,
+    RunWriter,
+    end_interrupted_run,
+    find_runs,
+    is_finished,
+    number_or_none,
+    read_json,
+    read_rows,
+    read_run,
+    read_status,
+    write_json,
+)
+
+STEPS = 6
+DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
+CONFIG = {"task": "bert-imdb", "seed": 42, "learning_rate": 0.001}
+ENVIRONMENT = {"python": "3.11", "devices": []}
+ENGINE: dict[str, Any] = {
+    "strategy": "zero3", "distributed_type": "DEEPSPEED", "world_size": 2, "virtual": False, "zero_stage": 3,
+    "offload_optimizer": "cpu", "offload_param": None, "nvme_path": None, "optimizer_class": "torch.AdamW",
+    "precision": "fp32", "param_dtype": "float32", "gradient_clipping": 1.0, "buckets": {"reduce_bucket_size": 5},
+    "torch": "2.13.0", "deepspeed": "0.19.8", "initial_weights_sha256": "0123456789abcdef" * 4, "warnings": ["a"],
+}  # fmt: skip
+PHASE = {"allocated": 1.25, "reserved": 1.5, "device": 2.5, "host": 0.5}
+STATE = {kind: {"device": 100, "host": 0, "nvme": None} for kind in ("params", "grads", "optimizer")}
+MEMORY: dict[str, Any] = {
+    "unit": "GiB",
+    "ranks": [
+        {"rank": rank, "phases": {"init": PHASE, "steady": PHASE}, "device_mean_over_steps": 2.0,
+         "state": {"state_bytes": STATE}}
+        for rank in range(2)
+    ],
+}  # fmt: skip
+TRAFFIC: dict[str, Any] = {
+    "step": 4, "world_size": 2,
+    "collectives": {
+        "all_gather": {"calls": 3, "payload_bytes": 1000, "wire_bytes_per_rank": 500.0},
+        "all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0},
+    },
+}  # fmt: skip
+ROWS: list[dict[str, Any]] = [
+    {"step": step, "loss": 0.75 - step / 100, "lr": 1e-3 / step, "grad_norm": None if step == 1 else 0.5,
+     "step_time_s": 0.125, "tokens": 64, "samples_hash": f"{step:016x}"}
+    for step in range(1, STEPS + 1)
+]  # fmt: skip
+EVALS: list[dict[str, Any]] = [
+    {"step": 3, "eval_loss": 0.8, "accuracy": 0.5},
+    {"step": 6, "eval_loss": 0.625, "accuracy": 0.75},
+]
+SUMMARY: dict[str, Any] = {
+    "steps": STEPS, "tokens": STEPS * 64, "train_loss_first": ROWS[0]["loss"], "train_loss_final": ROWS[-1]["loss"],
+    "eval_loss_final": 0.625, "eval_accuracy": 0.75, "eval_perplexity": None, "runtime_s": 3.5, "startup_s": 2.5,
+    "step_time_s_median": 0.125, "step_time_s_p10": 0.12, "step_time_s_p90": 0.13, "tokens_per_s": 512.0,
+    "tokens_per_s_per_device": 256.0, "samples_per_s": 8.0, "model_flops_per_step": 123456, "mfu": None,
+    "peak_memory_gib_allocated": 1.25, "peak_memory_gib_reserved": 1.5, "peak_memory_gib_device": 2.5,
+    "avg_memory_gib_device": 2.0, "host_peak_rss_gib": 0.5, "state_bytes_per_rank": STATE,
+    "comm_bytes_per_step": 1024, "comm_calls_per_step": 4, "energy_j": None,
+}  # fmt: skip
+
+
+def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
+    writer = RunWriter.open(path)
+    writer.write("config.json", CONFIG)
+    writer.write("environment.json", ENVIRONMENT)
+    writer.write("engine.json", ENGINE)
+    for row in ROWS[:steps]:
+        writer.append("steps.jsonl", row)
+        for evaluation in EVALS:
+            if evaluation["step"] == row["step"]:
+                writer.append("evals.jsonl", evaluation)
+    writer.flush()
+    if end:
+        writer.write("memory.json", MEMORY)
+        writer.write("traffic.json", TRAFFIC)
+        writer.write("summary.json", SUMMARY)
+        writer.close("ok")
+    return path
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def rewrite(file: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+
+
+def rewrite_row(file: Path, number: int, change: Callable[[Any], object]) -> None:
+    lines = file.read_text().splitlines()
+    row = json.loads(lines[number])
+    change(row)
+    lines[number] = json.dumps(row)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
+    run = read_run(run_directory)
+    assert (run.config, run.environment, run.engine) == (CONFIG, ENVIRONMENT, ENGINE)
+    assert (run.summary, run.memory, run.traffic, run.steps, run.evals) == (SUMMARY, MEMORY, TRAFFIC, ROWS, EVALS)
+    assert run.state == "ok"
+    assert run.status["attempt"] == 1
+    assert run.status["started_at"] <= run.status["ended_at"]
+    assert is_finished(run_directory)
+    assert set(SUMMARY) == set(SUMMARY_KEYS)
+
+
+def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
+    expected = {f"{name}.json" for name in DOCUMENTS} | {"steps.jsonl", "evals.jsonl"}
+    assert {file.name for file in run_directory.iterdir()} == expected
+    assert {file.stat().st_mode & 0o777 for file in run_directory.glob("*.json")} == {0o644}
+
+
+def test_runs_are_found_at_any_depth_in_order(tmp_path: Path) -> None:
+    for name in ("b/2", "a", "b/1"):
+        write_run(tmp_path / name)
+    (tmp_path / "no-run").mkdir()
+    assert list(find_runs(tmp_path)) == [tmp_path / name for name in ("a", "b/1", "b/2")]
+
+
+def test_a_figure_that_is_not_finite_is_none_and_never_written(tmp_path: Path) -> None:
+    assert [number_or_none(value) for value in (float("nan"), float("inf"), None, 0, 2.5)] == [None, None, None, 0, 2.5]
+    write_json(tmp_path / "x.json", {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "x.json", {"a": float("nan")})
+    assert read_json(tmp_path / "x.json") == {"a": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+# Killed attempts
+
+
+def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=ROOT)
+
+
+def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+# Big enough that writing one takes many pages: a write in place would be caught half-way.
+KEEP_WRITING = """
+import sys
+from pathlib import Path
+from study.records import write_json
+file = Path(sys.argv[1])
+for round in range(10**9):
+    write_json(file, {"first": round, "filling": "x" * 2_000_000, "last": round})
+    if round == 0:
+        print("ready", flush=True)
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_a_whole_document(tmp_path: Path) -> None:
+    file = tmp_path / "summary.json"
+    delays = random.Random(1)
+    interrupted_writes = 0
+    for _ in range(25):
+        kill_after_its_first_line(start_python(KEEP_WRITING, str(file)), delays.uniform(0, 0.03))
+        document = read_json(file)
+        assert document["first"] == document["last"]
+        leftovers = [path for path in tmp_path.iterdir() if path != file]
+        interrupted_writes += len(leftovers)
+        for leftover in leftovers:
+            leftover.unlink()
+    # Otherwise no kill hit a write, and the test has shown nothing.
+    assert interrupted_writes >= 3
+
+
+KEEP_TRAINING = """
+import sys
+from pathlib import Path
+import test_records
+from study.records import RunWriter
+writer = RunWriter.open(Path(sys.argv[1]))
+writer.write("config.json", test_records.CONFIG)
+writer.write("engine.json", test_records.ENGINE)
+print("ready", flush=True)
+for step in range(1, 10**9):
+    writer.append("steps.jsonl", test_records.ROWS[0] | {"step": step})
+    writer.flush()
+"""
+
+
+def test_a_killed_attempt_reads_as_interrupted_with_the_rows_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for attempt in range(1, 4):
+        kill_after_its_first_line(start_python(KEEP_TRAINING, str(path)), 0.02 * attempt)
+        run = read_run(path)
+        assert run.state == "interrupted"
+        assert (run.status["attempt"], run.status["ended_at"]) == (attempt, None)
+        assert len(run.steps) > 0
+        assert run.engine == ENGINE
+        assert run.summary == {}
+        assert not is_finished(path)
+
+
+def test_a_row_that_was_cut_off_is_dropped_unless_the_run_ended_well(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=4, end=False)
+    with (path / "steps.jsonl").open("a") as rows:
+        rows.write('{"step": 5, "loss"')
+    assert read_run(path).steps == ROWS[:4]
+    finished = write_run(tmp_path / "finished")
+    text = (finished / "steps.jsonl").read_text()
+    (finished / "steps.jsonl").write_text(text.rstrip("\n"))
+    with pytest.raises(RecordError, match=r"steps\.jsonl: its last line is cut off"):
+        read_run(finished)
+
+
+def test_an_attempt_is_counted_and_starts_from_nothing(run_directory: Path) -> None:
+    writer = RunWriter.open(run_directory)
+    run = read_run(run_directory)
+    assert (writer.attempt, run.state, run.status["attempt"]) == (2, "interrupted", 2)
+    assert (run.steps, run.evals, run.engine, run.summary, run.memory, run.traffic) == ([], [], {}, {}, {}, {})
+
+
+def test_an_attempt_starts_over_whatever_the_one_before_left(run_directory: Path) -> None:
+    for name in ("status.json", "steps.jsonl", "evals.jsonl", "summary.json"):
+        (run_directory / name).write_text('{"torn')
+    (run_directory / ".summary.json.k1lled").write_text("{")
+    write_run(run_directory)
+    assert read_run(run_directory).status["attempt"] == 1
+    assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == []
+
+
+def test_a_resumed_attempt_goes_on_from_the_rows_of_its_checkpoint(run_directory: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    write_run(checkpoint, steps=4, end=False)
+    writer = RunWriter.open(run_directory, rows_from=checkpoint)
+    assert read_rows(run_directory) == (ROWS[:4], EVALS[:1])
+    for row in ROWS[4:]:
+        writer.append("steps.jsonl", row)
+    writer.append("evals.jsonl", EVALS[1])
+    for name, document in (
+        ("config", CONFIG), ("environment", ENVIRONMENT), ("engine", ENGINE), ("memory", MEMORY), ("traffic", TRAFFIC),
+        ("summary", SUMMARY),
+    ):  # fmt: skip
+        writer.write(f"{name}.json", document)
+    writer.close("ok")
+    assert (read_run(run_directory).steps, read_run(run_directory).evals) == (ROWS, EVALS)
+
+
+def test_the_first_word_on_a_failed_run_is_believed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2, end=False)
+    end_interrupted_run(path, "oom", "rank 1: out of memory", "use less")
+    first = read_status(path)
+    assert (first["state"], first["reason"], first["hint"]) == ("oom", "rank 1: out of memory", "use less")
+    assert first["ended_at"] is not None
+    end_interrupted_run(path, "interrupted", "ended by SIGTERM", "")
+    assert read_status(path) == first
+    # The next attempt has a word of its own.
+    write_run(path, steps=1, end=False)
+    end_interrupted_run(path, "failed", "another reason", "")
+    assert (read_status(path)["reason"], read_status(path)["attempt"]) == ("another reason", 2)
+
+
+def test_ranks_that_fail_at_once_leave_one_whole_word(tmp_path: Path) -> None:
+    for number in range(20):
+        path = write_run(tmp_path / str(number), steps=1, end=False)
+        barrier = threading.Barrier(4)
+        words: list[dict[str, Any]] = []
+
+        def fail(
+            rank: int, path: Path = path, barrier: threading.Barrier = barrier, words: list[dict[str, Any]] = words
+        ) -> None:
+            barrier.wait()
+            end_interrupted_run(path, "failed", f"rank {rank}", f"hint {rank}")
+            words.append(read_status(path))
+
+        threads = [threading.Thread(target=fail, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        said = {word["reason"] for word in words if word["ended_at"] is not None}
+        assert len(said) == 1
+        assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
+
+
+def test_a_finished_run_is_not_ended_again(run_directory: Path) -> None:
+    end_interrupted_run(run_directory, "failed", "teardown", "")
+    assert read_run(run_directory).state == "ok"
+
+
+def test_a_rank_that_fails_before_there_is_a_record_has_nothing_to_end(tmp_path: Path) -> None:
+    end_interrupted_run(tmp_path / "run", "failed", "reason", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# What readers refuse. Each entry damages one file and must be refused with that file's name.
+
+NOT_NUMBERS: dict[str, Any] = {
+    "a string": "0.5", "a list": [0.5], "an object": {"a": 0.5}, "true": True, "false": False, "a negative": -0.5,
+}  # fmt: skip
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, (dict, list)) and tree:
+        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(branch, (*path, key))
+    else:
+        yield path, tree
+
+
+def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = value
+
+
+def assert_refused(path: Path, file: str, reason: str = "") -> None:
+    with pytest.raises(RecordError) as refusal:
+        read_run(path)
+    assert reason in refusal.value.reason
+    assert refusal.value.file.name == file
+    assert str(refusal.value) == f"{refusal.value.file}: {refusal.value.reason}"
+    assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize("damage", NOT_NUMBERS)
+def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run_directory: Path) -> None:
+    documents = {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}
+    may_be_negative = {"train_loss_first", "train_loss_final", "eval_loss_final"}
+    for name, original in documents.items():
+        file = run_directory / f"{name}.json"
+        for path, _ in leaves(original):
+            if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
+                continue
+            document = copy.deepcopy(original)
+            put(document, path, NOT_NUMBERS[damage])
+            file.write_text(json.dumps(document))
+            assert_refused(run_directory, file.name, str(path[-1]))
+        file.write_text(json.dumps(original))
+    for name, rows in (("steps", ROWS), ("evals", EVALS)):
+        file = run_directory / f"{name}.jsonl"
+        before = file.read_text()
+        for key in rows[1]:
+            if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
+                rewrite_row(file, 1, lambda row, key=key: row.update({key: NOT_NUMBERS[damage]}))
+                assert_refused(run_directory, file.name, key)
+                file.write_text(before)
+    read_run(run_directory)
+
+
+@pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.json"
+    file.write_text(f'{{"figure": {token}, {file.read_text().lstrip()[1:]}')
+    assert_refused(run_directory, file.name, "finite")
+
+
+@pytest.mark.parametrize("name", ["steps", "evals"])
+@pytest.mark.parametrize("token", ["NaN", "1e999"])
+def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.jsonl"
+    file.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", file.read_text(), count=1))
+    assert_refused(run_directory, file.name, "row 1")
+
+
+@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
+    file = run_directory / name
+    whole = file.read_bytes()
+    for damaged in (
+        whole[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n",
+    ):  # fmt: skip
+        if name in ("config.json", "environment.json") and damaged == b"{}\n":
+            continue
+        file.write_bytes(damaged)
+        if name.endswith("l") and damaged == b"":
+            assert_refused(run_directory, "summary.json", f"{name} says")
+        else:
+            assert_refused(run_directory, name)
+    file.unlink()
+    assert_refused(run_directory, name, "is missing")
+    file.mkdir()
+    assert_refused(run_directory, name, "is not readable")
+
+
+@pytest.mark.parametrize("name", ["status", "engine", "summary"])
+def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.json"
+    before = file.read_text()
+    for key in json.loads(before):
+        rewrite(file, lambda document, key=key: document.pop(key))
+        assert_refused(run_directory, file.name, key)
+        file.write_text(before)
+
+
+@pytest.mark.parametrize("name", ["status", "summary"])
+def test_a_key_nobody_knows_is_refused(name: str, run_directory: Path) -> None:
+    rewrite(run_directory / f"{name}.json", lambda document: document.update(step_time_median=1))
+    assert_refused(run_directory, f"{name}.json", "step_time_median")
+
+
+def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
+    file = run_directory / "summary.json"
+    file.write_text(file.read_text().replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
+    assert_refused(run_directory, "summary.json", "twice")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state", "fine"), ("state", None), ("state", ["ok"]), ("reason", None), ("hint", 3), ("attempt", 0),
+        ("attempt", True), ("attempt", 1.0), ("attempt", "1"), ("started_at", "yesterday"), ("started_at", None),
+        ("started_at", 3), ("ended_at", "2026-01-01T00:00:00"), ("ended_at", False), ("ended_at", None),
+    ],
+)  # fmt: skip
+def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directory: Path) -> None:
+    rewrite(run_directory / "status.json", lambda document: document.update({key: value}))
+    assert_refused(run_directory, "status.json", key)
+    with pytest.raises(RecordError):
+        is_finished(run_directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("strategy", 3), ("strategy", None), ("world_size", 0), ("world_size", "2"), ("world_size", True),
+        ("virtual", 0), ("zero_stage", 4), ("zero_stage", "3"), ("zero_stage", True), ("offload_optimizer", "disk"),
+        ("offload_param", False), ("nvme_path", ["a"]), ("optimizer_class", None), ("precision", None),
+        ("gradient_clipping", None), ("gradient_clipping", -1), ("buckets", []), ("torch", 2.13), ("deepspeed", 0.19),
+        ("initial_weights_sha256", "abc"), ("warnings", "a"), ("warnings", [1]), ("warnings", None),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_directory: Path) -> None:
+    rewrite(run_directory / "engine.json", lambda document: document.update({key: value}))
+    assert_refused(run_directory, "engine.json", key)
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (2, {"step": 2}), (2, {"step": 4}), (0, {"step": 0}), (0, {"step": True}), (1, {"step": "2"}),
+        (1, {"step": 2.0}), (1, {"samples_hash": 12}), (1, {"samples_hash": "xyz"}), (1, {"samples_hash": None}),
+        (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"loss": None}), (1, {"note": 1}),
+    ],
+)  # fmt: skip
+def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+    rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(change))
+    assert_refused(run_directory, "steps.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (1, {"step": 3}), (1, {"step": 2}), (0, {"step": 0}), (0, {"eval_loss": None}), (0, {"accuracy": 1.5}),
+        (0, {"accuracy": None}), (0, {"bleu": 1.0}),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+    rewrite_row(run_directory / "evals.jsonl", number, lambda row: row.update(change))
+    assert_refused(run_directory, "evals.jsonl")
+
+
+@pytest.mark.parametrize("name", ["steps", "evals"])
+def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    for changed in (lines[:-1], lines[1:], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
+        if name == "evals" and changed == lines[1:]:
+            continue  # nothing says when a run was evaluated but the last time
+        file.write_text("".join(changed))
+        with pytest.raises(RecordError):
+            read_run(run_directory)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["steps", "tokens", "train_loss_first", "train_loss_final", "eval_loss_final", "eval_accuracy",
+     "comm_bytes_per_step", "comm_calls_per_step", "peak_memory_gib_allocated", "peak_memory_gib_reserved",
+     "peak_memory_gib_device", "host_peak_rss_gib"],
+)  # fmt: skip
+def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, run_directory: Path) -> None:
+    for value in (SUMMARY[key] + 1 if key != "eval_accuracy" else 0.5, None):
+        rewrite(run_directory / "summary.json", lambda document, value=value: document.update({key: value}))
+        assert_refused(run_directory, "summary.json", key)
+
+
+def test_a_baseline_that_watched_no_step_has_no_traffic_and_not_zero_bytes(run_directory: Path) -> None:
+    write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
+    nothing = {"comm_bytes_per_step": None, "comm_calls_per_step": None}
+    rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
+    assert read_run(run_directory).summary["comm_bytes_per_step"] is None
+    rewrite(run_directory / "summary.json", lambda document: document.update(comm_bytes_per_step=0))
+    assert_refused(run_directory, "summary.json", "comm_bytes_per_step")
+
+
+def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
+    rewrite(run_directory / "engine.json", lambda document: document.update(virtual=True))
+    for number in range(STEPS):
+        rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
+    without = {"train_loss_first": None, "train_loss_final": None}
+    rewrite(run_directory / "summary.json", lambda document: document.update(without))
+    assert read_run(run_directory).steps[0]["loss"] is None
+
+
+def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Path) -> None:
+    """Bytes flipped, lost, doubled and swapped: never another exception, never a figure that is no figure."""
+    original = write_run(tmp_path / "original")
+    names = sorted(file.name for file in original.iterdir())
+    damaged = tmp_path / "damaged"
+    shutil.copytree(original, damaged)
+    truth = read_run(original)
+    rng = random.Random(20240607)
+    refused: list[RecordError] = []
+    for _ in range(3000):
+        name = rng.choice(names)
+        whole = (original / name).read_bytes()
+        (damaged / name).write_bytes(_damage(whole, rng))
+        try:
+            run = read_run(damaged)
+        except RecordError as error:
+            refused.append(error)
+        else:
+            _assert_believable(run, truth)
+        (damaged / name).write_bytes(whole)
+    assert len(refused) > 2000
+    assert all(error.file.parent == damaged and error.reason for error in refused)
+    assert dataclasses.replace(read_run(damaged), path=original) == truth
+
+
+SNIPPETS = (
+    b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
+)  # fmt: skip
+
+
+def _damage(whole: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(whole))
+    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return whole[:start]
+    if kind == 1:
+        return whole[:start] + whole[end:]
+    if kind == 2:
+        return whole[:end] + whole[start:]
+    if kind == 3:
+        return whole[:start] + rng.choice(SNIPPETS) + whole[start:]
+    if kind == 4:
+        return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
+    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
+
+
+def _assert_believable(run: Run, truth: Run) -> None:
+    for key in ("steps", "tokens", "train_loss_first", "train_loss_final", "eval_loss_final", "eval_accuracy"):
+        assert run.summary[key] == pytest.approx(truth.summary[key], rel=1e-9)
+    assert (run.state, len(run.steps)) == (truth.state, STEPS)
+    figures = [run.summary, run.memory["ranks"], run.traffic, *run.evals]
+    figures += [{key: value for key, value in row.items() if key != "samples_hash"} for row in run.steps]
+    for tree in figures:
+        for path, value in leaves(tree):
+            empty = value == {} or value == []
+            assert value is None or empty or type(value) in (int, float), (path, value)

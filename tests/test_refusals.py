@@ -1,0 +1,305 @@
+"""What a user sees who asks for something that cannot be: one line that says what and how to mend it, and no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ROOT
+from test_records import write_run
+
+from study.config import RunConfig, resolved
+from study.errors import UserError
+from study.preflight import check_devices
+from study.records import read_json, write_json
+from study.strategies import Launch, read_strategy
+
+NO_HUB = "http://127.0.0.1:9"
+CACHES = ("hf", "cache", "xdg")
+
+
+def refuse(
+    box: Path, *arguments: str, launched_with: tuple[str, int] | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """study/train.py in an empty folder, with empty caches and no hub."""
+    cwd = box / "cwd"
+    cwd.mkdir(exist_ok=True)
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("HF_", "ACCELERATE_", "FSDP_", "TRANSFORMERS_"))
+        and key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    }
+    folders = {"HF_HOME": "hf", "ZERO_STUDY_CACHE": "cache", "XDG_CACHE_HOME": "xdg"}
+    environment = (
+        inherited
+        | {key: str(box / folder) for key, folder in folders.items()}
+        | {"HF_ENDPOINT": NO_HUB, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | environment
+    )
+    command = [sys.executable]
+    if launched_with:
+        strategy, ranks = launched_with
+        if not (cwd / "accelerate_configs").exists():
+            (cwd / "accelerate_configs").symlink_to(ROOT / "accelerate_configs")
+        command += ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml"]
+        command += ["--num_processes", str(ranks), "--main_process_port", "0"]
+    process = subprocess.Popen(
+        [*command, str(ROOT / "study/train.py"), *arguments], cwd=cwd, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        stdout, stderr = process.communicate(timeout=120)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def contents(box: Path) -> dict[str, bytes | None]:
+    """Everything in the box but the caches."""
+    return {
+        str(path.relative_to(box)): path.read_bytes() if path.is_file() else None
+        for path in sorted(box.rglob("*"))
+        if path.relative_to(box).parts[0] not in CACHES
+    }
+
+
+def assert_refused(box: Path, *arguments: str, says: tuple[str, ...], mend: str, **environment: str) -> None:
+    (box / "cwd").mkdir(exist_ok=True)
+    before = contents(box)
+    result = refuse(box, *arguments, **environment)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert_is_one_line(result.stderr, says, mend)
+    assert contents(box) == before
+
+
+def assert_is_one_line(stderr: str, says: tuple[str, ...], mend: str) -> None:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    problem, found, how = lines[0].partition(". To mend it: ")
+    assert found
+    assert problem.startswith("error: ")
+    for part in says:
+        assert part in problem
+    assert mend in how
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "mend"),
+    [
+        (["--nonsense", "1"], ("--nonsense",), "--help"),
+        (["--precision", "bf8"], ("--precision", "bf8"), "--help"),
+        (["--warmup_ratio", "2"], ("--warmup_ratio 2.0",), "between 0 and 1"),
+        (["--lr_scheduler_type", "staircase"], ("--lr_scheduler_type", "staircase"), "--help"),
+        (["--engine_override", "a"], ("--engine_override 'a'",), "zero_optimization."),
+        (
+            ["--global_batch_size", "10", "--per_device_train_batch_size", "3"],
+            ("--per_device_train_batch_size 3", "--global_batch_size 10"), "use 2, or --global_batch_size 12",
+        ),
+        (
+            ["--global_batch_size", "64", "--train_samples", "32"],
+            ("--global_batch_size 64", "32 training samples"), "--global_batch_size 32",
+        ),
+        (["--model_name_or_path", "bert-tinny"], ("unknown model", "bert-tinny"), "did you mean bert-tiny?"),
+        (["--model_name_or_path", "nobody/nothing"], ("nobody/nothing", "hub"), "local folder"),
+        (["--model_name_or_path", "gpt-tiny"], ("gpt-tiny", "--task bert-imdb"), "bert-large-uncased"),
+        (["--data", "hub"], ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
+        (["--task", "gpt-wikitext", "--data", "hub"], ("--data hub", "wikitext"), "--data builtin"),
+        (["--weights", "pretrained"], ("bert-tiny",), "--tokenizer_name"),
+        (
+            ["--weights", "pretrained", "--model_name_or_path", "bert-large-uncased"],
+            ("bert-large-uncased", "hub cannot be reached"), "",
+        ),
+        (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
+        (["--seq_length", "100000"], ("--seq_length 100000", "bert-tiny"), "or less"),
+        (["--precision", "fp16"], ("--precision fp16", "CPU"), "--precision bf16"),
+        (["--precision", "bf16-engine"], ("bf16-engine", "single"), "zero*"),
+        (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "leave it out"),
+        (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
+        (["--resume_from_checkpoint", "nonsense"], ("--resume_from_checkpoint nonsense",), "`latest`"),
+        (["--resume_from_checkpoint", "latest"], ("no whole checkpoint",), "--resume_from_checkpoint"),
+        (["--report_to", "carrier-pigeon"], ("--report_to carrier-pigeon",), "none"),
+        (["--attn_implementation", "flash_attention_9"], ("--attn_implementation", "flash_attention_9"), "--help"),
+        (["--attn_implementation", "flash_attention_2"], ("--attn_implementation flash_attention_2",), "sdpa"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
+    arguments: list[str], says: tuple[str, ...], mend: str, tmp_path: Path
+) -> None:
+    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, mend=mend)
+
+
+def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
+    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), mend="--data builtin", HF_HUB_OFFLINE="1")
+
+
+@pytest.mark.parametrize(
+    ("task", "rows", "says", "mend"),
+    [
+        ("bert-imdb", [{"review": "good", "sentiment": 1}], ("review, sentiment", "text, label"), "schema"),
+        ("bert-imdb", [{"text": "good", "label": 7}], ("`label`", "7"), "0 (bad) or 1 (good)"),
+        ("bert-imdb", [{"text": 3, "label": 1}], ("`text`",), "schema"),
+        ("gpt-wikitext", [{"content": "words"}], ("content", "text"), "schema"),
+    ],
+    ids=["other columns", "other labels", "no text", "no text column"],
+)
+def test_local_data_of_another_schema_is_refused(
+    task: str, rows: list[dict[str, object]], says: tuple[str, ...], mend: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "reviews.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 64))
+    arguments = ("--scale", "laptop", "--task", task, "--data", str(file))
+    assert_refused(tmp_path, *arguments, says=(str(file), *says), mend=mend)
+
+
+def test_a_finished_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert_refused(tmp_path, "--output_dir", str(run), says=(str(run), "finished run"), mend="--overwrite_output_dir")
+
+
+def test_a_folder_that_is_no_run_directory_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    for flags in ((), ("--overwrite_output_dir",)):
+        arguments = ("--output_dir", str(tmp_path / "thesis"), *flags)
+        assert_refused(tmp_path, *arguments, says=("thesis", "none is a run's"), mend="new folder")
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a regular file")
+    for output_dir in ("file", "file/below", "file/far/below"):
+        arguments = ("--output_dir", str(tmp_path / output_dir))
+        assert_refused(tmp_path, *arguments, says=(str(tmp_path / output_dir), "file"), mend="name a folder")
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a regular file")
+    cache = str(tmp_path / "file" / "cache")
+    assert_refused(tmp_path, says=(cache,), mend="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
+def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "status.json").write_text(damage)
+    arguments = ("--output_dir", str(run))
+    assert_refused(tmp_path, *arguments, says=("damaged run", "status.json"), mend="--overwrite_output_dir")
+
+
+def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
+    """What a checkpoint holds beside its tensors."""
+    write_run(folder, steps=step, end=False)
+    config = resolved(RunConfig(scale="laptop", **asked), accelerator_visible=False)
+    manifest = {"step": step, "strategy": "single", "world_size": 1, "config": config.to_dict(), "schedule": {}}
+    write_json(folder / "checkpoint.json", manifest)
+    return folder
+
+
+@pytest.mark.parametrize("rows", ["", '{"step": 1}\n', "torn", None])
+def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    (checkpoint / "steps.jsonl").unlink()
+    if rows is not None:
+        (checkpoint / "steps.jsonl").write_text(rows)
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("not a whole checkpoint", "steps.jsonl"), mend="checkpoint.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", None), ("step", "3"), ("step", -1), ("step", True), ("config", []), ("world_size", []), ("schedule", 3)],
+)
+def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {key: value})
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("checkpoint",), mend="")
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, seed=7)
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), mend="--seed 7")
+
+
+def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, max_steps=3)
+    arguments = ("--scale", "laptop", "--max_steps", "3", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("step 3 of 3",), mend="earlier")
+
+
+def test_ranks_of_one_launch_say_it_once(tmp_path: Path) -> None:
+    # A launcher ends all ranks as soon as one has left: rank 0 must have spoken by then. Which is first is chance.
+    for _ in range(3):
+        result = refuse(tmp_path, "--scale", "laptop", "--global_batch_size", "7", launched_with=("ddp", 2))
+        assert result.returncode != 0
+        ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(ours) == 1, result.stderr
+        assert_is_one_line(ours[0], ("--global_batch_size 7", "2 ranks"), "such as 8")
+        assert result.stdout == ""
+        # What torch's launcher adds names the ranks and their exit status; no traceback of the study is in it.
+        assert 'study/train.py", line' not in result.stderr
+    assert sorted(path.name for path in (tmp_path / "cwd").iterdir()) == ["accelerate_configs"]
+
+
+@pytest.mark.parametrize("strategy", ["zero3_nvme", "zero3_nvme_optimizer"])
+def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path: Path) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("libaio is not installed")
+    (tmp_path / "file").write_text("a regular file")
+    nvme_path = str(tmp_path / "file" / "nvme")
+    before = contents(tmp_path)
+    result = refuse(tmp_path, "--scale", "laptop", "--nvme_path", nvme_path, launched_with=(strategy, 1))
+    assert result.returncode != 0
+    ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1, result.stderr
+    assert_is_one_line(ours[0], ("--nvme_path", nvme_path), "a local drive")
+    created = {name for name in contents(tmp_path) if name not in before}
+    assert created == {"cwd", "cwd/accelerate_configs"}
+
+
+def launch_of(strategy: str, ranks: int) -> Launch:
+    return Launch(read_strategy(strategy), ranks, 0, 0, ranks)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])
+def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: str, ranks: int, gpus: int) -> None:
+    with pytest.raises(UserError) as refusal:
+        check_devices(launch_of(strategy, ranks), gpus)
+    assert f"{ranks} ranks" in refusal.value.problem
+    assert f"{gpus} GPU" in refusal.value.problem
+    command = f"accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes {gpus} "
+    assert command in refusal.value.mend
+
+
+def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:
+    notice = check_devices(launch_of("zero2", 2), 8)
+    assert notice is not None
+    assert "6 of 8 GPUs" in notice
+    assert "--num_processes 8" in notice
+
+
+def test_ranks_that_fit_the_box_get_neither() -> None:
+    assert check_devices(launch_of("zero2", 8), 8) is None
+    assert check_devices(launch_of("single", 1), 8) is None
+    # Without a GPU the ranks are processes, as many as wanted.
+    assert check_devices(launch_of("zero2", 4), 0) is None
+
+
+def test_help_reaches_the_terminal(tmp_path: Path) -> None:
+    result = refuse(tmp_path, "--help")
+    assert result.returncode == 0
+    assert "--resume_from_checkpoint" in result.stdout
+    assert result.stderr == ""

@@ -1,0 +1,128 @@
+"""What a run does when something goes wrong, and that it goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runs import train
+from study.records import read_run, read_status
+
+GPT = ("--task", "gpt-wikitext")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2_cpu", "zero3", "fsdp2"])
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy):
+    # Dropout on: its random streams have to be put back as well.
+    flags = (*GPT, "--dropout", "0.1")
+    assert train(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4").returncode == 0
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_0000004"
+    resumed = train(strategy, tmp_path / "resumed", *flags, "--resume_from_checkpoint", str(checkpoint))
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    whole, again = read_run(tmp_path / "whole"), read_run(tmp_path / "resumed")
+    figures = ("step", "loss", "lr", "grad_norm", "samples_hash")
+    assert [[row[key] for key in figures] for row in again.steps] == [
+        [row[key] for key in figures] for row in whole.steps
+    ]
+    assert again.evals == whole.evals
+
+
+def test_a_checkpoint_that_holds_code_is_not_loaded(tmp_path):
+    """torch's format can carry any pickled call; only tensors and plain values are let in."""
+    import torch
+
+    assert train("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4", ranks=1).returncode == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
+    torch.save(_Trap(str(tmp_path / "sprung")), checkpoint / "optimizer.bin")
+    resumed = train("single", tmp_path / "again", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
+    assert resumed.returncode != 0
+    assert not (tmp_path / "sprung").exists()
+    assert "UnpicklingError" in read_status(tmp_path / "again")["reason"]
+
+
+class _Trap:
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_the_record_stays(tmp_path):
+    result = train("ddp", tmp_path / "run", *GPT, "--learning_rate", "1e30", "--warmup_ratio", "0")
+    assert result.returncode != 0
+    run = read_run(tmp_path / "run")
+    assert run.state == "failed"
+    assert run.status["reason"].startswith(f"the loss is NaN at step {run.steps[-1]['step']}")
+    assert [row["loss"] is None for row in run.steps] == [False] * (len(run.steps) - 1) + [True]
+    assert "Traceback" not in result.stderr.partition("failed: ")[0]
+
+
+def test_an_engine_that_differs_from_what_is_asked_fails_before_training(tmp_path):
+    result = train("zero2", tmp_path / "run", *GPT, "--engine_override", "gradient_clipping=0.25", ranks=1)
+    assert result.returncode != 0
+    run = read_run(tmp_path / "run")
+    assert run.state == "failed"
+    assert "gradient_clipping is 0.25, asked was 0.5" in run.status["reason"]
+    assert run.steps == []
+
+
+def test_offload_that_leaves_no_file_is_no_offload(tmp_path):
+    """At four times the ranks every shard of the tiny model is under DeepSpeed's 1 MiB minimum."""
+    result = train("zero3_nvme", tmp_path / "run", *GPT, "--engine_override", "aio.block_size=16777216", ranks=1)
+    assert result.returncode != 0
+    assert "swapped no optimizer" in read_status(tmp_path / "run")["reason"]
+
+
+def test_nothing_but_progress_reaches_the_terminal_and_the_noise_is_in_the_log(tmp_path):
+    result = train("zero3", tmp_path / "run", *GPT)
+    own = [line for line in result.stderr.splitlines() if not line.startswith(("W1", "[20"))]
+    assert own[0].startswith("zero3 on 2 ranks: gpt-wikitext at laptop scale")
+    assert own[-1].startswith("done: loss ")
+    assert all(line.startswith("step ") for line in own[1:-1])
+    assert "DeepSpeed" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_finished_run_leaves_no_nvme_files(tmp_path):
+    assert train("zero3_nvme", tmp_path / "run", *GPT).returncode == 0
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_the_tracker_asked_for_gets_the_losses(tmp_path):
+    pytest.importorskip("tensorboard")
+    assert train("single", tmp_path / "run", *GPT, "--report_to", "tensorboard", ranks=1).returncode == 0
+    assert any((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+def test_the_plain_command_of_the_readme_trains_under_stage_3(tmp_path, monkeypatch):
+    from engines import launch
+
+    result = launch("zero3", "study/train.py", "--max_steps", "2", "--output_dir", str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr[-2000:]
+    engine = json.loads((tmp_path / "run" / "engine.json").read_text())
+    assert (engine["zero_stage"], engine["world_size"]) == (3, 2)
+    assert read_status(tmp_path / "run")["state"] == "ok"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_fifty_runs_in_a_row_end_cleanly(tmp_path):
+    strategies = (
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_cpu",
+        "zero3_nvme",
+        "zero2_cpu",
+        "zero3_cpu_nvme",
+        "fsdp2",
+        "zero0",
+    )
+    for number in range(50):
+        strategy = strategies[number % len(strategies)]
+        result = train(strategy, tmp_path / str(number), *GPT, "--max_steps", "3")
+        assert result.returncode == 0, f"run {number} ({strategy}): {result.stderr[-2000:]}"
+        assert read_run(tmp_path / str(number)).state == "ok"

@@ -1,0 +1,221 @@
+"""Suites are read strictly, and what they plan is complete, interleaved and the same every time."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+
+import pytest
+from sweeps import TINY, write_suite
+
+from study import cli
+from study.config import parse_command_line, resolved
+from study.errors import UserError
+from study.strategies import STRATEGY_NAMES
+from study.sweep.box import Box, check_requirements
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+
+CPU_BOX = Box((), 16.0)
+SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml"))
+
+
+def box_with(gpus: int) -> Box:
+    return Box((80.0,) * gpus, 1024.0)
+
+
+def plan(file, box=CPU_BOX, only=None):
+    return plan_cells(read_suite(file), box, only)
+
+
+HEAD = "name: x\ndescription: y\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (HEAD + "grid: []\ngrids: [{axes: {strategy: ddp}}]\n", 3, "unknown key 'grid'"),
+        (HEAD + "grids:\n  - axes:\n      strategy: ddp\n      batch: [1, 2]\n", 6, "unknown key 'batch'"),
+        (HEAD + "grids:\n  - axes:\n      strategy: [ddp, zero4]\n", 5, "no strategy is called 'zero4'"),
+        (HEAD + "fixed:\n  seed: 1\n  seed: 2\ngrids: []\n", 5, "seed is there twice"),
+        (HEAD + "fixed: {output_dir: here}\ngrids: []\n", 3, "unknown key 'output_dir'"),
+        (HEAD + "fixed:\n  max_steps: many\ngrids: []\n", 4, "max_steps"),
+        (HEAD + "grids:\n  - axes: {strategy: []}\n", 4, "empty list"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    repeats: 0\n", 5, "repeats is 0"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp, world_size: two}\n", 4, "world_size is 'two'"),
+        (HEAD + "requires: {gpus: some}\ngrids: [{axes: {strategy: ddp}}]\n", 3, "gpus is 'some'"),
+        (HEAD + "grids:\n  - fixed: {seed: 1}\n    axes: {strategy: ddp, seed: [1, 2]}\n", 5, "fixed and an axis"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    exclude: [{stage: 3}]\n", 5, "unknown key 'stage'"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp\n", 5, "not YAML"),
+        (HEAD + "grids:\n  - 7\n", 3, "mapping"),
+        ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
+        ("name: x\ngrids: []\n", 1, "description is missing"),
+    ],
+)
+def test_what_a_suite_gets_wrong_is_refused_with_file_and_line(tmp_path, text, line, says):
+    file = tmp_path / "suite.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        read_suite(file)
+    assert f"{file}:{line}" in refusal.value.problem
+    assert says in refusal.value.problem
+
+
+def test_a_suite_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(UserError) as refusal:
+        find_suite("labtop")
+    assert "laptop" in refusal.value.mend
+
+
+@pytest.mark.parametrize("text", ["- a\n", "", "a: !!python/object:os.system {}\n", "\x00"])
+def test_what_is_no_suite_at_all_is_refused(tmp_path, text):
+    file = tmp_path / "suite.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"suite\.yaml"):
+        read_suite(file)
+
+
+def test_every_combination_is_a_cell_but_the_excluded_ones(tmp_path):
+    file = write_suite(
+        tmp_path, {"strategy": ["ddp", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
+        exclude=[{"strategy": "ddp", "dropout": 0.1, "seed": [1, 2]}],
+    )  # fmt: skip
+    cells = plan(file)
+    assert Counter((cell.strategy, cell.config.dropout) for cell in cells) == {
+        ("ddp", 0.0): 2, ("zero3", 0.0): 2, ("zero3", 0.1): 2
+    }  # fmt: skip
+    assert len({cell.id for cell in cells}) == 6
+
+
+def test_an_override_holds_for_what_it_matches_alone(tmp_path):
+    file = write_suite(
+        tmp_path, {"strategy": ["ddp", "zero3"]},
+        overrides=[{"where": {"strategy": "zero3"}, "fixed": {"max_steps": 7, "time_limit_s": 9}}],
+    )  # fmt: skip
+    found = {cell.strategy: (cell.config.max_steps, cell.time_limit_s) for cell in plan(file)}
+    assert found == {"ddp": (2, 240.0), "zero3": (7, 9.0)}
+
+
+@pytest.mark.parametrize(("box", "expected"), [(CPU_BOX, 2), (box_with(1), 1), (box_with(4), 4)])
+def test_the_world_follows_the_box(tmp_path, box, expected):
+    file = write_suite(tmp_path, {"strategy": ["single", "zero1"]})
+    assert {cell.strategy: cell.world_size for cell in plan(file, box)} == {"single": 1, "zero1": expected}
+
+
+def test_a_suite_can_fix_the_world_and_single_stays_one_rank(tmp_path):
+    file = write_suite(tmp_path, {"strategy": ["single", "zero1"], "world_size": [2, 4]})
+    worlds = sorted((cell.strategy, cell.world_size) for cell in plan(file, box_with(8)))
+    assert worlds == [("single", 1), ("zero1", 2), ("zero1", 4)]
+
+
+def test_each_repeat_and_seed_is_a_block_with_every_arm_once_in_its_own_order(tmp_path):
+    arms = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]
+    file = write_suite(tmp_path, {"strategy": arms, "seed": [1, 2]}, repeats=3)
+    cells = plan(file)
+    blocks = [cells[start : start + len(arms)] for start in range(0, len(cells), len(arms))]
+    assert [{(cell.repeat, cell.config.seed) for cell in block} for block in blocks] == [
+        {(repeat, seed)} for repeat in (1, 2, 3) for seed in (1, 2)
+    ]
+    orders = [tuple(cell.strategy for cell in block) for block in blocks]
+    assert all(sorted(order) == sorted(arms) for order in orders)
+    assert len(set(orders)) > 1
+    assert [cell.id for cell in plan(file)] == [cell.id for cell in cells]
+
+
+def test_another_order_seed_is_another_order(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "all"})
+    before = [cell.id for cell in plan(file)]
+    file.write_text(file.read_text() + "order_seed: 1\n")
+    after = [cell.id for cell in plan(file)]
+    assert before != after
+    assert sorted(before) == sorted(after)
+
+
+def test_only_keeps_the_order_and_refuses_what_matches_nothing(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "all"})
+    everything = plan(file)
+    assert plan(file, only="*-zero3*") == [cell for cell in everything if "-zero3" in cell.id]
+    with pytest.raises(UserError, match="matches no cell"):
+        plan(file, only="zero9")
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "ddp", "world_size": 3})
+    with pytest.raises(UserError, match=r"tiny\.yaml:.*ddp on 3 ranks.*does not divide"):
+        plan(file)
+
+
+def test_what_only_deepspeed_has_is_refused_for_other_strategies(tmp_path):
+    file = write_suite(tmp_path, {"strategy": ["ddp", "zero2"]}, {**TINY, "precision": "bf16-engine"})
+    with pytest.raises(UserError, match="ddp runs without it"):
+        plan(file)
+
+
+def test_a_number_written_as_1e_5_is_a_number(tmp_path):
+    file = tmp_path / "suite.yaml"
+    file.write_text(HEAD + "fixed: {scale: laptop, learning_rate: 1e-5}\ngrids: [{axes: {strategy: ddp}}]\n")
+    assert plan(file)[0].config.learning_rate == 1e-5
+
+
+def test_the_flags_of_a_cell_ask_for_exactly_that_run(tmp_path):
+    fixed = {
+        **TINY, "gradient_checkpointing": False, "dropout": -1, "engine_override": ["zero_optimization.sub_group_size=7"],
+    }  # fmt: skip
+    (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
+    asked = parse_command_line(cell.flags(tmp_path / "out dir"))
+    assert asked.output_dir == str(tmp_path / "out dir")
+    assert resolved(asked, False).run_id("zero3", 2) == cell.config.run_id("zero3", 2)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_suite_plans_on_every_box_that_meets_it(name):
+    suite = read_suite(find_suite(name))
+    assert suite.name == name
+    box = Box((max(suite.requires.gpu_memory_gib, 16.0),) * max(suite.requires.gpus, 0), 4096.0)
+    check_requirements(suite, box)
+    assert plan_cells(suite, box)
+
+
+def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
+    cells = plan(find_suite("laptop"))
+    assert {(cell.config.task, cell.strategy) for cell in cells} == {
+        (task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STRATEGY_NAMES
+    }
+    assert {cell.world_size for cell in cells if cell.strategy != "single"} == {2}
+
+
+def test_a_box_that_lacks_what_the_suite_needs_is_told_so():
+    with pytest.raises(UserError, match="needs 8 GPUs, and this box shows 1"):
+        check_requirements(read_suite(find_suite("h100x8")), box_with(1))
+
+
+def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):
+    file = write_suite(tmp_path, {"strategy": "all"})
+    assert cli.main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(STRATEGY_NAMES)
+    for line in lines:
+        words = shlex.split(line)
+        assert words[1:3] == ["launch", "--config_file"]
+        assert "study/train.py" in words
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time-budget", "soon"],
+        ["run", "laptop", "--only", "nothing-like-this"], ["status", "laptop", "--flag"],
+    ],
+)  # fmt: skip
+def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert "To mend it: " in said
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])
+def test_a_time_budget_is_read_as_people_write_it(text, seconds):
+    assert cli._duration(text) == seconds
