@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality bench clean
+.PHONY: install study test test-long quality readme bench clean
 
 install: .venv/installed
 
@@ -12,6 +12,7 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
+	$(BIN)/python -m study.operators
 	touch $@
 
 study: install
@@ -28,6 +29,10 @@ quality: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The README's table from the records in reports/.
+readme: install
+	$(BIN)/python -m study.report.readme
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

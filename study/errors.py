@@ -13,6 +13,10 @@ class UserError(Exception):
         super().__init__(f"{self.problem} -> {self.mend}")
 
 
+class Unsupported(UserError):
+    """A request that is right, and that this box cannot serve: a library, a device or a drive is missing."""
+
+
 class RunFailed(Exception):
     """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
 

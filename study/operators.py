@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.errors import Unsupported
 from study.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 
@@ -28,7 +28,7 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
             try:
                 builder.load(verbose=False)
             except Exception as error:  # the compiler's, the linker's or ninja's: all end the same way here
-                raise UserError(
+                raise Unsupported(
                     f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
                     "install g++, ninja and, for NVMe, libaio-dev",
                 ) from error
@@ -77,8 +77,12 @@ def main() -> None:
     for name in STRATEGY_NAMES:
         if read_strategy(name).uses_nvme and not _libaio_is_there():
             continue
-        seconds = build_operators(read_strategy(name), cache_directory())
-        if seconds > 1:
+        try:
+            seconds = build_operators(read_strategy(name), cache_directory())
+        except Unsupported as refusal:
+            print(f"{name} will not run here: {refusal.problem}. To mend it: {refusal.mend}.")
+            continue
+        if seconds > 10:
             print(f"{name}: operators built in {seconds:.0f} s")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from study.config import RunConfig
 from study.engine import override
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.records import RecordError, read_status
 from study.strategies import Launch
 
@@ -81,7 +81,7 @@ def _refuse_unwritable(folder: Path, what: str, mend: str) -> None:
 def check_devices(launch: Launch, gpus: int) -> str | None:
     """Refuse more ranks than GPUs; return a notice when GPUs stay idle. A box without a GPU takes any number."""
     if gpus and launch.local_world_size > gpus:
-        raise UserError(
+        raise Unsupported(
             f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
             f"run: {launch.command(gpus)}",
         )
@@ -97,7 +97,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     strategy = launch.strategy
     on_gpu = torch.cuda.is_available()
     if config.precision == "fp16" and not on_gpu:
-        raise UserError("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
+        raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
     if config.precision == "bf16-engine" and strategy.deepspeed is None:
         raise UserError(
             f"--precision bf16-engine is DeepSpeed's own bf16, and {strategy.name} runs without DeepSpeed",
@@ -108,9 +108,9 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         and on_gpu
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        raise UserError(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
+        raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
     if config.device_memory_cap_gib is not None and not on_gpu:
-        raise UserError("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
+        raise Unsupported("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
     if config.engine_override:
         if strategy.deepspeed is None:
             raise UserError(
@@ -130,7 +130,7 @@ def _check_cap(cap_gib: float, local_rank: int) -> None:
 
     total_gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
     if cap_gib > total_gib:
-        raise UserError(
+        raise Unsupported(
             f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
         )
 
@@ -148,7 +148,7 @@ def _check_nvme(folder: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
-        raise UserError(
+        raise Unsupported(
             "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
         )
     _refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")

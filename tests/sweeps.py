@@ -24,7 +24,12 @@ ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 
 def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY, **grid: Any) -> Path:
     file = folder / "tiny.yaml"
-    document = {"name": "tiny", "description": "a test's", "fixed": dict(fixed), "grids": [{"axes": dict(axes), **grid}]}
+    document = {
+        "name": "tiny",
+        "description": "a test's",
+        "fixed": dict(fixed),
+        "grids": [{"axes": dict(axes), **grid}],
+    }
     file.write_text(yaml.safe_dump(document))
     return file
 
@@ -36,7 +41,9 @@ def start(suite: Path, runs: Path, *arguments: str, **popen: Any) -> subprocess.
     )
 
 
-def run(suite: Path, runs: Path, *arguments: str, timeout: float = 500, **popen: Any) -> subprocess.CompletedProcess[str]:
+def run(
+    suite: Path, runs: Path, *arguments: str, timeout: float = 500, **popen: Any
+) -> subprocess.CompletedProcess[str]:
     process = start(suite, runs, *arguments, **popen)
     try:
         stdout, stderr = process.communicate(timeout=timeout)

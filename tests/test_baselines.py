@@ -34,7 +34,9 @@ def assert_same_training(run: Run, study: Run) -> None:
     assert len(run.steps) == len(study.steps) == 8
     for row, wanted in zip(run.steps, study.steps, strict=True):
         assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        # DeepSpeed's stage 0 clips and tells nobody the norm.
+        if run.engine["zero_stage"] != 0:
+            assert row["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert row["lr"] == pytest.approx(wanted["lr"], rel=1e-9)
         assert row["samples_hash"] == wanted["samples_hash"]
     assert [row["step"] for row in run.evals] == [4, 8]

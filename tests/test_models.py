@@ -158,7 +158,7 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt2-0layers"}, ["unknown model"]),
         ({"model": "bert-tiny", "task": "gpt-wikitext"}, ["does not fit --task gpt-wikitext", "gpt2"]),
         ({"model": "gpt-tiny", "task": "bert-imdb"}, ["does not fit --task bert-imdb", "bert-large-uncased"]),
-        ({"model": "bert-tiny", "seq_length": 513}, ["--seq_length 513", "512 or less"]),
+        ({"model": "bert-tiny", "seq_length": 4097}, ["--seq_length 4097", "4096 or less"]),
         ({"model": "gpt-neo-2.7b", "seq_length": 4096}, ["--seq_length 4096", "2048 or less"]),
         ({"model": "gpt-tiny", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
         ({"model": "gpt2-3layers", "weights": "pretrained"}, ["no weights are published", "--weights random"]),

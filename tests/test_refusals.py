@@ -114,7 +114,7 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], mend: str) -> None:
         (["--model_name_or_path", "gpt-tiny"], ("gpt-tiny", "--task bert-imdb"), "bert-large-uncased"),
         (["--data", "hub"], ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
         (["--task", "gpt-wikitext", "--data", "hub"], ("--data hub", "wikitext"), "--data builtin"),
-        (["--weights", "pretrained"], ("bert-tiny",), "--tokenizer_name"),
+        (["--weights", "pretrained"], ("bert-tiny",), "--weights random"),
         (
             ["--weights", "pretrained", "--model_name_or_path", "bert-large-uncased"],
             ("bert-large-uncased", "hub cannot be reached"), "",

@@ -109,6 +109,12 @@ class _Sweep:
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
         directory = self.root / cell.id
+        if 0 < self.box.gpus < cell.world_size:
+            ending = Ending(
+                "unsupported", f"{cell.world_size} ranks, and this box has {self.box.gpus} GPUs", "run it where they are"
+            )
+            conclude(directory, attempt_of(directory), ending)
+            return ending
         attempt_before = attempt_of(directory)
         # A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
         again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []

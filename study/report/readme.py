@@ -1,0 +1,87 @@
+"""The README's table, generated from the records in git.
+
+    python -m study.report.readme            rewrites it
+    python -m study.report.readme --check    exit status 1 when it is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from study.report.frames import read_parquet
+from study.strategies import REPOSITORY, STRATEGY_NAMES
+
+MIB = 2**20
+_BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_HEADINGS = (
+    "strategy", "ranks", "eval loss, BERT", "eval loss, GPT", "parameters MiB", "gradients MiB", "optimizer MiB",
+    "sent per step MiB", "step ms", "outcome",
+)  # fmt: skip
+
+
+def table(runs: pd.DataFrame) -> str:
+    """One line per strategy; state, traffic and time are those of GPT on one rank."""
+    lines = [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
+    for strategy in STRATEGY_NAMES:
+        arm = runs[runs["strategy"] == strategy]
+        gpt, bert = (_one(arm[arm["task"] == task]) for task in ("gpt-wikitext", "bert-imdb"))
+        if gpt is None or bert is None:
+            lines.append(f"| `{strategy}` |{' |' * (len(_HEADINGS) - 2)} no record |")
+            continue
+        cells = [
+            f"`{strategy}`", f"{gpt['world_size']:.0f}", _number(bert["eval_loss_final"], 4),
+            _number(gpt["eval_loss_final"], 4), *(_state(gpt, kind) for kind in ("params", "grads", "optimizer")),
+            _number(gpt["comm_bytes_per_step"], 1, MIB), _number(gpt["step_time_s_median"], 0, 1e-3),
+            gpt["status_state"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _one(rows: pd.DataFrame) -> pd.Series | None:
+    return None if rows.empty else rows.sort_values("run").iloc[0]
+
+
+def _state(run: pd.Series, kind: str) -> str:
+    held = {place: run[f"{kind}_bytes_{place}"] for place in ("device", "host", "nvme")}
+    parts = [
+        _number(size, 1, MIB) + ("" if place == "device" else f" {place}") for place, size in held.items() if size > 0
+    ]
+    return " + ".join(parts) or "-"
+
+
+def _number(value: float, digits: int, unit: float = 1) -> str:
+    return "-" if pd.isna(value) else f"{value / unit:,.{digits}f}"
+
+
+def rewritten(text: str, root: Path) -> str:
+    """The text with every marked table made anew from the folder its marker names."""
+
+    def fill(match: re.Match[str]) -> str:
+        return match.group(1) + "\n" + table(read_parquet(root / match["folder"]).runs) + "\n" + match.group(3)
+
+    return _BLOCK.sub(fill, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when the table is stale")
+    options = parser.parse_args()
+    readme = REPOSITORY / "README.md"
+    before = readme.read_text(encoding="utf-8")
+    after = rewritten(before, REPOSITORY)
+    if options.check:
+        if before != after:
+            print("README.md is stale: run `make readme`", file=sys.stderr)
+        return int(before != after)
+    readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
