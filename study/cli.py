@@ -9,9 +9,11 @@ import re
 import shlex
 import sys
 import typing
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from study.doctor import command as doctor
 from study.errors import UserError
 from study.sweep.box import check_requirements, this_box
 from study.sweep.execute import run_cells, standings_of
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as refusal:
         print(f"error: {refusal.problem}. To mend it: {refusal.mend}.", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 1
     except BrokenPipeError:
         # `study status X | head`: whoever read has read enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,10 +100,11 @@ def _run(options: argparse.Namespace) -> int:
     check_requirements(suite, box)
     outcome = run_cells(cells, root, box, retry=options.retry, time_budget_s=options.time_budget)
     print(result_table(cells, root))
-    again = [standing for _, standing in standings_of(cells, root) if standing.state == "unsupported"]
-    if again:
-        print(f"\n{len(again)} unsupported: `study status {options.suite}` says why; mended, run them with --retry")
-    return 1 if outcome.failed or outcome.stopped else 0
+    states = Counter(standing.state for _, standing in standings_of(cells, root))
+    if len(states) > 1:
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        print(f"\n{counts}; `study status {options.suite}` says why. What is mended is run again with --retry.")
+    return 1 if outcome.stopped or set(states) - {"ok", "unsupported", "to do"} else 0
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -111,6 +116,7 @@ def _status(options: argparse.Namespace) -> int:
 COMMANDS = {
     "run": Command("run a suite: every cell that is not done yet", _run_arguments, _run, _RESUME),
     "status": Command("where each cell of a suite stands, and why", _suite_arguments, _status),
+    "doctor": Command("what this box has, what it lacks, and the mend", doctor.add_arguments, doctor.run),
 }
 
 if __name__ == "__main__":

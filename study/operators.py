@@ -6,6 +6,8 @@ Here one process builds under a lock that dies with its holder, and clears such 
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
     from filelock import FileLock
 
     started = time.perf_counter()
+    # ninja is installed beside this Python, and is looked for on PATH: an environment need not be activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     lock_directory.mkdir(parents=True, exist_ok=True)
     for builder in _builders(strategy):
         with FileLock(lock_directory / f"{builder.name}.build.lock"):

@@ -9,8 +9,9 @@ from pathlib import Path
 from study.config import RunConfig
 from study.engine import override
 from study.errors import Unsupported, UserError
+from study.host_limits import can_lock, locked_bytes
 from study.records import RecordError, read_status
-from study.strategies import Launch
+from study.strategies import Launch, Strategy
 
 
 def prepare_devices(launch: Launch) -> int:
@@ -122,7 +123,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if config.report_to != "none":
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
-        _check_nvme(Path(config.nvme_path))
+        _check_nvme(strategy, Path(config.nvme_path))
 
 
 def _check_cap(cap_gib: float, local_rank: int) -> None:
@@ -144,11 +145,18 @@ def _check_tracker(name: str) -> None:
         raise UserError(f"--report_to {name}: no such tracker is installed", f"install it, or use one of: {known}")
 
 
-def _check_nvme(folder: Path) -> None:
+def _check_nvme(strategy: Strategy, folder: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible():
         raise Unsupported(
             "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
+        )
+    wanted = locked_bytes(strategy)
+    if not can_lock(wanted):
+        # Left to itself DeepSpeed aborts the process.
+        raise Unsupported(
+            f"{strategy.name} locks {wanted / 2**20:.0f} MiB of memory or more per rank, and `ulimit -l` allows less",
+            "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
         )
     _refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")

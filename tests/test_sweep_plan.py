@@ -159,7 +159,8 @@ def test_a_number_written_as_1e_5_is_a_number(tmp_path):
 
 def test_the_flags_of_a_cell_ask_for_exactly_that_run(tmp_path):
     fixed = {
-        **TINY, "gradient_checkpointing": False, "dropout": -1, "engine_override": ["zero_optimization.sub_group_size=7"],
+        **TINY, "gradient_checkpointing": False, "dropout": -1,
+        "engine_override": ["zero_optimization.sub_group_size=7"],
     }  # fmt: skip
     (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
     asked = parse_command_line(cell.flags(tmp_path / "out dir"))

@@ -153,7 +153,7 @@ def runner(trainer: str, arguments: list[str]) -> int:
 
 def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
     """Fresh processes and turns of every trainer, `repeats` times; then what they say."""
-    rounds: list[dict[str, float]] = []
+    turns: list[list[dict[str, float]]] = []
     shares = []
     for repeat in range(repeats):
         first = repeat % len(SCRIPTS)
@@ -163,7 +163,7 @@ def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
             for trainer in order:
                 running[trainer] = Runner(trainer, case, Path(folder))
                 stack.callback(running[trainer].kill)
-            rounds += [{trainer: one.turn()[clock] for trainer, one in running.items()} for _ in range(case.turns)]
+            turns.append([{name: one.turn()[clock] for name, one in running.items()} for _ in range(case.turns)])
             for one in running.values():
                 one.finish()
             records = {trainer: read_run(one.output_dir) for trainer, one in running.items()}
@@ -172,7 +172,7 @@ def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
         shares.append(own_clock["self_cost_s"] / own_clock["window_s"])
     config = records["study"].config
     tokens = STEPS_PER_TURN * config["global_batch_size"] * config["seq_length"]
-    return compare(case.name, tokens, rounds, statistics.median(shares))
+    return compare(case.name, tokens, turns, statistics.median(shares))
 
 
 def _check_same_work(case: Case, records: dict[str, Run]) -> None:
@@ -183,11 +183,20 @@ def _check_same_work(case: Case, records: dict[str, Run]) -> None:
             raise RunFailed(f"{trainer} on {case.name} did other work: its loss is {final}, the study's {wanted}")
 
 
-def compare(name: str, tokens_per_turn: int, rounds: Sequence[dict[str, float]], share: float) -> dict[str, Any]:
-    """From the seconds of each turn to ratios and verdict; a round's turns follow one another and make its pairs."""
-    speeds = {trainer: [tokens_per_turn / seconds[trainer] for seconds in rounds] for trainer in SCRIPTS}
+def compare(
+    name: str, tokens_per_turn: int, repeats: Sequence[Sequence[dict[str, float]]], share: float
+) -> dict[str, Any]:
+    """From the seconds of each turn to ratios and verdict.
+
+    Turns of one repeat that follow one another are compared; their median is the repeat's pair. Only repeats are
+    independent of each other: all turns of a process share the luck of its memory.
+    """
+    speeds = {
+        trainer: [statistics.median(tokens_per_turn / turn[trainer] for turn in turns) for turns in repeats]
+        for trainer in SCRIPTS
+    }
     ratios = {
-        trainer: _spread([study / other for study, other in zip(speeds["study"], speeds[trainer], strict=True)])
+        trainer: _spread([statistics.median(turn[trainer] / turn["study"] for turn in turns) for turns in repeats])
         for trainer in LEAST_RATIO
     }
     missed, undecided = [], []
@@ -230,7 +239,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Speeds and ratios; under each ratio the interval of its median, and its extremes."""
+    """Speeds and ratios; under each median ratio the smallest and the largest."""
     lines = [
         f"{'':<14}{'tokens/s, medians':^33}{'ratios: median':>20}",
         f"{'':<14}{'study':>11}{'hf_trainer':>11}{'bare_loop':>11}{'study/hf_trainer':>20}{'study/bare_loop':>20}"
@@ -244,12 +253,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             + "".join(f"{ratios[trainer]['median']:>20.3f}" for trainer in LEAST_RATIO)
             + f"{result['measurement_share']:>12.2%}"
         )
-        for label, key in (("95% interval of the median", "interval"), ("smallest and largest pair", None)):
-            ends = [
-                ratios[trainer][key] if key else (ratios[trainer]["min"], ratios[trainer]["max"])
-                for trainer in LEAST_RATIO
-            ]
-            lines.append(f"{label:>47}" + "".join(f"{f'{low:.3f} to {high:.3f}':>20}" for low, high in ends))
+        spreads = [f"{ratios[trainer]['min']:.3f} to {ratios[trainer]['max']:.3f}" for trainer in LEAST_RATIO]
+        lines.append(f"{'smallest and largest':>47}" + "".join(f"{spread:>20}" for spread in spreads))
     wanted = "".join(f"{f'at least {least:.2f}':>20}" for least in LEAST_RATIO.values())
     lines.append(f"{'wanted':<47}{wanted}{f'at most {LARGEST_MEASUREMENT_SHARE:.0%}':>12}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Run directories as two tables, one row per run and one per step, and those tables as parquet files in git.
 
-    python -m study.report.frames runs/laptop reports/laptop
+python -m study.report.frames runs/laptop reports/laptop
 """
 
 from __future__ import annotations

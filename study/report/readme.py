@@ -1,7 +1,7 @@
 """The README's table, generated from the records in git.
 
-    python -m study.report.readme            rewrites it
-    python -m study.report.readme --check    exit status 1 when it is stale
+python -m study.report.readme            rewrites it
+python -m study.report.readme --check    exit status 1 when it is stale
 """
 
 from __future__ import annotations

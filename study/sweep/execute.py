@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
 from study.records import RecordError, read_json, read_status, utc_now, write_json
 from study.strategies import REPOSITORY
 from study.sweep.box import Box, gpu_processes
@@ -41,7 +40,7 @@ _POLL_S = 0.25
 
 
 class Stopped(BaseException):
-    """Ctrl-C, or a signal that means the same."""
+    """Ctrl-C, a signal that means the same, or a disk that takes no more: no further cell is begun."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Outcome:
     """What one call of `run_cells` did."""
 
     finished: int
-    failed: int
     left: int
     stopped: bool = False
 
@@ -66,7 +64,17 @@ def run_cells(
         with Progress(len(to_do), len(cells) - len(to_do)) as progress, _signals_stop():
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
-            return _Sweep(root, box, progress, deadline).run(to_do, len(cells))
+            sweep = _Sweep(root, box, progress, deadline)
+            stopped = False
+            try:
+                sweep.run(to_do)
+            except Stopped as why:
+                progress.say(str(why))
+                stopped = True
+            left = len(to_do) - sweep.finished
+            if left:
+                progress.say(f"{left} of {len(cells)} cells are left; the same command goes on with them")
+            return Outcome(sweep.finished, left, stopped)
 
 
 @dataclasses.dataclass
@@ -75,51 +83,47 @@ class _Sweep:
     box: Box
     progress: Progress
     deadline: float | None
+    finished: int = 0
 
-    def run(self, to_do: Sequence[Cell], planned: int) -> Outcome:
-        finished = failed = 0
+    def run(self, to_do: Sequence[Cell]) -> None:
         durations = _earlier_durations(self.root)
         for order, cell in enumerate(to_do):
             expected = _expected_s(cell, durations)
             if self.deadline is not None and time.monotonic() + expected > self.deadline:
-                self.progress.say(
-                    f"the time budget ends here: the next cell takes about {show_duration(expected)}, "
-                    f"{len(to_do) - order} of {planned} cells are left"
-                )
-                return Outcome(finished, failed, len(to_do) - order)
+                self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
+                return
             self.progress.begin(cell)
             started = time.monotonic()
             try:
                 ending = self.run_cell(cell, order)
-            except Stopped:
-                self.progress.say(f"stopped: {len(to_do) - order} of {planned} cells are left")
-                return Outcome(finished, failed, len(to_do) - order, stopped=True)
             except OSError as error:
                 # A record that cannot be written: the next cell would fare no better.
-                raise UserError(
-                    f"{self.root / cell.id} cannot be written ({error.strerror}); {len(to_do) - order} cells are left",
-                    "make room or mend the folder, then run it again: what is finished stays",
-                ) from None
+                raise Stopped(f"{self.root / cell.id} cannot be written ({error.strerror}): make room") from None
             seconds = time.monotonic() - started
             durations.setdefault((cell.config.task, cell.strategy), []).append(seconds)
             self.progress.end(cell, ending, seconds)
-            finished += 1
-            failed += ending.state not in ("ok", "unsupported")
-        return Outcome(finished, failed, 0)
+            self.finished += 1
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
         directory = self.root / cell.id
         if 0 < self.box.gpus < cell.world_size:
             ending = Ending(
-                "unsupported", f"{cell.world_size} ranks, and this box has {self.box.gpus} GPUs", "run it where they are"
+                "unsupported",
+                f"{cell.world_size} ranks, and this box has {self.box.gpus} GPU{'s'[: self.box.gpus > 1]}",
+                "run it on more",
             )
             conclude(directory, attempt_of(directory), ending)
             return ending
         attempt_before = attempt_of(directory)
-        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
+        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in. One
+        # without a status is what a full disk or a power cut left of the very first: there is nothing in it to keep.
         again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
+        if not again and directory.exists():
+            shutil.rmtree(directory)
         command = launch_command(cell, directory, *again)
         before_gpu = _foreign(self.progress, "before")
+        log_file = directory / "log.txt"
+        log_size_before = log_file.stat().st_size if log_file.exists() else 0
         ooms, started_at, started = oom_counts(), utc_now(), time.time()
         with tempfile.TemporaryDirectory() as scratch:
             refusal_file = Path(scratch) / "refusal.json"
@@ -136,7 +140,7 @@ class _Sweep:
             refusal = read_json(refusal_file) if refusal_file.exists() else None
         printed = process.collect()
         status = read_status(directory) if attempt_of(directory) > attempt_before else None
-        log = _tail(directory / "log.txt") if status else ""
+        log = _tail(log_file, log_size_before)
         now = oom_counts()
         ending = judge(
             Evidence(
@@ -145,7 +149,7 @@ class _Sweep:
             )
         )  # fmt: skip
         conclude(directory, attempt_before, ending)
-        with (directory / "log.txt").open("a", encoding="utf-8") as stream:
+        with log_file.open("a", encoding="utf-8") as stream:
             stream.write(printed)
         attempt = {
             "attempt": attempt_of(directory),
@@ -163,7 +167,7 @@ class _Sweep:
             # A rank that was killed leaves its swap files behind, and they are as large as the model.
             shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
         if stopped_by == "user":
-            raise Stopped
+            raise Stopped("stopped")
         return ending
 
     def _watch(self, cell: Cell, process: CellProcess, directory: Path) -> tuple[int, StoppedBy | None]:
@@ -197,6 +201,10 @@ def _startup_s(directory: Path, started: float) -> float | None:
 
 def _foreign(progress: Progress, when: str) -> list[dict[str, Any]]:
     found = [dataclasses.asdict(process) for process in gpu_processes()]
+    if found and when == "after":
+        # The driver may need a moment to let go of our own.
+        time.sleep(1)
+        found = [dataclasses.asdict(process) for process in gpu_processes()]
     for process in found:
         progress.say(
             f"notice: GPU {process['gpu']} is used by process {process['pid']}, which is not this sweep's ({when})"
@@ -236,10 +244,11 @@ def _expected_s(cell: Cell, durations: dict[tuple[str, str], list[float]]) -> fl
     return statistics.median(alike) if alike else 0.0
 
 
-def _tail(file: Path, size: int = 64 * 1024) -> str:
+def _tail(file: Path, start: int, size: int = 64 * 1024) -> str:
+    """The end of what was written behind `start`."""
     try:
         with file.open("rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+            stream.seek(max(start, os.fstat(stream.fileno()).st_size - size))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""
@@ -252,7 +261,7 @@ def _signals_stop() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         for other in signals:
             signal.signal(other, signal.SIG_IGN)
-        raise Stopped
+        raise Stopped("stopped")
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, stop) for number in signals}

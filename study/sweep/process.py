@@ -73,8 +73,8 @@ class CellProcess:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `collect`
         started = time.time()
         supervisor = subprocess.Popen(
-            # A file and not `-m`: it needs nothing of this package, and starts at once.
-            [sys.executable, "-E", str(Path(supervise.__file__)), *command],
+            # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
+            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
             cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip

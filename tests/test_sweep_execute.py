@@ -1,0 +1,297 @@
+"""A sweep does what is not done, leaves a whole record of each cell, and says where it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from sweeps import ROOT, TINY, run, write_suite
+
+from study import cli
+from study.records import RunWriter, read_json, read_run, read_status, write_json
+from study.sweep.box import Box
+from study.sweep.execute import _expected_s
+from study.sweep.outcome import standing_of
+from study.sweep.plan import plan_cells
+from study.sweep.process import clean_environment
+from study.sweep.progress import StepTail, show_duration
+from study.sweep.suite_file import read_suite
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A suite of two cells, done once."""
+    folder = tmp_path_factory.mktemp("swept")
+    suite = write_suite(folder, {"strategy": ["single", "zero2"]})
+    result = run(suite, folder / "runs")
+    assert result.returncode == 0, result.stderr
+    return suite, folder / "runs", result
+
+
+def cell_of(runs: Path, strategy: str) -> Path:
+    (cell,) = (runs / "tiny").glob(f"*-{strategy}-*")
+    return cell
+
+
+def test_every_cell_leaves_a_whole_record_where_its_id_says(swept):
+    suite, runs, _ = swept
+    cells = plan_cells(read_suite(suite), Box((), 16.0))
+    assert sorted(path.name for path in (runs / "tiny").iterdir() if path.is_dir()) == sorted(cell.id for cell in cells)
+    for cell in cells:
+        record = read_run(runs / "tiny" / cell.id)
+        assert record.state == "ok"
+        assert (record.engine["strategy"], record.engine["world_size"]) == (cell.strategy, cell.world_size)
+        assert {**record.config, "output_dir": None} == {**cell.config.to_dict(), "output_dir": None}
+
+
+def test_the_table_at_the_end_holds_the_records_figures(swept):
+    _, runs, result = swept
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:2] == ["strategy", "task"]
+    for strategy, line in zip(("single", "zero2"), lines[1:], strict=True):
+        summary = read_run(cell_of(runs, strategy)).summary
+        assert line.split()[0] == strategy
+        assert f"{summary['train_loss_final']:.4f}" in line
+        assert f"{summary['host_peak_rss_gib']:.2f}" in line
+
+
+def test_a_second_call_does_nothing_and_is_quick(swept):
+    suite, runs, first = swept
+    before = {file: file.stat().st_mtime_ns for file in runs.glob("tiny/*/*")}
+    started = time.monotonic()
+    again = run(suite, runs)
+    assert time.monotonic() - started < 5
+    assert again.returncode == 0
+    assert again.stderr == ""
+    assert again.stdout == first.stdout
+    assert {file: file.stat().st_mtime_ns for file in runs.glob("tiny/*/*")} == before
+
+
+def test_the_sweep_s_own_cost_is_recorded_with_each_cell(swept):
+    _, runs, _ = swept
+    for strategy in ("single", "zero2"):
+        cell = cell_of(runs, strategy)
+        (attempt,) = read_json(cell / "sweep.json")["attempts"]
+        summary = read_run(cell).summary
+        assert attempt["state"] == "ok"
+        assert attempt["launcher_status"] == 0
+        # From the launch it takes longer than from the script's first line, and not longer than the whole.
+        assert summary["startup_s"] < attempt["startup_s"] < attempt["wall_s"]
+        assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}
+    assert {read_json(cell_of(runs, name) / "sweep.json")["attempts"][0]["order"] for name in ("single", "zero2")} == {
+        0,
+        1,
+    }
+
+
+def test_the_log_holds_the_ranks_noise_and_the_launchers(swept):
+    _, runs, _ = swept
+    log = (cell_of(runs, "zero2") / "log.txt").read_text()
+    assert "real_accelerator" in log
+    assert "done: loss" in log
+    assert "zero2 on 2 ranks" in log
+
+
+def test_nothing_of_another_launch_reaches_a_run(swept, tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("RANKING", "kept")
+    environment = clean_environment(tmp_path, tmp_path / "refusal")
+    assert not [name for name in environment if environment[name] == "7"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert environment["RANKING"] == "kept"
+
+
+def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, capsys):
+    suite, runs, _ = swept
+    assert cli.main(["run", str(suite), "--runs-dir", str(tmp_path), "--only", "*-single-*", "--dry-run"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(line, shell=True, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
+    (pasted,) = (tmp_path / "tiny").iterdir()
+    swept_cell = cell_of(runs, "single")
+    assert pasted.name == swept_cell.name
+    assert [row["loss"] for row in read_run(pasted).steps] == [row["loss"] for row in read_run(swept_cell).steps]
+    assert Path(shlex.split(line)[0]).name == "accelerate"
+
+
+@pytest.mark.parametrize("damage", ["summary.json is cut", "status.json is cut", "a row is missing"])
+def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(tmp_path, damage):
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "single"})
+    assert run(suite, runs).returncode == 0
+    cell = cell_of(runs, "single")
+    losses = [row["loss"] for row in read_run(cell).steps]
+    name = "steps.jsonl" if "row" in damage else damage.split()[0]
+    text = (cell / name).read_text()
+    (cell / name).write_text("\n".join(text.splitlines()[:-1]) + "\n" if "row" in damage else text[: len(text) // 2])
+    assert standing_of(cell).state == "damaged"
+    assert run(suite, runs).returncode == 0
+    assert [row["loss"] for row in read_run(cell).steps] == losses
+
+
+def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_path, capsys):
+    suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]})
+    cells = plan_cells(read_suite(suite), Box((), 16.0))
+    states = ("interrupted", "failed", "oom", "timeout", "unsupported")
+    for cell, state in zip(cells, states, strict=False):
+        RunWriter.open(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
+    answered = {cell.id: standing_of(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
+    assert [answered[cell.id] for cell in cells] == [False, False, True, True, True, False]
+    retried = [standing_of(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=True) for cell in cells]
+    assert not any(retried)
+
+    assert cli.main(["status", str(suite), "--runs-dir", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    for state in states:
+        assert f"why {state} (do that)" in said
+    assert any(line.split() == ["to", "do", "1"] for line in said.splitlines())
+
+
+def test_a_time_budget_stops_between_cells_and_says_what_is_left(tmp_path):
+    suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2, 3, 4]})
+    runs = tmp_path / "runs"
+    started = time.monotonic()
+    first = run(suite, runs, "--time-budget", "1s")
+    elapsed = time.monotonic() - started
+    # Nothing is known of how long a cell takes before the first: one runs, and then the budget is spent.
+    assert first.returncode == 0
+    assert "the time budget ends here" in first.stderr
+    assert "3 of 4 cells are left" in first.stderr
+    again = run(suite, runs, "--time-budget", f"{int(elapsed * 0.3) or 1}s")
+    assert again.returncode == 0
+    assert "3 of 4 cells are left" in again.stderr, (
+        "what one cell took is known by now, and a budget below it starts none"
+    )
+
+
+def test_what_the_next_cell_takes_is_judged_by_those_like_it(tmp_path):
+    suite = write_suite(tmp_path, {"strategy": ["single", "zero3"]})
+    by_strategy = {cell.strategy: cell for cell in plan_cells(read_suite(suite), Box((), 16.0))}
+    durations = {("gpt-wikitext", "single"): [10.0, 12.0, 50.0], ("bert-imdb", "ddp"): [30.0]}
+    assert _expected_s(by_strategy["single"], durations) == 12.0
+    assert _expected_s(by_strategy["zero3"], durations) == 21.0
+    assert _expected_s(by_strategy["zero3"], {}) == 0.0
+
+
+def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
+    from study.sweep.execute import run_cells
+
+    suite = write_suite(tmp_path, {"strategy": "ddp", "world_size": 4})
+    box = Box((80.0,), 64.0)
+    cells = plan_cells(read_suite(suite), box)
+    outcome = run_cells(cells, tmp_path / "runs", box)
+    assert (outcome.finished, outcome.left) == (1, 0)
+    status = read_status(tmp_path / "runs" / cells[0].id)
+    assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this box has 1 GPU")
+
+
+def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run(write_suite(tmp_path, {"strategy": "single"}), tmp_path / "file")
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "--runs-dir" in result.stderr
+
+
+def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
+    fixed = {**TINY, "max_steps": 400, "logging_steps": 1}
+    suite = write_suite(tmp_path, {"strategy": "single"}, fixed)
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs-dir", str(tmp_path / "runs")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=child, stdout=subprocess.DEVNULL, stderr=child, start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
+    ) as process:  # fmt: skip
+        os.close(child)
+        shown = b""
+        while True:
+            try:
+                part = os.read(parent, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            shown += part
+    assert process.returncode == 0
+    text = shown.decode()
+    assert "0 done, 0 failed, 1 left" in text
+    assert "starting" in text
+    assert "/400" in text
+    assert "s left" in text
+
+
+def test_the_tail_of_a_growing_file_counts_each_row_once(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    tail = StepTail(file)
+    assert tail.read() == 0
+    file.write_text("{}\n{}\n{")
+    assert tail.read() == 2
+    with file.open("a") as stream:
+        stream.write("}\n")
+    assert tail.read() == 3
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59, "59s"), (61, "1m01s"), (3700, "1h01m")])
+def test_durations_are_shown_as_people_say_them(seconds, text):
+    assert show_duration(seconds) == text
+
+
+def test_nothing_heavy_is_imported_to_plan_and_to_look(tmp_path):
+    suite = write_suite(tmp_path, {"strategy": "all"})
+    code = (
+        "import sys, json; from study import cli\n"
+        f"assert cli.main(['status', {str(suite)!r}, '--runs-dir', {str(tmp_path)!r}]) == 0\n"
+        "print(json.dumps([name for name in ('torch', 'numpy', 'transformers', 'rich') if name in sys.modules]))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(said.splitlines()[-1]) == []
+
+
+def test_an_attempt_record_that_is_damaged_is_begun_anew(tmp_path):
+    from study.sweep.execute import _append_attempt
+
+    suite = write_suite(tmp_path, {"strategy": "single"})
+    (cell,) = plan_cells(read_suite(suite), Box((), 16.0))
+    write_json(tmp_path / "sweep.json", {"attempts": 3})
+    _append_attempt(tmp_path, cell, ["accelerate"], {"attempt": 4})
+    assert read_json(tmp_path / "sweep.json")["attempts"] == [{"attempt": 4}]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_start_up_is_at_most_half_as_long_again_as_the_bare_libraries(tmp_path):
+    """60 cells of two steps, beside a bare `accelerate launch` of a script that imports what a run must import."""
+    floor_script = tmp_path / "floor.py"
+    floor_script.write_text("import accelerate, deepspeed, torch, transformers\n")
+    strategies = ["ddp", "zero1", "zero2", "zero3", "zero2_cpu"]
+    suite = write_suite(tmp_path, {"strategy": strategies, "task": ["bert-imdb", "gpt-wikitext"]}, {
+        key: value for key, value in TINY.items() if key != "task"
+    }, repeats=6)  # fmt: skip
+    floors = []
+    for strategy in (*strategies, *strategies):
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            f"accelerate_configs/{strategy}.yaml",
+        ]
+        started = time.monotonic()
+        subprocess.run([*command, str(floor_script)], cwd=ROOT, check=True, capture_output=True)
+        floors.append(time.monotonic() - started)
+    started = time.monotonic()
+    result = run(suite, tmp_path / "runs", timeout=7000)
+    per_cell = (time.monotonic() - started) / 60
+    assert result.returncode == 0, result.stderr
+    floor = sum(floors) / len(floors)
+    print(f"{per_cell:.2f} s per cell, floor {floor:.2f} s: {per_cell / floor:.2f}x")
+    assert per_cell <= 1.5 * floor
