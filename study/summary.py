@@ -29,6 +29,7 @@ def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
                 },
                 "device_mean_over_steps": _gib(rank["memory"]["device_mean_over_steps"]),
                 "state": rank["state"],
+                "time": rank["time"],
             }
             for rank in ranks
         ],

@@ -17,7 +17,8 @@ from sweeps import ROOT, TINY, run, write_suite
 from study import cli
 from study.records import RunWriter, read_json, read_run, read_status, write_json
 from study.sweep.box import Box
-from study.sweep.execute import _expected_s
+from study.sweep.execute import run_cells
+from study.sweep.notes import append_attempt, expected_s
 from study.sweep.outcome import standing_of
 from study.sweep.plan import plan_cells
 from study.sweep.process import clean_environment
@@ -177,14 +178,12 @@ def test_what_the_next_cell_takes_is_judged_by_those_like_it(tmp_path):
     suite = write_suite(tmp_path, {"strategy": ["single", "zero3"]})
     by_strategy = {cell.strategy: cell for cell in plan_cells(read_suite(suite), Box((), 16.0))}
     durations = {("gpt-wikitext", "single"): [10.0, 12.0, 50.0], ("bert-imdb", "ddp"): [30.0]}
-    assert _expected_s(by_strategy["single"], durations) == 12.0
-    assert _expected_s(by_strategy["zero3"], durations) == 21.0
-    assert _expected_s(by_strategy["zero3"], {}) == 0.0
+    assert expected_s(by_strategy["single"], durations) == 12.0
+    assert expected_s(by_strategy["zero3"], durations) == 21.0
+    assert expected_s(by_strategy["zero3"], {}) == 0.0
 
 
 def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
-    from study.sweep.execute import run_cells
-
     suite = write_suite(tmp_path, {"strategy": "ddp", "world_size": 4})
     box = Box((80.0,), 64.0)
     cells = plan_cells(read_suite(suite), box)
@@ -257,12 +256,10 @@ def test_nothing_heavy_is_imported_to_plan_and_to_look(tmp_path):
 
 
 def test_an_attempt_record_that_is_damaged_is_begun_anew(tmp_path):
-    from study.sweep.execute import _append_attempt
-
     suite = write_suite(tmp_path, {"strategy": "single"})
     (cell,) = plan_cells(read_suite(suite), Box((), 16.0))
     write_json(tmp_path / "sweep.json", {"attempts": 3})
-    _append_attempt(tmp_path, cell, ["accelerate"], {"attempt": 4})
+    append_attempt(tmp_path, cell, ["accelerate"], {"attempt": 4})
     assert read_json(tmp_path / "sweep.json")["attempts"] == [{"attempt": 4}]
 
 

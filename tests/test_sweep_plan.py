@@ -12,7 +12,7 @@ from study import cli
 from study.config import parse_command_line, resolved
 from study.errors import UserError
 from study.strategies import STRATEGY_NAMES
-from study.sweep.box import Box, check_requirements
+from study.sweep.box import Box, _visible, check_requirements
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 
@@ -188,6 +188,14 @@ def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
 def test_a_box_that_lacks_what_the_suite_needs_is_told_so():
     with pytest.raises(UserError, match="needs 8 GPUs, and this box shows 1"):
         check_requirements(read_suite(find_suite("h100x8")), box_with(1))
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [("0,1", ["0", "1"]), ("", []), ("1,-1,0", ["1"]), ("-1", []), ("GPU-ab, 3", ["GPU-ab", "3"])]
+)
+def test_the_gpus_counted_are_those_a_run_would_see(monkeypatch, visible, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _visible(None) == gpus
 
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):

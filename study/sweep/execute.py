@@ -6,22 +6,21 @@ import dataclasses
 import os
 import shutil
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from study.records import RecordError, read_json, read_status, utc_now, write_json
+from study.records import read_json, read_status, utc_now
 from study.strategies import REPOSITORY
 from study.sweep.box import Box, gpu_processes
 from study.sweep.lock import end_leftovers, only_sweep
+from study.sweep.notes import append_attempt, earlier_durations, expected_s, startup_s
 from study.sweep.outcome import (
     Ending,
     Evidence,
-    OomCounts,
     Standing,
     StoppedBy,
     attempt_of,
@@ -35,7 +34,6 @@ from study.sweep.plan import Cell, uses_nvme
 from study.sweep.process import CellProcess, clean_environment, launch_command
 from study.sweep.progress import Progress, StepTail, show_duration
 
-SWEEP_RECORD = "sweep.json"
 _POLL_S = 0.25
 
 
@@ -77,6 +75,17 @@ def run_cells(
             return Outcome(sweep.finished, left, stopped)
 
 
+class _Seen(NamedTuple):
+    """A launch from its start to its last process."""
+
+    launcher_status: int
+    stopped_by: StoppedBy | None
+    refusal: dict[str, Any] | None
+    printed: str
+    started: float
+    wall_s: float
+
+
 @dataclasses.dataclass
 class _Sweep:
     root: Path
@@ -86,9 +95,9 @@ class _Sweep:
     finished: int = 0
 
     def run(self, to_do: Sequence[Cell]) -> None:
-        durations = _earlier_durations(self.root)
+        durations = earlier_durations(self.root)
         for order, cell in enumerate(to_do):
-            expected = _expected_s(cell, durations)
+            expected = expected_s(cell, durations)
             if self.deadline is not None and time.monotonic() + expected > self.deadline:
                 self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
                 return
@@ -98,7 +107,9 @@ class _Sweep:
                 ending = self.run_cell(cell, order)
             except OSError as error:
                 # A record that cannot be written: the next cell would fare no better.
-                raise Stopped(f"{self.root / cell.id} cannot be written ({error.strerror}): make room") from None
+                raise Stopped(
+                    f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or mend it"
+                ) from None
             seconds = time.monotonic() - started
             durations.setdefault((cell.config.task, cell.strategy), []).append(seconds)
             self.progress.end(cell, ending, seconds)
@@ -106,81 +117,104 @@ class _Sweep:
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
         directory = self.root / cell.id
-        if 0 < self.box.gpus < cell.world_size:
-            ending = Ending(
-                "unsupported",
-                f"{cell.world_size} ranks, and this box has {self.box.gpus} GPU{'s'[: self.box.gpus > 1]}",
-                "run it on more",
-            )
-            conclude(directory, attempt_of(directory), ending)
-            return ending
-        attempt_before = attempt_of(directory)
+        if lacks := self._what_the_box_lacks(cell):
+            conclude(directory, attempt_of(directory), lacks)
+            return lacks
+        attempt_before, log_file = attempt_of(directory), directory / "log.txt"
         # A directory that holds a run is given over to the next attempt, whatever state the last one left it in. One
         # without a status is what a full disk or a power cut left of the very first: there is nothing in it to keep.
         again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
         if not again and directory.exists():
             shutil.rmtree(directory)
-        command = launch_command(cell, directory, *again)
-        before_gpu = _foreign(self.progress, "before")
-        log_file = directory / "log.txt"
         log_size_before = log_file.stat().st_size if log_file.exists() else 0
-        ooms, started_at, started = oom_counts(), utc_now(), time.time()
+        command = launch_command(cell, directory, *again)
+        foreign = {"before": self._foreign_gpu_processes()}
+        started_at, ooms = utc_now(), oom_counts()
+        seen = self._launch(cell, command, directory)
+        status = read_status(directory) if attempt_of(directory) > attempt_before else None
+        log = _tail(log_file, log_size_before)
+        ending = judge(
+            Evidence(
+                launcher_status=seen.launcher_status,
+                stopped_by=seen.stopped_by,
+                time_limit_s=cell.time_limit_s,
+                status=status,
+                refusal=seen.refusal,
+                printed=seen.printed,
+                log=log,
+                ooms=oom_counts() - ooms,
+            )
+        )
+        conclude(directory, attempt_before, ending)
+        with log_file.open("a", encoding="utf-8") as stream:
+            stream.write(seen.printed)
+        foreign["after"] = self._foreign_gpu_processes(patience_s=1)
+        attempt = {
+            "attempt": attempt_of(directory),
+            "state": ending.state,
+            "order": order,
+            "started_at": started_at,
+            "wall_s": seen.wall_s,
+            "startup_s": startup_s(directory, seen.started),
+            "launcher_status": seen.launcher_status,
+            "foreign_gpu_processes": foreign,
+            "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
+        }
+        append_attempt(directory, cell, command, attempt)
+        if ending.state != "ok" and uses_nvme(cell):
+            # A rank that was killed leaves its swap files behind, and they are as large as the model.
+            shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
+        if seen.stopped_by == "user":
+            raise Stopped("stopped")
+        return ending
+
+    def _what_the_box_lacks(self, cell: Cell) -> Ending | None:
+        if not 0 < self.box.gpus < cell.world_size:
+            return None
+        gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
+        return Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
+
+    def _launch(self, cell: Cell, command: Sequence[str], directory: Path) -> _Seen:
+        """Run the command until it ends or has to be ended; no process of it is left then."""
         with tempfile.TemporaryDirectory() as scratch:
             refusal_file = Path(scratch) / "refusal.json"
+            started, clock = time.time(), time.monotonic()
             process = CellProcess.start(command, clean_environment(self.root, refusal_file))
             stopped_by: StoppedBy | None
             try:
                 launcher_status, stopped_by = self._watch(cell, process, directory)
             except Stopped:
                 launcher_status, stopped_by = process.end(), "user"
-            seconds = time.time() - started
+            wall_s = time.monotonic() - clock
             if launcher_status < 0:
                 # The supervisor itself was killed, and could not clear up.
                 end_leftovers(self.root)
             refusal = read_json(refusal_file) if refusal_file.exists() else None
-        printed = process.collect()
-        status = read_status(directory) if attempt_of(directory) > attempt_before else None
-        log = _tail(log_file, log_size_before)
-        now = oom_counts()
-        ending = judge(
-            Evidence(
-                launcher_status, stopped_by, cell.time_limit_s, status, refusal, printed, log,
-                OomCounts(now.killed - ooms.killed, now.cgroup_limit_hit - ooms.cgroup_limit_hit),
-            )
-        )  # fmt: skip
-        conclude(directory, attempt_before, ending)
-        with log_file.open("a", encoding="utf-8") as stream:
-            stream.write(printed)
-        attempt = {
-            "attempt": attempt_of(directory),
-            "state": ending.state,
-            "order": order,
-            "started_at": started_at,
-            "wall_s": seconds,
-            "startup_s": _startup_s(directory, started),
-            "launcher_status": launcher_status,
-            "foreign_gpu_processes": {"before": before_gpu, "after": _foreign(self.progress, "after")},
-            "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{printed}"),
-        }
-        _append_attempt(directory, cell, command, attempt)
-        if ending.state != "ok" and uses_nvme(cell):
-            # A rank that was killed leaves its swap files behind, and they are as large as the model.
-            shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
-        if stopped_by == "user":
-            raise Stopped("stopped")
-        return ending
+            return _Seen(launcher_status, stopped_by, refusal, process.collect(), started, wall_s)
 
     def _watch(self, cell: Cell, process: CellProcess, directory: Path) -> tuple[int, StoppedBy | None]:
         tail = StepTail(directory / "steps.jsonl")
+        launched, clock = time.time(), time.monotonic()
         while True:
             status = process.wait(_POLL_S)
             if status is not None:
                 return status, None
-            if time.time() - process.started > cell.time_limit_s:
+            if time.monotonic() - clock > cell.time_limit_s:
                 return process.end(), "time limit"
             # Before the run has opened its directory the rows are an earlier attempt's.
-            if _opened_since(directory, process.started):
+            if _opened_since(directory, launched):
                 self.progress.step(tail.read())
+
+    def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
+        """Between two runs nobody else should compute on the GPUs; who does is said, and noted with the cell."""
+        found = gpu_processes()
+        if found and patience_s:
+            # The driver may need a moment to let go of our own.
+            time.sleep(patience_s)
+            found = gpu_processes()
+        for process in found:
+            self.progress.say(f"notice: GPU {process.gpu} is in use by process {process.pid}, not one of this sweep")
+        return [dataclasses.asdict(process) for process in found]
 
 
 def _opened_since(directory: Path, started: float) -> bool:
@@ -188,60 +222,6 @@ def _opened_since(directory: Path, started: float) -> bool:
         return (directory / "status.json").stat().st_mtime >= started
     except OSError:
         return False
-
-
-def _startup_s(directory: Path, started: float) -> float | None:
-    """From the launch to the training loop: engine.json is the last thing written before it."""
-    try:
-        written = (directory / "engine.json").stat().st_mtime
-    except OSError:
-        return None
-    return written - started if written >= started else None
-
-
-def _foreign(progress: Progress, when: str) -> list[dict[str, Any]]:
-    found = [dataclasses.asdict(process) for process in gpu_processes()]
-    if found and when == "after":
-        # The driver may need a moment to let go of our own.
-        time.sleep(1)
-        found = [dataclasses.asdict(process) for process in gpu_processes()]
-    for process in found:
-        progress.say(
-            f"notice: GPU {process['gpu']} is used by process {process['pid']}, which is not this sweep's ({when})"
-        )
-    return found
-
-
-def _append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
-    file = directory / SWEEP_RECORD
-    try:
-        attempts = list(read_json(file)["attempts"])
-    except (RecordError, KeyError, TypeError):
-        attempts = []
-    document = {
-        "cell": cell.id, "strategy": cell.strategy, "world_size": cell.world_size, "repeat": cell.repeat,
-        "time_limit_s": cell.time_limit_s, "command": list(command), "attempts": [*attempts, attempt],
-    }  # fmt: skip
-    write_json(file, document)
-
-
-def _earlier_durations(root: Path) -> dict[tuple[str, str], list[float]]:
-    """Wall times of what ended by itself, by task and strategy."""
-    durations: dict[tuple[str, str], list[float]] = {}
-    for file in root.glob(f"*/{SWEEP_RECORD}"):
-        try:
-            document, config = read_json(file), read_json(file.parent / "config.json")
-            last = document["attempts"][-1]
-            if last["state"] == "ok":
-                durations.setdefault((config["task"], document["strategy"]), []).append(float(last["wall_s"]))
-        except (RecordError, KeyError, IndexError, TypeError):
-            continue
-    return durations
-
-
-def _expected_s(cell: Cell, durations: dict[tuple[str, str], list[float]]) -> float:
-    alike = durations.get((cell.config.task, cell.strategy)) or [s for times in durations.values() for s in times]
-    return statistics.median(alike) if alike else 0.0
 
 
 def _tail(file: Path, start: int, size: int = 64 * 1024) -> str:

@@ -41,6 +41,9 @@ class OomCounts:
     killed: int
     cgroup_limit_hit: int
 
+    def __sub__(self, before: OomCounts) -> OomCounts:
+        return OomCounts(self.killed - before.killed, self.cgroup_limit_hit - before.cgroup_limit_hit)
+
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -66,19 +66,17 @@ class CellProcess:
 
     supervisor: subprocess.Popen[bytes]
     output: IO[bytes]
-    started: float
 
     @classmethod
-    def start(cls, command: list[str], environment: dict[str, str]) -> CellProcess:
+    def start(cls, command: Sequence[str], environment: dict[str, str]) -> CellProcess:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `collect`
-        started = time.time()
         supervisor = subprocess.Popen(
             # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
             [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
             cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        return cls(supervisor, output, started)
+        return cls(supervisor, output)
 
     def wait(self, seconds: float) -> int | None:
         """The launcher's exit status, or None when it is still at work."""
