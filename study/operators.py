@@ -6,6 +6,7 @@ Here one process builds under a lock that dies with its holder, and clears such 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -23,10 +24,11 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
     from filelock import FileLock
 
     started = time.perf_counter()
+    own_build_folder(lock_directory)
     # ninja is installed beside this Python, and is looked for on PATH: an environment need not be activated.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     lock_directory.mkdir(parents=True, exist_ok=True)
-    for builder in _builders(strategy):
+    for builder in builders(strategy):
         with FileLock(lock_directory / f"{builder.name}.build.lock"):
             _clear_dead_build(builder.name)
             try:
@@ -39,11 +41,17 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
     return time.perf_counter() - started
 
 
+def own_build_folder(cache: Path) -> None:
+    """One folder per installation: two that share one rebuild everything whenever they take turns."""
+    installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
+
+
 def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
 
 
-def _builders(strategy: Strategy) -> list[Any]:
+def builders(strategy: Strategy) -> list[Any]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Two steps of next to nothing: what these tests look at is what stands around the training.
 TINY = {
     "scale": "laptop", "task": "gpt-wikitext", "max_steps": 2, "seq_length": 16, "train_samples": 32, "eval_samples": 8,
-    "global_batch_size": 4, "time_limit_s": 240,
+    "global_batch_size": 4, "time_limit_s": 540,
 }  # fmt: skip
 # Never done by itself within any test's patience, and writes a row every step.
 ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}

@@ -93,7 +93,7 @@ def test_an_override_holds_for_what_it_matches_alone(tmp_path):
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"max_steps": 7, "time_limit_s": 9}}],
     )  # fmt: skip
     found = {cell.strategy: (cell.config.max_steps, cell.time_limit_s) for cell in plan(file)}
-    assert found == {"ddp": (2, 240.0), "zero3": (7, 9.0)}
+    assert found == {"ddp": (2, 540.0), "zero3": (7, 9.0)}
 
 
 @pytest.mark.parametrize(("box", "expected"), [(CPU_BOX, 2), (box_with(1), 1), (box_with(4), 4)])

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import GIB, INSTALL, MIB, Check, shown
+from study.operators import own_build_folder
+from study.preflight import cache_directory
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--measure_in", type=Path)
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
+    own_build_folder(cache_directory())
     # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
@@ -127,12 +130,12 @@ def _operator_states() -> Iterator[tuple[str, str]]:
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import _get_build_directory
 
-    from study.operators import _builders
+    from study.operators import builders
     from study.strategies import STRATEGY_NAMES, read_strategy
 
     strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
-    builders = {builder.name: builder for strategy in strategies for builder in _builders(strategy)}
-    for name, builder in builders.items():
+    needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
+    for name, builder in needed.items():
         folder = Path(_get_build_directory(name, verbose=False))
         if (folder / "lock").exists():
             yield name, "being built, or left half-built"
