@@ -152,6 +152,9 @@ def _check(
     from study.tasks.models import materialize_initial_weights, model_config
 
     refuse(config, launch)
+    if not config.torch_compile:
+        # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
     gpus = preflight.prepare_devices(launch)
     config = resolved(config, accelerator_visible=gpus > 0)
     notice = preflight.check_devices(launch, gpus)
