@@ -24,9 +24,7 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
     from filelock import FileLock
 
     started = time.perf_counter()
-    own_build_folder(lock_directory)
-    # ninja is installed beside this Python, and is looked for on PATH: an environment need not be activated.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    use_own_build(lock_directory)
     lock_directory.mkdir(parents=True, exist_ok=True)
     for builder in builders(strategy):
         with FileLock(lock_directory / f"{builder.name}.build.lock"):
@@ -41,10 +39,13 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
     return time.perf_counter() - started
 
 
-def own_build_folder(cache: Path) -> None:
-    """One folder per installation: two that share one rebuild everything whenever they take turns."""
+def use_own_build(cache: Path) -> None:
+    """One folder per installation, and its own ninja: two that share one rebuild everything whenever they take turns."""
     installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
+    # Looked for on PATH, and the environment need not be activated. Another version of ninja does not trust this one's
+    # log, and starts over.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _last_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import GIB, INSTALL, MIB, Check, shown
-from study.operators import own_build_folder
+from study.operators import use_own_build
 from study.preflight import cache_directory
 
 CHUNK_MIB, CHUNKS = 32, 8
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--measure_in", type=Path)
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
-    own_build_folder(cache_directory())
+    use_own_build(cache_directory())
     # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
