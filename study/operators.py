@@ -40,7 +40,7 @@ def build_operators(strategy: Strategy, lock_directory: Path) -> float:
 
 
 def use_own_build(cache: Path) -> None:
-    """One folder per installation, and its own ninja: two that share one rebuild everything whenever they take turns."""
+    """One folder per installation, and its own ninja: two that share one rebuild everything in turns."""
     installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
     # Looked for on PATH, and the environment need not be activated. Another version of ninja does not trust this one's

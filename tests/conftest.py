@@ -1,5 +1,10 @@
 from __future__ import annotations
 
 from runs import run_of
+from study.operators import use_own_build
+from study.preflight import cache_directory
 
 __all__ = ["run_of"]
+
+# What the tests launch finds the operators that the installation built, whatever cache a test gives it.
+use_own_build(cache_directory())
