@@ -46,7 +46,7 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
 @pytest.mark.parametrize(
     ("strategy", "task"),
     [(strategy, "gpt-wikitext") for strategy in ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2")]
-    + [(strategy, "bert-imdb") for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
+    + [pytest.param(strategy, "bert-imdb", marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
 )
 def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
     bf16 = ("--precision", "bf16")

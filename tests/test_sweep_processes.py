@@ -73,6 +73,7 @@ def test_an_allocation_beyond_a_real_limit_is_oom_and_the_host_s(tmp_path):
     assert again.returncode == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_family(tmp_path):
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "ddp"}, {**ENDLESS, "time_limit_s": 40})
@@ -148,6 +149,7 @@ def test_a_sweep_that_is_killed_takes_its_run_along(tmp_path):
     wait_until(lambda: not processes_of(runs), 30)
 
 
+@pytest.mark.long
 def test_a_sweep_killed_together_with_its_supervisor_leaves_nothing_to_the_next(tmp_path):
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "single"}, {**ENDLESS, "time_limit_s": 20})
@@ -203,6 +205,7 @@ cp -r "$1/tiny" "$3"
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare to mount a small file system")
 def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
     mounted, copied = tmp_path / "mounted", tmp_path / "copied"
