@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import launch
 
+from engines import launch
 from study.records import Run, read_run
 
 RunFactory = Callable[..., Run]

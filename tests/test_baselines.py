@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from engines import launch
 
+from engines import launch
 from runs import FLAGS, RunFactory
 from study.baselines import bench
 from study.errors import RunFailed

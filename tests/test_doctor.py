@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ROOT
 from packaging.requirements import Requirement
+
+from engines import ROOT
 
 SECRET = "hf_thisIsNobodysToken"
 STATES = {"ok", "missing", "none"}

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ROOT
 
+from engines import ROOT
 from study.records import (
     SUMMARY_KEYS,
     RecordError,

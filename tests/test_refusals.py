@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ROOT
 from test_records import write_run
 
+from engines import ROOT
 from study.config import RunConfig, resolved
 from study.errors import UserError
 from study.preflight import check_devices

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from engines import ROOT, launch, printed_json
 
+from engines import ROOT, launch, printed_json
 from study.errors import UserError
 from study.strategies import STRATEGY_NAMES, Launch, Strategy, lint, read_strategy, this_launch
 

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from sweeps import ROOT, TINY, run, write_suite
 
 from study import cli
 from study.records import RunWriter, read_json, read_run, read_status, write_json
@@ -24,6 +23,7 @@ from study.sweep.plan import plan_cells
 from study.sweep.process import clean_environment
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
+from sweeps import ROOT, TINY, run, write_suite
 
 
 @pytest.fixture(scope="module")

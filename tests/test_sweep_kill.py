@@ -10,9 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
-from sweeps import TINY, processes_of, run, start, write_suite
 
 from study.records import Run, read_json, read_run, read_status
+from sweeps import TINY, processes_of, run, start, write_suite
 
 KILLS = 20
 AXES = {"strategy": ["single", "ddp", "zero2", "zero3"], "task": ["bert-imdb", "gpt-wikitext"]}

@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 
 import pytest
-from sweeps import TINY, write_suite
 
 from study import cli
 from study.config import parse_command_line, resolved
@@ -15,6 +14,7 @@ from study.strategies import STRATEGY_NAMES
 from study.sweep.box import Box, _visible, check_requirements
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+from sweeps import TINY, write_suite
 
 CPU_BOX = Box((), 16.0)
 SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml"))

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
 
 from study.records import read_json, read_run, read_status
 from study.sweep import supervise
+from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
 
 ESCAPE = """
 import os, sys, time
