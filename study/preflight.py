@@ -10,7 +10,7 @@ from study.config import RunConfig
 from study.engine import override
 from study.errors import Unsupported, UserError
 from study.host_limits import can_lock, locked_bytes
-from study.records import RecordError, read_status
+from study.records import RecordError, is_finished
 from study.strategies import Launch, Strategy
 
 
@@ -55,7 +55,7 @@ def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     if config.overwrite_output_dir:
         return
     try:
-        finished = read_status(output_dir)["state"] == "ok"
+        finished = is_finished(output_dir)
     except RecordError as error:
         raise UserError(
             f"--output_dir holds a damaged run ({error})", "remove it, or add --overwrite_output_dir"
