@@ -14,6 +14,7 @@ from study.config import BatchPlan, RunConfig, parse_overrides
 from study.environment import package_version
 from study.errors import RunFailed
 from study.strategies import Launch, Strategy
+from study.tasks.presets import preset_layers
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +59,38 @@ def audit(
             f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
-    live["warnings"] = _forced_differences(launch.strategy, live, model)
+    live["warnings"] = _forced_differences(launch.strategy, live, model) + _stand_ins(config, launch)
     check_swapped(launch.strategy, nvme)
-    return live | {"virtual": False, "torch": torch.__version__, "deepspeed": package_version("deepspeed")}
+    return live | {
+        "virtual": launch.virtual,
+        "virtual_rank": launch.rank if launch.virtual else None,
+        # A large device that stands in for a smaller one, where this is a number.
+        "emulated_device_memory_gib": config.device_memory_cap_gib,
+        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
+        # Where the model is a preset at another depth, the depth it has by itself.
+        "preset_layers": preset_layers(config.model_name_or_path),
+        "torch": torch.__version__,
+        "deepspeed": package_version("deepspeed"),
+    }
+
+
+def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
+    """What of this run was not the thing itself."""
+    import torch
+
+    warnings = []
+    if launch.virtual:
+        warnings.append(
+            f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
+            " every weight, and what it receives is its own data"
+        )
+    if config.device_memory_cap_gib is not None:
+        warnings.append(
+            f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"
+            " allocates; context and communicators come on top"
+        )
+    return warnings
 
 
 def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, nvme: Path) -> dict[str, Any]:

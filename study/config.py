@@ -13,7 +13,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,8 @@ class RunConfig:
     checkpointing_steps: int = _flag("save a checkpoint every so many steps; 0: never")
     resume_from_checkpoint: str | None = _flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
     report_to: str = _flag("a tracker Accelerate knows (tensorboard, wandb, ...), or none")
+    virtual_world_size: int | None = _flag("be one rank of a job of so many, without the others; losses mean nothing")
+    virtual_rank: int | None = _flag("which of the virtual ranks this is; 0 unless said")
 
     def total_steps(self, train_samples: int) -> int:
         """Optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
@@ -112,6 +114,8 @@ class RunConfig:
     def run_id(self, strategy: str, world_size: int) -> str:
         """A name a person can read, with a hash of everything that makes this run what it is."""
         not_identity = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
+        # A real run is the run it was before there were virtual ones.
+        not_identity |= {key for key in ("virtual_world_size", "virtual_rank") if getattr(self, key) is None}
         identity = {key: value for key, value in self.to_dict().items() if key not in not_identity}
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         model = self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
@@ -194,6 +198,7 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 }  # fmt: skip
 # Gemma-2-9B was trained at 2048 tokens in bf16; nothing else in the documents asks for its own defaults.
 _MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048, "precision": "bf16"}}
+LARGEST_WORLD = 1024
 
 
 def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
@@ -203,9 +208,53 @@ def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     asked = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     model = asked.get("model_name_or_path", defaults["model_name_or_path"])
     defaults = defaults | _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
+    if config.virtual_world_size:
+        defaults = defaults | _virtual_defaults(asked, scale)
     config = RunConfig(**(defaults | asked | {"scale": scale}))
     _check(config)
     return config
+
+
+def _virtual_defaults(asked: dict[str, Any], scale: str) -> dict[str, Any]:
+    """Nothing is learned, so nothing is downloaded or judged: one sample per rank, and steps until they are alike.
+
+    The third step is like every later one: the first makes the optimizer's state, and over the first two ZeRO-3 learns
+    and agrees on the order of the layers.
+    """
+    samples = asked["virtual_world_size"] * asked.get("per_device_train_batch_size", 1)
+    return {
+        "weights": "random", "data": "builtin", "global_batch_size": samples, "max_steps": 3, "eval_samples": 8,
+        "train_samples": asked.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
+        "virtual_rank": 0,
+        # Without a GPU the sequences are short: what is held of the model's state does not depend on them.
+        **({"seq_length": 16} if scale == "laptop" else {}),
+    }  # fmt: skip
+
+
+def _check_virtual(config: RunConfig) -> None:
+    ranks, rank = config.virtual_world_size, config.virtual_rank
+    if not ranks:
+        if ranks == 0 or rank is not None:
+            flag = "--virtual_world_size 0" if ranks == 0 else f"--virtual_rank {rank}"
+            raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
+        return
+    if not 2 <= ranks <= LARGEST_WORLD:
+        raise UserError(
+            f"--virtual_world_size {ranks} is out of range",
+            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts without it",
+        )
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(f"--virtual_rank {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
+
+
+def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
+    for name, without, why in (
+        ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
+        ("checkpointing_steps", 0, "has no state worth saving"),
+        ("resume_from_checkpoint", None, "goes on from nothing"),
+    ):  # fmt: skip
+        if getattr(config, name) not in (None, without):
+            raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
 
 
 def _check(config: RunConfig) -> None:
@@ -241,6 +290,7 @@ def _check(config: RunConfig) -> None:
     if not (0 <= dropout < 1 or dropout == -1):
         raise UserError(f"--dropout {config.dropout} is out of range", "use 0 up to below 1, or -1 for the model's own")
     parse_overrides(config.engine_override)
+    _check_virtual(config)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -268,8 +318,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
     """The flags of study/train.py. Unknown and malformed ones end in one line and exit status 2."""
     parser = _OneLineParser(prog="study/train.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    add_flags(parser)
+    config = config_from_flags(parser.parse_args(arguments))
+    _check(config)
+    return config
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """One flag per field of RunConfig."""
     hints = typing.get_type_hints(RunConfig)
     for field in dataclasses.fields(RunConfig):
+        if field.name in without:
+            continue
         kind = _inner_type(hints[field.name])
         options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
         if typing.get_origin(kind) is Literal:
@@ -281,11 +341,12 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
         else:
             options |= {"type": kind, "metavar": kind.__name__.upper()}
         parser.add_argument(f"--{field.name}", **options)
-    values = vars(parser.parse_args(arguments))
-    values["engine_override"] = tuple(values["engine_override"])
-    config = RunConfig(**values)
-    _check(config)
-    return config
+
+
+def config_from_flags(options: argparse.Namespace) -> RunConfig:
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    values = {name: value for name, value in vars(options).items() if name in names}
+    return RunConfig(**(values | {"engine_override": tuple(values["engine_override"])}))
 
 
 class _OneLineParser(argparse.ArgumentParser):

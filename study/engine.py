@@ -11,6 +11,7 @@ from study.audit import check_compute_dtype
 from study.config import BatchPlan, RunConfig, parse_overrides
 from study.errors import UserError
 from study.strategies import Launch, Strategy
+from study.virtual_group import join_virtual_group, let_ddp_go_on
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,8 @@ def make_accelerator(config: RunConfig, launch: Launch, plan: BatchPlan, output_
     import torch
     from accelerate import Accelerator, DistributedType, PartialState
 
+    if launch.virtual:
+        join_virtual_group(launch)
     if not torch.cuda.is_available():
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
@@ -115,6 +118,8 @@ def prepare(
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config.precision)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    if config.virtual_world_size:
+        let_ddp_go_on(prepared_model)
     return prepared_model, prepared_optimizer
 
 

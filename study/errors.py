@@ -17,6 +17,14 @@ class Unsupported(UserError):
     """A request that is right, and that this box cannot serve: a library, a device or a drive is missing."""
 
 
+class CannotBeHeld(Unsupported):
+    """A model that is too large for this box's memory, and how many of its layers are not."""
+
+    def __init__(self, problem: str, mend: str, layers_that_fit: int):
+        self.layers_that_fit = layers_that_fit
+        super().__init__(problem, mend)
+
+
 class RunFailed(Exception):
     """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from study.errors import RunFailed
+from study.steplog import DIVERGED_MEND
 from study.tasks.blocks import Split
 from study.tasks.metrics import summarize_evaluation
 
@@ -37,12 +39,15 @@ def evaluate(
             if task == "bert-imdb":
                 predictions.append(accelerator.gather(logits.argmax(-1)))
     model.train(was_training)
+    # gather() lays the ranks' batches one after the other, which is the order of the indices above.
+    sample_losses = torch.cat(losses)[: len(split)].double().cpu()
+    if not sample_losses.isfinite().all():
+        raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_MEND)
     if not accelerator.is_main_process:
         return {}
-    # gather() lays the ranks' batches one after the other, which is the order of the indices above.
     return summarize_evaluation(
         task,
-        torch.cat(losses)[: len(split)].double().cpu(),
+        sample_losses,
         torch.cat(predictions)[: len(split)].cpu() if predictions else None,
         split.tensors["labels"] if predictions else None,
     )

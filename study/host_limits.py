@@ -1,14 +1,18 @@
-"""Limits of the host that decide whether a strategy can run, found out without torch."""
+"""What the host allows and how it hands out memory, settled without torch."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 
 from study.strategies import Strategy
 
 _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
+# malloc.h's numbers for these, and the largest threshold that glibc takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def can_lock(size: int) -> bool:
@@ -32,3 +36,15 @@ def locked_bytes(strategy: Strategy) -> int:
         return int(section["buffer_count"] * section["buffer_size"] * _FP32_BYTES)
     # The optimizer's buffers grow with the model; a tiny one's were refused under a limit of 8 MiB.
     return 16 * 2**20 if strategy.uses_nvme else 0
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one.
+
+    By default it hands large blocks back and is given them anew, page by page, at every step. How often depends on
+    which addresses a process happened to get, so two runs of one thing differ by percents for no reason of theirs.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -17,18 +17,19 @@ from study.errors import Unsupported
 from study.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 
-def build_operators(strategy: Strategy, lock_directory: Path) -> float:
+def build_operators(strategy: Strategy, cache: Path) -> float:
     """Build and load what the strategy needs; returns the seconds it took (near 0 when all was built)."""
     if strategy.deepspeed is None:
         return 0.0
     from filelock import FileLock
 
     started = time.perf_counter()
-    use_own_build(lock_directory)
-    lock_directory.mkdir(parents=True, exist_ok=True)
+    use_own_build(cache)
     for builder in builders(strategy):
-        with FileLock(lock_directory / f"{builder.name}.build.lock"):
-            _clear_dead_build(builder.name)
+        folder = _build_folder(builder.name)
+        # Beside the folder it guards: whoever shares the one must share the other, whatever cache it was given.
+        with FileLock(folder.with_suffix(".build.lock")):
+            _clear_dead_build(folder)
             try:
                 builder.load(verbose=False)
             except Exception as error:  # the compiler's, the linker's or ninja's: all end the same way here
@@ -66,21 +67,29 @@ def builders(strategy: Strategy) -> list[Any]:
     return [accelerator.create_op_builder(name) for name in names]
 
 
-def _clear_dead_build(name: str) -> None:
-    import psutil
+def _build_folder(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(_get_build_directory(name, verbose=False))
+    return Path(_get_build_directory(name, verbose=False))
+
+
+def _clear_dead_build(folder: Path) -> None:
+    """For the holder of the lock beside the folder, to whom torch's lock can only be a dead process's.
+
+    Every load takes that lock for a moment, built or not, so any run that is killed may leave it. What a killed build
+    has started goes on compiling, and is left to finish.
+    """
     lock = folder / "lock"
-    if not lock.exists():
-        return
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        # ninja works inside the folder; a compiler that runs for somebody else is left to finish.
-        if process.info["cwd"] == str(folder):
-            return
-    # Its maker may still be writing build.ninja, which takes it no more than seconds.
-    if time.time() - lock.stat().st_mtime > 30:
-        lock.unlink(missing_ok=True)
+    while lock.exists() and _works_in(folder):
+        time.sleep(0.2)
+    lock.unlink(missing_ok=True)
+
+
+def _works_in(folder: Path) -> bool:
+    import psutil
+
+    # ninja and the compilers it runs work inside the folder.
+    return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from study.config import RunConfig
 from study.engine import override
 from study.errors import Unsupported, UserError
-from study.host_limits import can_lock, locked_bytes
+from study.host_limits import can_lock, keep_freed_memory, locked_bytes
+from study.libraries import importing
 from study.records import RecordError, is_finished
 from study.strategies import Launch, Strategy
 
@@ -18,14 +19,23 @@ def prepare_devices(launch: Launch) -> int:
     """Give this rank its share of the processor; returns how many GPUs are visible."""
     # An engine's own OpenMP library reads this once, when it is loaded; torch's is set below.
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
+    if launch.virtual:
+        # It copies its part into N places where a real one receives: threads that spin between two small copies would
+        # take most of the time, and more where the cores are shared.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    with importing():
+        import torch
 
     gpus = torch.cuda.device_count()
     # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs the cores are shared
     # out: launchers set 1, which would starve an optimizer that runs on the host.
-    threads = max(1, available_cores() // launch.local_world_size) if gpus else 1
+    # A virtual rank has the machine to itself, and its time is no figure.
+    threads = max(1, available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+    if not gpus:
+        # There the host's memory is the device's, and its allocator part of every step.
+        keep_freed_memory()
     return gpus
 
 
@@ -86,7 +96,7 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
             f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
             f"run: {launch.command(gpus)}",
         )
-    if launch.local_world_size < gpus and launch.strategy.name != "single":
+    if launch.local_world_size < gpus and launch.strategy.name != "single" and not launch.virtual:
         return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {launch.command(gpus)}"
     return None
 

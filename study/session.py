@@ -11,11 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.config import BatchPlan, RunConfig, default_output_dir, parse_command_line, resolved
+from study.config import (
+    BatchPlan,
+    RunConfig,
+    default_output_dir,
+    parse_command_line,
+    refuse_what_no_virtual_run_has,
+    resolved,
+)
 from study.console import Console
-from study.errors import RunFailed, UserError
+from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
 from study.records import RunWriter, end_interrupted_run, write_json
-from study.strategies import Launch, this_launch
+from study.strategies import Launch, this_launch, virtual_launch
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -38,7 +45,8 @@ class Session:
     launch: Launch
     plan: BatchPlan
     data: TaskData
-    initial: InitialWeights
+    # A virtual rank has none.
+    initial: InitialWeights | None
     checkpoint: tuple[Path, dict[str, Any]] | None
     output_dir: Path
     console: Console
@@ -55,18 +63,22 @@ class Session:
         return self.checkpoint[1]["step"] if self.checkpoint else 0
 
     def evaluates_after(self, step: int) -> bool:
+        if self.launch.virtual:
+            return False
         return step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
 
     def saves_after(self, step: int) -> bool:
         return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
 
     def flushes_after(self, step: int) -> bool:
-        return self.evaluates_after(step) or self.saves_after(step) or step % self.config.logging_steps == 0
+        is_due = step == self.total_steps or step % self.config.logging_steps == 0
+        return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def write_engine(self, audited: dict[str, Any]) -> None:
         if self.record is not None:
             floor = dataclasses.asdict(self.data.floor) if self.data.floor else None
-            provenance = {"initial_weights_sha256": self.initial.sha256, "data": self.data.source, "floor": floor}
+            sha256 = self.initial.sha256 if self.initial else None
+            provenance = {"initial_weights_sha256": sha256, "data": self.data.source, "floor": floor}
             self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
 
     def write_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
@@ -96,6 +108,8 @@ class Session:
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        if self.launch.virtual:
+            told = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
         self.console.say(f"done: {told} -> {self.output_dir}")
 
 
@@ -111,6 +125,10 @@ def run_session(
     try:
         config = parse_command_line(arguments)
         launch = this_launch()
+        if config.virtual_world_size:
+            if trainer != "study":
+                raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
+            launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
     except UserError as refusal:
         return _refused(refusal, is_main, lambda line: print(line, file=sys.stderr))
     console = Console(speaks=is_main)
@@ -127,7 +145,10 @@ def run_session(
 def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
     # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
     if file := os.environ.get("ZERO_STUDY_REFUSAL_FILE"):
-        said = {"kind": type(refusal).__name__, "problem": refusal.problem, "mend": refusal.mend}
+        kind = "Unsupported" if isinstance(refusal, Unsupported) else type(refusal).__name__
+        said: dict[str, Any] = {"kind": kind, "problem": refusal.problem, "mend": refusal.mend}
+        if isinstance(refusal, CannotBeHeld):
+            said["layers_that_fit"] = refusal.layers_that_fit
         write_json(Path(file), said)
     if not is_main:
         # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
@@ -146,7 +167,9 @@ def _check(
 ) -> tuple[Session, str | None]:
     """Everything that can be refused is, cheapest first, before anything is written."""
     from study import preflight
+    from study.capacity import check_can_be_held
     from study.checkpoint import check_steps_are_left, find_checkpoint
+    from study.libraries import import_libraries
     from study.operators import build_operators
     from study.tasks import load_data
     from study.tasks.models import materialize_initial_weights, model_config
@@ -157,6 +180,8 @@ def _check(
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     gpus = preflight.prepare_devices(launch)
     config = resolved(config, accelerator_visible=gpus > 0)
+    if launch.virtual:
+        refuse_what_no_virtual_run_has(config)
     notice = preflight.check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size)
     own = "" if trainer == "study" else f"-{trainer}"
@@ -165,12 +190,20 @@ def _check(
     preflight.check_output_dir(config, output_dir)
     preflight.check_request(config, launch)
     checkpoint = find_checkpoint(config, launch, output_dir)
+    import_libraries(launch.strategy)
     model_config(config)
     build_operators(launch.strategy, preflight.cache_directory())
-    data = load_data(config, preflight.cache_directory())
+    initial = None
+    if launch.virtual:
+        from study.tasks.virtual import load_virtual_data
+
+        check_can_be_held(config, launch)
+        data = load_virtual_data(config, plan, preflight.cache_directory())
+    else:
+        data = load_data(config, preflight.cache_directory())
+        # Before the Accelerator exists: under an active stage-3 configuration transformers would shard these too.
+        initial = materialize_initial_weights(config, preflight.cache_directory())
     check_steps_are_left(config, checkpoint, len(data.train))
-    # Before the Accelerator exists: under an active stage-3 configuration transformers would shard these too.
-    initial = materialize_initial_weights(config, preflight.cache_directory())
     return Session(trainer, config, launch, plan, data, initial, checkpoint, output_dir, console, started), notice
 
 
@@ -183,8 +216,10 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
     if notice:
         console.say(f"notice: {notice}")
     loop = "" if session.trainer == "study" else f"{session.trainer}: "
+    ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
+    where = f"as rank {launch.rank} of {ranks} that are not there" if launch.virtual else f"on {ranks}"
     console.say(
-        f"{loop}{launch.strategy.name} on {launch.world_size} rank{'s'[: launch.world_size > 1]}: {config.task} at"
+        f"{loop}{launch.strategy.name} {where}: {config.task} at"
         f" {config.scale} scale, {config.model_name_or_path}, {config.precision} -> {output_dir}"
     )
     try:
@@ -211,14 +246,18 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
     return 0
 
 
-def gather_measurements(accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
-    """What every rank measured, one entry per rank, on every rank."""
+def gather_measurements(accelerator: Accelerator, meters: Meters, virtual: bool = False) -> list[dict[str, Any]]:
+    """What every rank measured, one entry per rank, on every rank; of a virtual job there is only this one."""
     from accelerate.utils import gather_object
 
+    took = meters.summary()
+    if virtual and accelerator.device.type == "cpu":
+        # Copies in memory stand in for receiving there, and would be most of what such a time says.
+        took = {key: None if key.startswith("step_time_s_") else value for key, value in took.items()}
     mine = {
         "rank": accelerator.process_index,
         "memory": meters.memory.report(),
-        "time": meters.summary(),
+        "time": took,
         "state": meters.state,
     }
-    return list(gather_object([mine]))
+    return [mine] if virtual else list(gather_object([mine]))

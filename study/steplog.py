@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+DIVERGED_MEND = "lower --learning_rate, or use another --precision"
 _PART_BITS = 22
 _PARTS = 3
 
@@ -22,8 +23,10 @@ _PARTS = 3
 class StepLog:
     """Collects what each step left behind, and writes it as rows of steps.jsonl."""
 
-    def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int):
+    def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int, virtual: bool = False):
         self._accelerator, self._record, self._tokens_per_step = accelerator, record, tokens_per_step
+        # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
+        self._virtual = virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
         # A resumed run's first loss is in the rows it goes on from.
         self.first_loss: float | None = record.first_loss() if record else None
@@ -43,12 +46,13 @@ class StepLog:
         rows = torch.stack(
             [torch.cat([loss.reshape(1).double(), _parts(key, loss)]) for _, loss, _, _, key in self._pending]
         )
+        loss_is_on_host = rows.device.type == "cpu"
         reduced = self._accelerator.reduce(rows, reduction="sum").tolist()
         pending, self._pending = self._pending, []
         not_finite = None
         for (step, _, learning_rate, grad_norm, _), (loss_sum, *hash_parts) in zip(pending, reduced, strict=True):
-            loss = number_or_none(loss_sum / self._accelerator.num_processes)
-            if loss is None and not_finite is None:
+            loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
+            if loss is None and not_finite is None and not self._virtual:
                 not_finite = (step, loss_sum)
             self.first_loss = loss if self.first_loss is None else self.first_loss
             self.last_loss, self.last_step = loss, step
@@ -56,8 +60,9 @@ class StepLog:
                 "step": step,
                 "loss": loss,
                 "lr": learning_rate,
-                "grad_norm": number_or_none(None if grad_norm is None else float(grad_norm)),
-                "step_time_s": step_times_s.get(step),
+                "grad_norm": number_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
+                # Without a GPU a virtual rank's time is that of copies in memory more than of computing.
+                "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,
                 "samples_hash": _joined(hash_parts),
             }
@@ -66,13 +71,14 @@ class StepLog:
             if not_finite is not None:
                 break
         seconds = sum(step_times_s.values())
-        self.tokens_per_s = self._tokens_per_step * len(step_times_s) / seconds if seconds else None
+        timed = seconds and not self._virtual
+        self.tokens_per_s = self._tokens_per_step * len(step_times_s) / seconds if timed else None
         if self._record is not None:
             self._record.flush()
         if not_finite is not None:
             step, value = not_finite
             name = "NaN" if math.isnan(value) else "infinite"
-            raise RunFailed(f"the loss is {name} at step {step}", "lower --learning_rate, or use another --precision")
+            raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_MEND)
 
 
 def _parts(key: int, like: torch.Tensor) -> torch.Tensor:

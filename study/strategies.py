@@ -98,10 +98,12 @@ class Launch:
     rank: int
     local_rank: int
     local_world_size: int
+    # One process stands for one rank of `world_size`, and there are no others.
+    virtual: bool = False
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.virtual or self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
@@ -114,6 +116,17 @@ class Launch:
             f"accelerate launch --config_file accelerate_configs/{self.strategy.name}.yaml "
             f"--num_processes {num_processes} study/train.py {arguments}"
         ).strip()
+
+
+def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
+    """This one process as one rank of many."""
+    if launch.strategy.name == "single":
+        raise UserError("single is one rank alone, and cannot be one of many", "launch another strategy's file")
+    if launch.world_size > 1:
+        raise UserError(
+            f"a virtual rank is one process, and {launch.world_size} were launched", f"run: {launch.command(1)}"
+        )
+    return dataclasses.replace(launch, world_size=world_size, rank=rank, virtual=True)
 
 
 def this_launch(environment: Mapping[str, str] = os.environ) -> Launch:

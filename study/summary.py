@@ -51,12 +51,15 @@ def summarize(
 
     time = ranks[0]["time"]
     world_size = accelerator.num_processes
-    steps_per_s = time["window_steps"] / time["window_s"] if time["window_steps"] else None
+    virtual = bool(config.virtual_world_size)
+    # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.
+    steps_per_s = time["window_steps"] / time["window_s"] if time["window_steps"] and not virtual else None
     flops_per_step = model_flops_per_sample(config) * config.global_batch_size
     tokens_per_step = config.global_batch_size * config.seq_length
     tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
     collectives = traffic["collectives"].values() if traffic else ()
-    energies = [rank["time"]["energy_j"] for rank in ranks]
+    # Of one rank, where the figure is for all of them.
+    energies: list[Any] = [None] if virtual else [rank["time"]["energy_j"] for rank in ranks]
     summary = {
         "steps": log.last_step,
         "tokens": log.last_step * tokens_per_step,

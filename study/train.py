@@ -56,7 +56,7 @@ def train(session: Session) -> None:
     if session.checkpoint:
         load_checkpoint(accelerator, schedule, *session.checkpoint)
 
-    log = StepLog(accelerator, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
+    log = StepLog(accelerator, session.record, config.global_batch_size * config.seq_length, launch.virtual)
     progress = session.console.progress(total_steps, first_step)
     evaluation: dict[str, float] = {}
     loop_started = time.time()
@@ -88,7 +88,7 @@ def train(session: Session) -> None:
     progress.close()
 
     check_swapped(launch.strategy, nvme)
-    ranks = gather_measurements(accelerator, meters)
+    ranks = gather_measurements(accelerator, meters, launch.virtual)
     session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started)
     accelerator.wait_for_everyone()
     engine.tear_down(accelerator, model)

@@ -40,6 +40,14 @@ PARAMETERS = {
     "gpt-neo-2.7b": 2_651_307_520,
     "gpt-j-6b": 6_050_882_784,
     "gemma-2-9b": 9_241_705_984,
+    # Of sizes that papers speak of, and nobody published weights of: by 12 width^2 + 13 width per layer, vocabulary,
+    # positions and the last norm.
+    "gpt-7.5b": 7_467_786_240,
+    "gpt-13b": 12_905_041_920,
+    "gpt-20b": 19_953_336_320,
+    "gpt-128b": 127_691_456_512,
+    "gpt-175b": 174_615_846_912,
+    "gpt-1t": 1_008_038_758_400,
 }
 TINY = {"bert-imdb": "bert-tiny", "gpt-wikitext": "gpt-tiny"}
 

@@ -61,6 +61,22 @@ def test_a_loss_that_is_no_number_stops_the_run_and_the_record_stays(tmp_path):
     assert "Traceback" not in result.stderr.partition("failed: ")[0]
 
 
+def test_a_last_step_that_ruins_the_weights_is_found_by_the_evaluation_after_it(tmp_path):
+    flags = ("--learning_rate", "1e38", "--warmup_ratio", "0", "--max_steps", "1")
+    assert train("single", tmp_path / "run", *GPT, *flags, ranks=1).returncode != 0
+    run = read_run(tmp_path / "run")
+    assert run.state == "failed"
+    assert run.status["reason"].startswith("the evaluation loss is not a number")
+    assert [row["loss"] is None for row in run.steps] == [False]
+    assert run.evals == []
+
+
+def test_recomputed_activations_change_no_loss(run_of):
+    plain, recomputed = run_of("ddp", *GPT), run_of("ddp", *GPT, "--gradient_checkpointing")
+    assert recomputed.config["gradient_checkpointing"]
+    assert [row["loss"] for row in recomputed.steps] == pytest.approx([row["loss"] for row in plain.steps], rel=1e-6)
+
+
 def test_an_engine_that_differs_from_what_is_asked_fails_before_training(tmp_path):
     result = train("zero2", tmp_path / "run", *GPT, "--engine_override", "gradient_clipping=0.25", ranks=1)
     assert result.returncode != 0

@@ -254,6 +254,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "deepspeed": expected.deepspeed,
             },
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
+            "virtual": False,
         }  # fmt: skip
     assert len(seen) == ranks
 

@@ -109,6 +109,9 @@ class _HostPeak:
         self.reset()
 
     def reset(self) -> None:
+        if hasattr(psutil, "heap_trim"):
+            # What an earlier phase freed and the C library kept is no part of this one's peak.
+            psutil.heap_trim()
         try:
             # proc(5): "5" resets VmHWM. Some containers refuse it, and other systems do not have it.
             Path("/proc/self/clear_refs").write_text("5")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 RECORD_NAME = "initial_weights.json"
+STAND_IN_WEIGHT = 0.01
 _OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
 _NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
 _OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
@@ -84,11 +85,13 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     return _verified(folder)
 
 
-def load_initial_model(config: RunConfig, initial: InitialWeights) -> PreTrainedModel:
+def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> PreTrainedModel:
     """What every arm calls. Under a live ZeRO-3 configuration transformers partitions the model while it loads."""
     import torch
     from transformers import AutoConfig
 
+    if initial is None:
+        return _stand_in(config)
     saved = AutoConfig.from_pretrained(initial.path, attn_implementation=_attention(config))
     architecture = _with_run_settings(saved, config)
     model, keys = _model_class(config)[type(architecture)].from_pretrained(
@@ -98,6 +101,32 @@ def load_initial_model(config: RunConfig, initial: InitialWeights) -> PreTrained
         if keys.get(kind):
             raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
     return model
+
+
+def _stand_in(config: RunConfig) -> PreTrainedModel:
+    """A virtual rank's model: the right shapes, and one constant for every weight, since no value of it matters.
+
+    Made as from_pretrained makes one, module by module and partitioned at once under ZeRO-3, but from no checkpoint.
+    """
+    import torch
+    from transformers.initialization import no_init_weights
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.utils.generic import ContextManagers
+
+    architecture = model_config(config)
+    cls = _model_class(config)[type(architecture)]
+    architecture.dtype = torch.float32
+    contexts = cls.get_init_context(torch.float32, False, False, False) if is_deepspeed_zero3_enabled() else []
+    with ContextManagers([*contexts, no_init_weights()]):
+        model = cls(architecture)
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Under ZeRO-3 this rank's part of it; what is on NVMe by now stays as it was made.
+            held = getattr(parameter, "ds_tensor", parameter)
+            if held.numel():
+                held.fill_(STAND_IN_WEIGHT)
+    return model.eval()
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:

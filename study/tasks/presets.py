@@ -59,6 +59,11 @@ class Preset:
     depth_changed: bool = False
 
     @property
+    def layers(self) -> int:
+        layers: int = self.architecture[_LAYERS_FIELD[self.model_type]]
+        return layers
+
+    @property
     def has_published_weights(self) -> bool:
         return self.hub_id is not None and not self.depth_changed
 
@@ -98,6 +103,11 @@ def _gpt2(name: str, hub_id: str | None, revision: str | None, **changed: Any) -
     return Preset(name, "causal-lm", "gpt2", base | changed, hub_id, revision)
 
 
+def _megatron(name: str, **shape: int) -> Preset:
+    """GPT-2's architecture with the vocabulary and the context that Megatron pads it to; nobody publishes weights."""
+    return _gpt2(name, None, None, vocab_size=51200, n_positions=2048, bos_token_id=None, eos_token_id=None, **shape)
+
+
 _ALL = (
     _bert(
         "bert-large-uncased", "google-bert/bert-large-uncased", "6da4b6a26a1877e173fca3225479512db81a5e5b",
@@ -127,6 +137,14 @@ _ALL = (
         vocab_size=VOCABULARY_SIZE, n_embd=256, n_layer=2, n_head=4, n_positions=TINY_POSITIONS,
         bos_token_id=None, eos_token_id=None,
     ),
+    # The sizes that the ZeRO papers speak of. Width and depth are theirs where those give the size that is named: the
+    # 13 B of the paper's figures is 62 layers, which makes 12.7 B.
+    _megatron("gpt-7.5b", n_embd=4096, n_layer=36, n_head=32),  # 7.47 B parameters
+    _megatron("gpt-13b", n_embd=4096, n_layer=63, n_head=32),  # 12.90 B
+    _megatron("gpt-20b", n_embd=4096, n_layer=98, n_head=32),  # 19.95 B
+    _megatron("gpt-128b", n_embd=8192, n_layer=158, n_head=64),  # 127.7 B
+    _megatron("gpt-175b", n_embd=12288, n_layer=96, n_head=96),  # 174.6 B, as GPT-3
+    _megatron("gpt-1t", n_embd=25600, n_layer=128, n_head=160),  # 1008 B, as in ZeRO-Infinity
     Preset(
         "gpt-neo-2.7b", "causal-lm", "gpt_neo",
         {
@@ -167,6 +185,22 @@ def _find_preset(name: str) -> Preset | None:
     if other_depth and other_depth[1] in PRESETS:
         return PRESETS[other_depth[1]].with_layers(int(other_depth[2]))
     return None
+
+
+def without_depth(name: str) -> str | None:
+    """The preset behind a name, whatever depth the name says; None where it is none."""
+    preset = _find_preset(name)
+    return re.sub(r"-\d+layers$", "", preset.name) if preset else None
+
+
+def preset_family(name: str) -> Family | None:
+    preset = _find_preset(name)
+    return preset.family if preset else None
+
+
+def preset_layers(name: str) -> int | None:
+    base = without_depth(name)
+    return PRESETS[base].layers if base else None
 
 
 def find_model(name: str) -> Preset | Path | str:

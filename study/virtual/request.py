@@ -1,0 +1,154 @@
+"""What `study virtual` is asked for, as cells that the sweep's launcher knows how to start."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import get_args
+
+from study.config import (
+    Precision,
+    RunConfig,
+    Task,
+    add_flags,
+    config_from_flags,
+    parse_command_line,
+    refuse_what_no_virtual_run_has,
+    resolved,
+)
+from study.errors import UserError
+from study.strategies import STRATEGY_NAMES, read_strategy
+from study.sweep.box import Box
+from study.sweep.plan import Cell
+
+TIME_LIMIT_S = 3600.0
+# bf16 is what the papers call mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed has it under
+# the name bf16-engine; autocast over fp32 weights, which study/train.py calls bf16, is bf16-autocast here.
+PRECISIONS = (*get_args(Precision), "bf16-autocast")
+OWN_FLAGS = {"task", "precision", "virtual_world_size", "virtual_rank", "output_dir", "overwrite_output_dir"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    strategies: tuple[str, ...]
+    world_size: int
+    rank: int
+    precision: str | None
+    config: RunConfig
+    depths: tuple[int, int, int] | None
+    runs_dir: Path
+
+    def cell(self, strategy: str, box: Box, model: str | None = None) -> Cell:
+        """One virtual rank under `strategy`, of the model asked for or of `model`."""
+        asked = dataclasses.replace(
+            self.config,
+            virtual_world_size=self.world_size,
+            virtual_rank=self.rank,
+            precision=precision_of(self.precision, strategy) or self.config.precision,
+            model_name_or_path=model or self.config.model_name_or_path,
+        )
+        config = resolved(asked, accelerator_visible=box.gpus > 0)
+        refuse_what_no_virtual_run_has(config)
+        config.batch_plan(self.world_size)
+        asked = dataclasses.replace(asked, scale=config.scale)
+        return Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
+
+
+def precision_of(asked: str | None, strategy: str) -> Precision | None:
+    """The name study/train.py has for it; without DeepSpeed there is no other bf16 than autocast."""
+    if asked == "bf16":
+        return "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
+    return "bf16" if asked == "bf16-autocast" else asked  # type: ignore[return-value]  # argparse checked it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
+    parser.add_argument("--world-size", required=True, type=int, metavar="N", help="how many ranks the job has")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be; shards are uneven")
+    parser.add_argument("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="bf16: the papers' mixed precision where the strategy has it; bf16-autocast: fp32 weights under autocast",
+    )
+    parser.add_argument(
+        "--layers-fit",
+        type=_depths,
+        metavar="A,B,C",
+        help="run these depths; the line through the first two is extrapolated, the third checks it",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/virtual"), metavar="DIR", help="for the records")
+    add_flags(parser, without=OWN_FLAGS)
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags of study/train.py")
+
+
+def read_request(options: argparse.Namespace) -> Request:
+    options.task = options.task or task_of(options.model_name_or_path)
+    config = _merged(config_from_flags(options), parse_command_line(options.flags))
+    request = Request(
+        strategies=_strategies(options.strategy),
+        world_size=options.world_size,
+        rank=options.rank,
+        precision=options.precision,
+        config=config,
+        depths=options.layers_fit,
+        runs_dir=options.runs_dir.absolute(),
+    )
+    if request.precision == "bf16-engine":
+        for strategy in request.strategies:
+            if not read_strategy(strategy).deepspeed:
+                raise UserError(f"--precision bf16-engine is DeepSpeed's, and {strategy} runs without it", "use bf16")
+    return request
+
+
+def task_of(model: str | None) -> str:
+    """The task that a preset is for; of any other model nothing is known without asking for it."""
+    # Beside the built-in corpora, which need numpy: no other command should pay for that.
+    from study.tasks.presets import FAMILY_OF_TASK, preset_family
+
+    family = preset_family(model) if model else None
+    return next((task for task, asked in FAMILY_OF_TASK.items() if asked == family), RunConfig.task)
+
+
+def base_model(config: RunConfig) -> tuple[str, str | None]:
+    """A preset's name without its depth, and the depth where the name says one."""
+    name = config.model_name_or_path
+    if Path(name).is_dir():
+        raise UserError(f"{name} has one depth", "extrapolate a preset, whose number of layers can be changed")
+    found = re.fullmatch(r"(.+)-(\d+)layers", name)
+    # A preset goes by its hub id as well.
+    return (found[1], found[2]) if found else (name.rsplit("/", 1)[-1].lower(), None)
+
+
+def _merged(first: RunConfig, second: RunConfig) -> RunConfig:
+    said = {
+        field.name: getattr(second, field.name)
+        for field in dataclasses.fields(RunConfig)
+        if getattr(second, field.name) != field.default
+    }
+    return dataclasses.replace(first, **said)
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    if text == "all":
+        return tuple(name for name in STRATEGY_NAMES if name != "single")
+    names = tuple(text.split(","))
+    for name in names:
+        read_strategy(name)
+        if name == "single":
+            raise UserError(
+                "--strategy single is one rank alone, and cannot be one of many", "use ddp, zero0 to zero3, or fsdp2"
+            )
+    return names
+
+
+def _depths(text: str) -> tuple[int, int, int]:
+    if not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three depths such as 2,4,6")
+    first, second, third = (int(part) for part in text.split(","))
+    if not first < second < third:
+        raise argparse.ArgumentTypeError(f"{text} does not rise")
+    return first, second, third

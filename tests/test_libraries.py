@@ -1,0 +1,45 @@
+"""What a run imports before it starts, and that it costs no more than it must."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from study.libraries import importing
+
+SHOWN = """
+import gc, sys
+from study.libraries import import_libraries
+from study.strategies import read_strategy
+import_libraries(read_strategy(sys.argv[1]))
+from transformers import GPT2LMHeadModel
+import evaluate
+print(sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None}), gc.isenabled())
+"""
+
+
+def test_collection_rests_while_libraries_are_imported_and_only_then():
+    assert gc.isenabled()
+    with importing():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize(("strategy", "with_deepspeed"), [("ddp", False), ("zero2", True)])
+def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy, with_deepspeed):
+    result = subprocess.run(
+        [sys.executable, "-c", SHOWN, strategy], capture_output=True, text=True, timeout=120, check=True
+    )
+    packages, collects = result.stdout.splitlines()[-1].rsplit(" ", 1)
+    assert collects == "True"
+    assert "'transformers'" in packages
+    assert ("'deepspeed'" in packages) is with_deepspeed
+    assert "'scipy'" not in packages
+    assert "'matplotlib'" not in packages

@@ -1,0 +1,233 @@
+"""One rank of N without the others: what it holds and sends is what a real one does, and its losses are nowhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines import ROOT, launch
+from runs import FLAGS, RunFactory, train
+from study.records import Run, read_run
+from study.report.virtual_tables import read_summaries, settings_table
+from study.virtual_figures import extrapolate, summary_of
+
+GPT = ("--task", "gpt-wikitext")
+# By kind of engine; the others are among the long tests.
+QUICK = ("ddp", "zero2", "zero3_cpu", "fsdp2")
+ALL = (
+    "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
+    "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
+)  # fmt: skip
+
+
+def virtual(strategy: str, output_dir: Path, *flags: str, ranks: int = 2, rank: int = 0) -> Run:
+    """FLAGS as every real run of the tests has them."""
+    job = ("--virtual_world_size", str(ranks), "--virtual_rank", str(rank))
+    result = train(strategy, output_dir, *GPT, *job, *flags, ranks=1)
+    log = output_dir / "log.txt"
+    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
+    return read_run(output_dir)
+
+
+def study(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "study.cli", "virtual", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def assert_same_rank(imagined: Run, real: Run, rank: int) -> None:
+    (mine,), theirs = imagined.memory["ranks"], real.memory["ranks"][rank]
+    assert mine["rank"] == theirs["rank"] == rank
+    assert mine["state"]["state_bytes"] == theirs["state"]["state_bytes"]
+    assert mine["state"]["buffer_bytes"] == theirs["state"]["buffer_bytes"]
+    if rank == 0:
+        # The record's traffic is rank 0's.
+        assert imagined.traffic == real.traffic
+
+
+@pytest.mark.parametrize("strategy", QUICK)
+def test_a_virtual_rank_holds_and_sends_what_a_real_one_does_to_the_byte(
+    run_of: RunFactory, strategy: str, tmp_path: Path
+) -> None:
+    assert_same_rank(virtual(strategy, tmp_path / "run"), run_of(strategy, *GPT), rank=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("strategy", ALL)
+def test_the_first_and_the_last_of_two_and_of_four_ranks_are_like_real_ones(
+    run_of: RunFactory, strategy: str, ranks: int, tmp_path: Path
+) -> None:
+    real = run_of(strategy, *GPT, ranks=ranks)
+    for rank in (0, ranks - 1):
+        assert_same_rank(virtual(strategy, tmp_path / str(rank), ranks=ranks, rank=rank), real, rank)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(strategy: str, tmp_path: Path) -> None:
+    """In the first step: later phases of a real run hold the libraries that its evaluation has imported.
+
+    On a model large enough that gloo's own buffers and threads, a few tens of MiB, are no percents.
+    """
+    flags = (*GPT, "--model_name_or_path", "gpt2-2layers", "--max_steps", "2", "--global_batch_size", "2")
+    assert train(strategy, tmp_path / "real", *flags).returncode == 0
+    imagined = virtual(strategy, tmp_path / "virtual", *flags[2:])
+    theirs = read_run(tmp_path / "real").memory["ranks"][0]["phases"]["first_step"]["host"]
+    assert imagined.memory["ranks"][0]["phases"]["first_step"]["host"] == pytest.approx(theirs, rel=0.02)
+
+
+def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_path: Path) -> None:
+    flags = ("--global_batch_size", "1024", "--train_samples", "1024", "--max_steps", "3")
+    run = virtual("zero3", tmp_path / "run", *flags, ranks=1024, rank=1023)
+    assert run.engine["virtual"] is True
+    assert (run.engine["world_size"], run.engine["virtual_rank"]) == (1024, 1023)
+    assert run.engine["initial_weights_sha256"] is None
+    assert run.engine["floor"] is None
+    assert run.evals == []
+    assert {(row["loss"], row["grad_norm"], row["step_time_s"]) for row in run.steps} == {(None, None, None)}
+    figures = {key for key, value in run.summary.items() if value is not None}
+    assert not {key for key in figures if "loss" in key or "accuracy" in key or "perplexity" in key}
+    assert not figures & {"tokens_per_s", "samples_per_s", "tokens_per_s_per_device", "mfu", "energy_j"}
+    assert any(warning.startswith("virtual: rank 1023 of 1024") for warning in run.engine["warnings"])
+
+
+def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
+    third = virtual("zero3", tmp_path / "third", "--max_steps", "3")
+    sixth = virtual("zero3", tmp_path / "later", "--max_steps", "8")
+    assert (third.traffic["step"], sixth.traffic["step"]) == (3, 4)
+    assert third.traffic["collectives"] == sixth.traffic["collectives"]
+
+
+def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_path: Path) -> None:
+    result = study(
+        "--strategy", "zero2", "--world-size", "8", *GPT, "--model_name_or_path", "gpt-tiny-12layers", "--layers-fit",
+        "3,4,6", "--precision", "bf16", "--runs-dir", str(tmp_path), "--json", "--", "--seq_length", "16",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["precision"] == "bf16-engine"
+    assert summary["extrapolated"]["layers"] == 12
+    assert (summary["extrapolated"]["depths"], summary["extrapolated"]["checked_at_depth"]) == ([3, 4], 6)
+    assert summary["extrapolated"]["largest_residual_of_state"] < 1e-4
+    runs = [read_run(Path(path)) for path in summary["extrapolated"]["run_dirs"]]
+    assert [run.engine["model_layers"] for run in runs] == [3, 4, 6]
+    assert {run.config["seq_length"] for run in runs} == {16}
+    # The line goes through the third depth as well, where there is a measurement to hold it against.
+    measured = summary_of(runs[2])
+    line = extrapolate(runs, (3, 4, 6), 6)
+    assert line["model_parameters"] == measured["model_parameters"]
+    assert line["state_bytes_total"] == pytest.approx(measured["state_bytes_total"], rel=1e-4)
+    # The report finds the three depths by itself, and makes the line for the preset's own two layers.
+    (row,) = read_summaries(tmp_path)
+    assert (row["model"], row["setting"], row["extrapolated"]["layers"]) == ("gpt-tiny", "as shipped", 2)
+    assert settings_table(tmp_path)["made by"].str.startswith("extrapolated from 3, 4 of 2 layers").all()
+
+
+REFUSALS = {
+    "one rank": (("--strategy", "zero3", "--world-size", "1"), "--virtual_world_size 1 is out of range"),
+    "too many": (("--strategy", "zero3", "--world-size", "1025"), "--virtual_world_size 1025 is out of range"),
+    "no such rank": (("--strategy", "zero3", "--world-size", "4", "--rank", "4"), "--virtual_rank 4 is none of 4"),
+    "single": (("--strategy", "single", "--world-size", "4"), "single is one rank alone"),
+    "no such strategy": (("--strategy", "zero4", "--world-size", "4"), "no strategy is called 'zero4'"),
+    "unknown flag": (("--strategy", "zero3", "--world-size", "4", "--nonsense", "1"), "--nonsense"),
+    "weights": (("--strategy", "zero3", "--world-size", "4", "--weights", "pretrained"), "loads no weights"),
+    "tracker": (("--strategy", "zero3", "--world-size", "4", "--report_to", "tensorboard"), "no losses to report"),
+    "depths": (("--strategy", "zero3", "--world-size", "4", "--layers-fit", "3,2,4"), "does not rise"),
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSALS.values(), ids=REFUSALS)
+def test_a_misuse_is_one_line(arguments: tuple[tuple[str, ...], str], tmp_path: Path) -> None:
+    asked, says = arguments
+    result = study(*asked, "--runs-dir", str(tmp_path / "runs"))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert says in line
+    assert ". To mend it: " in line
+
+
+def test_a_model_that_cannot_be_held_is_one_line_that_names_the_extrapolation(tmp_path: Path) -> None:
+    result = study(
+        "--strategy", "ddp", "--world-size", "2", *GPT, "--model_name_or_path", "gpt-1t", "--runs-dir", str(tmp_path)
+    )
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "one rank of ddp on 2 takes about" in line
+    assert "--layers-fit" in line
+
+
+@pytest.mark.parametrize(
+    ("fixed", "says"),
+    [
+        ({"strategy": "single", "virtual_world_size": 8}, "cannot be one of many"),
+        ({"strategy": "zero3", "virtual_world_size": 8, "world_size": 2}, "world_size and virtual_world_size"),
+        ({"strategy": "zero3", "virtual_world_size": 8}, "mixes virtual ranks with real runs"),
+    ],
+    ids=["single", "two worlds", "mixture"],
+)
+def test_a_suite_that_mixes_is_refused(fixed: dict[str, object], says: str, tmp_path: Path) -> None:
+    grids = [{"fixed": fixed}, {"fixed": {"strategy": "ddp", "world_size": 2}}]
+    suite = tmp_path / "mixed.yaml"
+    suite.write_text(json.dumps({"name": "mixed", "description": "a test's", "grids": grids}))
+    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--dry-run"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_more_processes_than_the_one_are_refused(tmp_path: Path) -> None:
+    flags = (*FLAGS, *GPT, "--virtual_world_size", "8", "--output_dir", str(tmp_path / "run"))
+    result = launch("zero1", "study/train.py", *flags, ranks=2)
+    assert result.returncode != 0
+    assert "a virtual rank is one process, and 2 were launched" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_papers_7_5_b_on_64_ranks_holds_1_88_gb_per_rank(tmp_path: Path) -> None:
+    result = study(
+        "--strategy", "zero3", "--world-size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",
+        "--seq_length", "16", "--runs-dir", str(tmp_path), "--json", timeout=1700,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["extrapolated"] is None
+    assert summary["state_bytes_total"] == pytest.approx(1.88e9, rel=0.01)
+    assert summary["host_peak_rss_gib"] < 12
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("strategy", "papers_gb"), [("zero1", 31.4), ("zero2", 16.6)])
+def test_the_papers_rows_of_stage_1_and_2_by_extrapolation(strategy: str, papers_gb: float, tmp_path: Path) -> None:
+    result = study(
+        "--strategy", strategy, "--world-size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",
+        "--seq_length", "16", "--layers-fit", "2,3,4", "--runs-dir", str(tmp_path), "--json", timeout=1700,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["extrapolated"]["largest_residual_of_state"] < 1e-3
+    assert summary["state_bytes_total"] == pytest.approx(papers_gb * 1e9, rel=0.01)
+
+
+def test_the_large_presets_have_the_size_that_they_are_called_after() -> None:
+    import torch
+
+    from study.config import RunConfig, resolved
+    from study.tasks.models import build_model
+
+    sizes = {"7.5b": 7.5e9, "13b": 13e9, "20b": 20e9, "128b": 128e9, "175b": 175e9, "1t": 1e12}
+    for name, parameters in sizes.items():
+        config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path=f"gpt-{name}"), accelerator_visible=False)
+        with torch.device("meta"):
+            model = build_model(config)
+        assert sum(one.numel() for one in model.parameters()) == pytest.approx(parameters, rel=0.01), name
