@@ -125,6 +125,15 @@ def test_a_drive_is_measured_and_nothing_stays_on_it(normal: subprocess.Complete
     assert "O_DIRECT" in bandwidth["found"]
 
 
+def test_the_rate_of_matrix_products_is_measured(normal: subprocess.CompletedProcess[str]) -> None:
+    check = checks_of(normal)["matmul"]
+    assert check["state"] == "ok"
+    rates = [float(part.split()[0]) for part in check["found"].split(" (")[0].split(", ")]
+    # A core reaches some hundredths, and no device a hundred thousand.
+    assert all(1e-4 < rate < 1e5 for rate in rates)
+    assert "TFLOP/s fp32" in check["found"]
+
+
 def test_the_hub_is_not_asked_unless_wanted(normal: subprocess.CompletedProcess[str]) -> None:
     found = checks_of(normal)["hub"]["found"]
     assert "HF_HUB_OFFLINE set" in found

@@ -15,9 +15,9 @@ import pytest
 
 from study import cli
 from study.records import RunWriter, read_json, read_run, read_status, write_json
-from study.sweep.box import Box
+from study.sweep.box import Box, matmul_rates
 from study.sweep.execute import run_cells
-from study.sweep.notes import append_attempt, expected_s
+from study.sweep.notes import Durations, add_duration, append_attempt, expected_s
 from study.sweep.outcome import standing_of
 from study.sweep.plan import plan_cells
 from study.sweep.process import clean_environment
@@ -86,6 +86,7 @@ def test_the_sweep_s_own_cost_is_recorded_with_each_cell(swept):
         # From the launch it takes longer than from the script's first line, and not longer than the whole.
         assert summary["startup_s"] < attempt["startup_s"] < attempt["wall_s"]
         assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}
+        assert attempt["matmul_rates"] == {}
     assert {read_json(cell_of(runs, name) / "sweep.json")["attempts"][0]["order"] for name in ("single", "zero2")} == {
         0,
         1,
@@ -100,12 +101,23 @@ def test_the_log_holds_the_ranks_noise_and_the_launchers(swept):
     assert "zero2 on 2 ranks" in log
 
 
+def test_a_suite_can_have_another_trainer_s_loop_run_its_cells(swept, tmp_path):
+    suite = write_suite(tmp_path, {"strategy": "single", "trainer": "hf_trainer"})
+    assert run(suite, tmp_path / "runs").returncode == 0
+    theirs, ours = read_run(cell_of(tmp_path / "runs", "single")), read_run(cell_of(swept[1], "single"))
+    assert (theirs.engine["trainer"], ours.engine["trainer"]) == ("hf_trainer", "study")
+    assert read_json(theirs.path / "sweep.json")["trainer"] == "hf_trainer"
+    assert [row["samples_hash"] for row in theirs.steps] == [row["samples_hash"] for row in ours.steps]
+
+
 def test_nothing_of_another_launch_reaches_a_run(swept, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("RANKING", "kept")
+    monkeypatch.setenv("PATH", "/usr/bin")
     environment = clean_environment(tmp_path, tmp_path / "refusal")
+    assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
     assert not [name for name in environment if environment[name] == "7"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert environment["RANKING"] == "kept"
@@ -175,12 +187,24 @@ def test_a_time_budget_stops_between_cells_and_says_what_is_left(tmp_path):
 
 
 def test_what_the_next_cell_takes_is_judged_by_those_like_it(tmp_path):
-    suite = write_suite(tmp_path, {"strategy": ["single", "zero3"]})
-    by_strategy = {cell.strategy: cell for cell in plan_cells(read_suite(suite), Box((), 16.0))}
-    durations = {("gpt-wikitext", "single"): [10.0, 12.0, 50.0], ("bert-imdb", "ddp"): [30.0]}
-    assert expected_s(by_strategy["single"], durations) == 12.0
-    assert expected_s(by_strategy["zero3"], durations) == 21.0
-    assert expected_s(by_strategy["zero3"], {}) == 0.0
+    suite = write_suite(
+        tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
+        overrides=[{"where": {"strategy": "zero3"}, "fixed": {"expected_s": 90}}],
+    )  # fmt: skip
+    cells = {
+        (cell.strategy, cell.config.seed, cell.config.dropout): cell
+        for cell in plan_cells(read_suite(suite), Box((), 16.0))
+    }
+    durations: Durations = {}
+    assert expected_s(cells["single", 1, 0.0], durations) == 0.0
+    assert expected_s(cells["zero3", 1, 0.0], durations) == 90.0, "what the suite says holds until a record is there"
+    for seconds in (10.0, 12.0, 50.0):
+        add_duration(durations, cells["single", 1, 0.0], seconds)
+    assert expected_s(cells["single", 2, 0.0], durations) == 12.0
+    assert expected_s(cells["single", 2, 0.1], durations) == 12.0
+    add_duration(durations, cells["zero3", 1, 0.1], 30.0)
+    assert expected_s(cells["zero3", 2, 0.1], durations) == 30.0
+    assert expected_s(cells["zero3", 2, 0.0], durations) == 90.0
 
 
 def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
@@ -191,6 +215,14 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
     assert (outcome.finished, outcome.left) == (1, 0)
     status = read_status(tmp_path / "runs" / cells[0].id)
     assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this box has 1 GPU")
+
+
+def test_the_rate_of_matrix_products_is_measured_for_the_records_of_a_box_with_a_gpu():
+    assert matmul_rates(Box((), 16.0)) == {}, "without a GPU there is nothing to hold an MFU against"
+    # As on a box with one: measured for real, on whatever torch finds here.
+    measured = matmul_rates(Box((80.0,), 64.0))
+    assert measured["tflops"]["fp32"] > 0
+    assert measured["device"]
 
 
 def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from study.sweep.outcome import ANSWERED, Evidence, OomCounts, judge, last_lines, oom_counts
+from study.sweep.cgroups import OomCounts, oom_counts
+from study.sweep.outcome import ANSWERED, Evidence, judge, last_lines
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
 PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
@@ -63,8 +64,10 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
         (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
+        (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "CUDA out of memory"),
         # Refusals.
         (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "mend": "install"}), "unsupported", "no aio"),
+        (evidence(refusal={"kind": "CannotBeHeld", "problem": "20 B", "mend": "smaller"}), "unsupported", "20 B"),
         (evidence(refusal={"kind": "UserError", "problem": "odd batch", "mend": "even"}), "failed", "odd batch"),
         # Nothing but what was printed.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),

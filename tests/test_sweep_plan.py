@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 
@@ -12,9 +13,13 @@ from study.config import parse_command_line, resolved
 from study.errors import UserError
 from study.strategies import STRATEGY_NAMES
 from study.sweep.box import Box, _visible, check_requirements
+from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
+from study.sweep.process import launch_command
+from study.sweep.rehearsal import rehearsed
+from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
-from sweeps import TINY, write_suite
+from sweeps import ROOT, TINY, write_suite
 
 CPU_BOX = Box((), 16.0)
 SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml"))
@@ -48,6 +53,33 @@ HEAD = "name: x\ndescription: y\n"
         (HEAD + "grids:\n  - axes: {strategy: ddp}\n    exclude: [{stage: 3}]\n", 5, "unknown key 'stage'"),
         (HEAD + "grids:\n  - axes: {strategy: ddp\n", 5, "not YAML"),
         (HEAD + "grids:\n  - 7\n", 3, "mapping"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    search: {smallest: 3}\n", 5, "unknown key 'smallest'"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    search: {}\n", 5, "names 0 things to find"),
+        (
+            HEAD + "grids:\n  - axes: {strategy: ddp}\n    search:\n      largest_model: [a, b]\n"
+            "      largest_micro_batch: [1, 2]\n",
+            5,
+            "names 2 things to find",
+        ),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    search:\n      largest_model: [a]\n", 6, "is ['a']"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp}\n    search: {largest_model: [a, b, a]}\n", 5, "a model twice"),
+        (HEAD + "grids:\n  - search: {largest_micro_batch: {from: 4, to: 2}}\n", 4, "goes from 4 to 2"),
+        (HEAD + "grids:\n  - search: {largest_micro_batch: {from: 1}}\n", 4, "to is missing"),
+        (HEAD + "grids:\n  - search: {largest_micro_batch: [1, 4, 2]}\n", 4, "is [1, 4, 2]"),
+        (HEAD + "grids:\n  - search: {largest_micro_batch: [1, two]}\n", 4, "is [1, 'two']"),
+        (
+            HEAD + "grids:\n  - axes: {global_batch_size: 8}\n    search: {largest_micro_batch: [1, 2]}\n",
+            4,
+            "global_batch_size is what largest_micro_batch decides",
+        ),
+        (
+            HEAD + "grids:\n  - search: {largest_model: [gpt2, gpt2-xl]}\n    overrides:\n"
+            "      - {where: {strategy: ddp}, fixed: {model_name_or_path: gpt2}}\n",
+            6,
+            "is what largest_model decides",
+        ),
+        (HEAD + "grids:\n  - axes: {strategy: ddp, trainer: keras}\n", 4, "no trainer is called 'keras'"),
+        (HEAD + "grids:\n  - axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
         ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
         ("name: x\ngrids: []\n", 1, "description is missing"),
     ],
@@ -151,6 +183,34 @@ def test_what_only_deepspeed_has_is_refused_for_other_strategies(tmp_path):
         plan(file)
 
 
+@pytest.mark.parametrize(("trainer", "strategy"), [("hf_trainer", "fsdp2"), ("bare_loop", "zero2")])
+def test_what_a_trainer_does_not_run_is_refused_before_anything_runs(tmp_path, trainer, strategy):
+    file = write_suite(tmp_path, {"strategy": strategy, "trainer": trainer})
+    with pytest.raises(UserError, match=f"{trainer} does not run {strategy}"):
+        plan(file)
+
+
+def test_a_trainer_is_launched_by_its_own_script_under_its_own_id(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "single", "trainer": ["study", "hf_trainer", "bare_loop"]})
+    cells = {cell.trainer: cell for cell in plan(file)}
+    assert len({cell.id for cell in cells.values()}) == 3
+    assert "-single-hf_trainer-1x-" in cells["hf_trainer"].id
+    assert "-single-1x-" in cells["study"].id
+    for trainer, script in (("hf_trainer", "study/baselines/hf_trainer.py"), ("study", "study/train.py")):
+        assert script in launch_command(cells[trainer], tmp_path)
+
+
+def test_a_virtual_rank_is_launched_alone_and_divides_its_batch_over_the_ranks_it_stands_for(tmp_path):
+    fixed = {**TINY, "virtual_world_size": 8, "world_size": 1, "global_batch_size": 16}
+    (cell,) = plan(write_suite(tmp_path, {"strategy": "zero3"}, fixed))
+    assert "-zero3-virtual-8x-" in cell.id
+    command = launch_command(cell, tmp_path)
+    assert command[command.index("--num_processes") + 1] == "1"
+    assert command[command.index("--virtual_world_size") + 1] == "8"
+    with pytest.raises(UserError, match="does not divide over 8 ranks"):
+        plan(write_suite(tmp_path, {"strategy": "zero3"}, {**fixed, "global_batch_size": 4}))
+
+
 def test_a_number_written_as_1e_5_is_a_number(tmp_path):
     file = tmp_path / "suite.yaml"
     file.write_text(HEAD + "fixed: {scale: laptop, learning_rate: 1e-5}\ngrids: [{axes: {strategy: ddp}}]\n")
@@ -175,6 +235,39 @@ def test_a_shipped_suite_plans_on_every_box_that_meets_it(name):
     box = Box((max(suite.requires.gpu_memory_gib, 16.0),) * max(suite.requires.gpus, 0), 4096.0)
     check_requirements(suite, box)
     assert plan_cells(suite, box)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "laptop"])
+def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
+    suite = rehearsed(read_suite(find_suite(name)))
+    assert suite.name == f"{name}-rehearsal"
+    check_requirements(suite, CPU_BOX)
+    cells = plan_cells(suite, CPU_BOX)
+    full = plan_cells(read_suite(find_suite(name)), box_with(8))
+    for cell in cells:
+        config = (cell.first if isinstance(cell, Search) else cell).config
+        assert config.scale == "laptop"
+        assert config.model_name_or_path.startswith(("bert-tiny", "gpt-tiny"))
+        assert (config.data, config.weights, config.device_memory_cap_gib) == ("builtin", "random", None)
+        assert 0 < config.max_steps <= 6
+    # What is launched is the same: every strategy by every trainer, and a search where there is one.
+    assert {kind_of(cell) for cell in cells} == {kind_of(cell) for cell in full}
+
+
+def kind_of(cell):
+    one = cell.first if isinstance(cell, Search) else cell
+    return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
+
+
+def test_the_readme_says_what_each_rented_slice_takes_as_the_suites_estimate_it(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(h200_\w+)` \|.*\| (\d+) min \|$", readme, re.MULTILINE))
+    assert sorted(rows) == [name for name in SHIPPED if name.startswith("h200")]
+    for name, minutes in rows.items():
+        cells = plan_cells(read_suite(find_suite(name)), box_with(1))
+        seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
+        seconds += sum(PROBES_OF_A_SEARCH * expected_s(cell.first, {}) for cell in cells if isinstance(cell, Search))
+        assert int(minutes) == round(seconds / 60), name
 
 
 def test_the_laptop_suite_holds_both_tasks_under_every_strategy():

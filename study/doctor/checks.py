@@ -19,7 +19,7 @@ import psutil
 
 from study.host_limits import can_lock, locked_bytes
 from study.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
-from study.sweep.outcome import _memory_cgroups
+from study.sweep.cgroups import memory_cgroups
 
 INSTALL = "make -B install"
 PIP = "python -m pip install --no-build-isolation -c constraints.txt"
@@ -137,7 +137,7 @@ def _first_line(*command: str) -> str | None:
 
 def memory() -> Iterator[Check]:
     host = psutil.virtual_memory()
-    limits = [limit for folder in _memory_cgroups(Path("/")) if (limit := _cgroup_limit(folder)) < host.total]
+    limits = [limit for folder in memory_cgroups(Path("/")) if (limit := _cgroup_limit(folder)) < host.total]
     available = min([host.available, *limits]) / GIB
     found = f"{host.total / GIB:.1f} GiB, {host.available / GIB:.1f} GiB available, "
     found += f"cgroup limit {min(limits) / GIB:.1f} GiB" if limits else "no cgroup limit"

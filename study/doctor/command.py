@@ -16,10 +16,10 @@ from study.strategies import REPOSITORY
 
 # torch and DeepSpeed are imported in seconds, an operator loaded in as many; a cold disk may take ten times that.
 PROBE_LIMIT_S = 180
-_PROBED = ("gpus", "nccl", "nvcc", "libaio", "operators", "nvme bandwidth", "hub")
+_PROBED = ("gpus", "nccl", "nvcc", "matmul", "libaio", "operators", "nvme bandwidth", "hub")
 _ORDER = (
-    "python", "packages", "versions", "gpus", "nccl", "compiler", "nvcc", "ninja", "libaio", "operators", "nvme path",
-    "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
+    "python", "packages", "versions", "gpus", "nccl", "matmul", "compiler", "nvcc", "ninja", "libaio", "operators",
+    "nvme path", "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
 )  # fmt: skip
 
 

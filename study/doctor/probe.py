@@ -40,6 +40,7 @@ def main() -> None:
             "gpus": _gpus,
             "nccl": _nccl,
             "nvcc": _nvcc,
+            "matmul": _matmul,
             "hub": functools.partial(_hub, options.hub),
             "libaio": _libaio,
             "operators": _operators,
@@ -105,6 +106,15 @@ def _nvcc() -> Check:
         found += f", and torch is built for CUDA {torch.version.cuda}"
         return Check("nvcc", "missing", found, f"export CUDA_HOME=DIR, with the toolkit of CUDA {torch.version.cuda}")
     return Check("nvcc", "ok", found)
+
+
+def _matmul() -> Check:
+    from study.measure.matmul import measure
+
+    measured = measure(seconds=0.2)
+    rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in measured["tflops"].items())
+    where = f"{measured['threads']} threads" if measured["threads"] else measured["device"]
+    return Check("matmul", "ok", f"{rates} (random matrices of {measured['size']}, {where})")
 
 
 def _libaio() -> Check:

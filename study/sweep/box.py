@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import psutil
 
 from study.errors import UserError
+from study.strategies import REPOSITORY
 from study.sweep.suite_file import Requirements, Suite
+
+_MATMUL_LIMIT_S = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +75,23 @@ def gpu_processes() -> list[GpuProcess]:
         for gpu, handle in enumerate(handles)
         for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     ]
+
+
+def matmul_rates(box: Box) -> dict[str, Any]:
+    """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU.
+
+    Measured in a process of its own, which is gone before the first cell begins.
+    """
+    if not box.gpus:
+        return {}
+    command = [sys.executable, "-m", "study.measure.matmul"]
+    try:
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True
+        )
+        return dict(json.loads(answer.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return {"error": f"not measured ({type(error).__name__})"}
 
 
 def _nvml() -> tuple[Any, list[Any]] | None:

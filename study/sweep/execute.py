@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from study.records import read_json, read_status, utc_now
 from study.strategies import REPOSITORY
-from study.sweep.box import Box, gpu_processes
+from study.sweep.box import Box, gpu_processes, matmul_rates
+from study.sweep.cgroups import oom_counts
 from study.sweep.lock import end_leftovers, only_sweep
-from study.sweep.notes import append_attempt, earlier_durations, expected_s, startup_s
+from study.sweep.notes import Durations, add_duration, append_attempt, earlier_durations, expected_s, startup_s
 from study.sweep.outcome import (
     Ending,
     Evidence,
@@ -27,12 +28,12 @@ from study.sweep.outcome import (
     conclude,
     judge,
     last_lines,
-    oom_counts,
     standing_of,
 )
 from study.sweep.plan import Cell, uses_nvme
 from study.sweep.process import CellProcess, clean_environment, launch_command
 from study.sweep.progress import Progress, StepTail, show_duration
+from study.sweep.search import Search
 
 _POLL_S = 0.25
 
@@ -51,18 +52,18 @@ class Outcome:
 
 
 def run_cells(
-    cells: Sequence[Cell], root: Path, box: Box, *, retry: bool = False, time_budget_s: float | None = None
+    cells: Sequence[Cell | Search], root: Path, box: Box, *, retry: bool = False, time_budget_s: float | None = None
 ) -> Outcome:
     """Everything that is not answered yet, in the order given. `root` holds one directory per cell."""
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
         ended = end_leftovers(root)
-        standings = {cell.id: standing_of(root / cell.id) for cell in cells}
-        to_do = [cell for cell in cells if not standings[cell.id].is_answered(retry)]
-        with Progress(len(to_do), len(cells) - len(to_do)) as progress, _signals_stop():
+        to_do = [cell for cell in cells if not _is_answered(cell, root, retry)]
+        searches = sum(isinstance(cell, Search) for cell in to_do)
+        with Progress(len(to_do), len(cells) - len(to_do), searches) as progress, _signals_stop():
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
-            sweep = _Sweep(root, box, progress, deadline)
+            sweep = _Sweep(root, box, progress, retry, deadline)
             stopped = False
             try:
                 sweep.run(to_do)
@@ -71,8 +72,15 @@ def run_cells(
                 stopped = True
             left = len(to_do) - sweep.finished
             if left:
-                progress.say(f"{left} of {len(cells)} cells are left; the same command goes on with them")
+                what = "cells and searches" if any(isinstance(cell, Search) for cell in cells) else "cells"
+                progress.say(f"{left} of {len(cells)} {what} are left; the same command goes on with them")
             return Outcome(sweep.finished, left, stopped)
+
+
+def _is_answered(cell: Cell | Search, root: Path, retry: bool) -> bool:
+    if isinstance(cell, Search):
+        return next(cell.probes(root, retry), None) is None
+    return standing_of(root / cell.id).is_answered(retry)
 
 
 class _Seen(NamedTuple):
@@ -91,35 +99,58 @@ class _Sweep:
     root: Path
     box: Box
     progress: Progress
+    retry: bool
     deadline: float | None
     finished: int = 0
+    _matmul_rates: dict[str, Any] | None = None
 
-    def run(self, to_do: Sequence[Cell]) -> None:
+    def run(self, to_do: Sequence[Cell | Search]) -> None:
+        """Counts what is finished: a cell when it has run, a search when it needs no further probe."""
         durations = earlier_durations(self.root)
-        for order, cell in enumerate(to_do):
-            expected = expected_s(cell, durations)
-            if self.deadline is not None and time.monotonic() + expected > self.deadline:
-                self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
-                return
-            self.progress.begin(cell)
-            started = time.monotonic()
-            try:
-                ending = self.run_cell(cell, order)
-            except OSError as error:
-                # A record that cannot be written: the next cell would fare no better.
-                raise Stopped(
-                    f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or mend it"
-                ) from None
-            seconds = time.monotonic() - started
-            durations.setdefault((cell.config.task, cell.strategy), []).append(seconds)
-            self.progress.end(cell, ending, seconds)
+        ran: list[str] = []
+        for item in to_do:
+            for turn, cell in enumerate(self._cells_of(item, ran)):
+                expected = expected_s(cell, durations)
+                if self.deadline is not None and time.monotonic() + expected > self.deadline:
+                    self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
+                    return
+                self.progress.begin(cell, one_more=turn > 0)
+                ending, seconds = self._timed(cell, len(ran), durations)
+                # A probe asks whether it fits: that it does not is an answer, and no failure.
+                self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
+                ran.append(cell.id)
+            if isinstance(item, Search):
+                finding = item.finding(self.root)
+                self.progress.searched(f"{item.id}: {finding.answer()} ({finding.reason()})")
             self.finished += 1
+
+    def _cells_of(self, item: Cell | Search, ran: Sequence[str]) -> Iterator[Cell]:
+        if isinstance(item, Search):
+            yield from item.probes(self.root, self.retry)
+        elif item.id not in ran:  # it may have been some search's probe by now
+            yield item
+
+    def _timed(self, cell: Cell, order: int, durations: Durations) -> tuple[Ending, float]:
+        started = time.monotonic()
+        try:
+            ending = self.run_cell(cell, order)
+        except OSError as error:
+            # A record that cannot be written: the next cell would fare no better.
+            raise Stopped(
+                f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or mend it"
+            ) from None
+        seconds = time.monotonic() - started
+        if ending.state == "ok":
+            add_duration(durations, cell, seconds)
+        return ending, seconds
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
         directory = self.root / cell.id
         if lacks := self._what_the_box_lacks(cell):
             conclude(directory, attempt_of(directory), lacks)
             return lacks
+        if self._matmul_rates is None:
+            self._matmul_rates = matmul_rates(self.box)
         attempt_before, log_file = attempt_of(directory), directory / "log.txt"
         # A directory that holds a run is given over to the next attempt, whatever state the last one left it in. One
         # without a status is what a full disk or a power cut left of the very first: there is nothing in it to keep.
@@ -158,6 +189,7 @@ class _Sweep:
             "startup_s": startup_s(directory, seen.started),
             "launcher_status": seen.launcher_status,
             "foreign_gpu_processes": foreign,
+            "matmul_rates": self._matmul_rates,
             "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
         }
         append_attempt(directory, cell, command, attempt)
@@ -252,5 +284,10 @@ def _signals_stop() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def standings_of(cells: Sequence[Cell], root: Path) -> list[tuple[Cell, Standing]]:
-    return [(cell, standing_of(root / cell.id)) for cell in cells]
+def standings_of(cells: Sequence[Cell | Search], root: Path) -> list[tuple[Cell, Standing]]:
+    """Where each cell stands, and each probe that has a record."""
+    found: dict[str, tuple[Cell, Standing]] = {}
+    for cell in cells:
+        several = cell.records(root) if isinstance(cell, Search) else [(cell, standing_of(root / cell.id))]
+        found |= {each.id: (each, standing) for each, standing in several}
+    return list(found.values())

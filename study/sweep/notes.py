@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from study.config import RunConfig
+from study.errors import UserError
 from study.records import RecordError, read_json, write_json
+from study.sweep.outcome import standing_of
 from study.sweep.plan import Cell
+from study.sweep.progress import show_duration
+from study.sweep.search import Search
 
 NOTES = "sweep.json"
-# Wall times by task and strategy.
-Durations = dict[tuple[str, str], list[float]]
+# For an estimate alone.
+PROBES_OF_A_SEARCH = 4
+# Wall times by what a cell is but for its seed and repeat, and by task, model and strategy.
+Durations = dict[tuple[str, ...], list[float]]
 
 
 def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
@@ -22,8 +30,9 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
     except (RecordError, KeyError, TypeError):
         attempts = []
     document = {
-        "cell": cell.id, "strategy": cell.strategy, "world_size": cell.world_size, "repeat": cell.repeat,
-        "time_limit_s": cell.time_limit_s, "command": list(command), "attempts": [*attempts, attempt],
+        "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
+        "world_size": cell.world_size, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
+        "command": list(command), "attempts": [*attempts, attempt],
     }  # fmt: skip
     write_json(file, document)
 
@@ -42,16 +51,51 @@ def earlier_durations(root: Path) -> Durations:
     durations: Durations = {}
     for file in root.glob(f"*/{NOTES}"):
         try:
-            document, config = read_json(file), read_json(file.parent / "config.json")
+            document = read_json(file)
+            config = RunConfig.from_dict(read_json(file.parent / "config.json"), str(file.parent))
             last = document["attempts"][-1]
             if last["state"] == "ok":
-                durations.setdefault((config["task"], document["strategy"]), []).append(float(last["wall_s"]))
-        except (RecordError, KeyError, IndexError, TypeError):
+                ranks = config.virtual_world_size or document["world_size"]
+                _add(durations, config, document.get("arm", document["strategy"]), ranks, float(last["wall_s"]))
+        except (RecordError, UserError, KeyError, IndexError, TypeError):
             continue
     return durations
 
 
+def add_duration(durations: Durations, cell: Cell, seconds: float) -> None:
+    _add(durations, cell.config, cell.arm, cell.ranks, seconds)
+
+
+def _add(durations: Durations, config: RunConfig, arm: str, ranks: int, seconds: float) -> None:
+    for key in _alike(config, arm, ranks):
+        durations.setdefault(key, []).append(seconds)
+
+
+def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    but_for_the_seed = dataclasses.replace(config, seed=0).run_id(arm, ranks)
+    return (but_for_the_seed,), (config.task, config.model_name_or_path, arm)
+
+
 def expected_s(cell: Cell, durations: Durations) -> float:
-    """The median of the cells like it, else of all; 0 while nothing is known."""
-    alike = durations.get((cell.config.task, cell.strategy)) or [s for times in durations.values() for s in times]
-    return statistics.median(alike) if alike else 0.0
+    """The median of the cells that differ in seed and repeat alone, else what the suite says, else of those like it."""
+    exactly, roughly = _alike(cell.config, cell.arm, cell.ranks)
+    if exactly not in durations and cell.expected_s is not None:
+        return cell.expected_s
+    seconds = durations.get(exactly) or durations.get(roughly)
+    seconds = seconds or [each for key, several in durations.items() if len(key) == 1 for each in several]
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def estimate(cells: Sequence[Cell | Search], root: Path, retry: bool = False) -> str:
+    """What is left, and the time it takes as far as records or the suite tell; nobody knows how long a search is."""
+    durations = earlier_durations(root)
+    left = [cell for cell in cells if isinstance(cell, Cell) and not standing_of(root / cell.id).is_answered(retry)]
+    seconds = [expected_s(cell, durations) for cell in left]
+    searches = [search for search in cells if isinstance(search, Search)]
+    probes = [probe for search in searches if (probe := next(search.probes(root, retry), None)) is not None]
+    seconds += [PROBES_OF_A_SEARCH * expected_s(probe, durations) for probe in probes]
+    text = f"{len(left)} cells to run" + (f" and {len(probes)} searches to finish" if searches else "")
+    if not any(seconds):
+        return f"{text}; how long that takes is not known yet"
+    assumed = f", a search taken for {PROBES_OF_A_SEARCH} probes" if probes else ""
+    return f"{text}, about {show_duration(sum(seconds))} (an estimate{assumed})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.records import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
+from study.sweep.cgroups import OomCounts
 
 # A run that will end the same way again is answered; it is repeated on request only.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
@@ -17,7 +18,12 @@ _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
-_OUT_OF_GPU = re.compile(r"CUDA out of memory|CUDA error: out of memory|torch\.(cuda\.)?OutOfMemoryError")
+_OUT_OF_GPU = re.compile(
+    r"CUDA out of memory|CUDA (driver )?error: out of memory|torch\.(cuda\.)?OutOfMemoryError|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
+)
+# What study/train.py says of a box that cannot do what is asked, and not of a request that is wrong.
+_OF_THE_BOX = {"Unsupported", "CannotBeHeld"}
 _OUT_OF_HOST = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
@@ -32,17 +38,6 @@ class Ending:
     state: State
     reason: str
     hint: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class OomCounts:
-    """The kernel's counters. Inside a cgroup both grow when a process is killed, whoever's memory ran out."""
-
-    killed: int
-    cgroup_limit_hit: int
-
-    def __sub__(self, before: OomCounts) -> OomCounts:
-        return OomCounts(self.killed - before.killed, self.cgroup_limit_hit - before.cgroup_limit_hit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +70,7 @@ def judge(evidence: Evidence) -> Ending:
     if evidence.stopped_by == "user":
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
-        state: State = "unsupported" if evidence.refusal["kind"] == "Unsupported" else "failed"
+        state: State = "unsupported" if evidence.refusal["kind"] in _OF_THE_BOX else "failed"
         return Ending(state, evidence.refusal["problem"], evidence.refusal["mend"])
     text = f"{evidence.log}\n{evidence.printed}"
     killed = _signals(evidence.printed, evidence.launcher_status)
@@ -166,45 +161,3 @@ def standing_of(directory: Path) -> Standing:
     except RecordError as error:
         return Standing("damaged", str(error), "it is run again")
     return Standing(status["state"], status["reason"], status["hint"])
-
-
-def oom_counts(root: Path = Path("/")) -> OomCounts:
-    """Counters of this process's cgroup and of the host; 0 where the kernel keeps none."""
-    killed = _counter(root / "proc/vmstat", "oom_kill")
-    limit_hit = 0
-    for folder in _memory_cgroups(root):
-        killed += _counter(folder / "memory.events", "oom_kill") + _counter(folder / "memory.oom_control", "oom_kill")
-        limit_hit += _counter(folder / "memory.events", "oom") + _number(folder / "memory.failcnt")
-    return OomCounts(killed, limit_hit)
-
-
-def _memory_cgroups(root: Path) -> list[Path]:
-    """The cgroups whose limits hold for this process: its own and those above it, as far as they can be seen."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        own = top / path.lstrip("/")
-        folders += [own, *(above for above in own.parents if above.is_relative_to(top))]
-    return folders
-
-
-def _counter(file: Path, name: str) -> int:
-    try:
-        rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
-        return next((int(row[1]) for row in rows if row[0] == name), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _number(file: Path) -> int:
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from study.config import RunConfig, resolved
 from study.errors import UserError
-from study.strategies import read_strategy
+from study.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.box import Box
-from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Suite
+from study.sweep.search import Search
+from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite, Trainer
 
 RANKS_WITHOUT_A_GPU = 2
+# A probe asks what fits, and not what is learned: all that a run goes through, and no more of it.
+_PROBE = {"max_steps": 3, "eval_samples": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +35,24 @@ class Cell:
     asked: RunConfig
     repeat: int
     time_limit_s: float
+    # The suite's own estimate, which holds until a record says better.
+    expected_s: float | None = None
+    trainer: Trainer = "study"
 
     @functools.cached_property
     def id(self) -> str:
-        return f"{self.config.run_id(self.strategy, self.world_size)}-r{self.repeat}"
+        return f"{self.config.run_id(self.arm, self.ranks)}-r{self.repeat}"
+
+    @property
+    def ranks(self) -> int:
+        """Of the job that is measured; a virtual one launches a single process of them."""
+        return self.config.virtual_world_size or self.world_size
+
+    @property
+    def arm(self) -> str:
+        """What a run is called after: its strategy, and whose loop trained it where that is not the study's."""
+        marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
+        return "-".join([self.strategy, *marks])
 
     @property
     def total_steps(self) -> int | None:
@@ -58,16 +76,18 @@ class Cell:
         return [*flags, "--output_dir", str(output_dir)]
 
 
-def plan_cells(suite: Suite, box: Box, only: str | None = None) -> list[Cell]:
+def plan_cells(suite: Suite, box: Box, only: str | None = None) -> list[Cell | Search]:
     """Blocks of a repeat and a seed, each holding every arm once in an order of its own.
 
     So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
     is one cell. The order is the suite's: what `only` leaves out leaves the rest as it was.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(grid, box)}
-    blocks: dict[tuple[int, int], list[Cell]] = {}
+    _refuse_mixture(suite, (cell for cell in cells.values() if isinstance(cell, Cell)))
+    blocks: dict[tuple[int, int], list[Cell | Search]] = {}
     for cell in cells.values():
-        blocks.setdefault((cell.repeat, cell.config.seed), []).append(cell)
+        example = cell.first if isinstance(cell, Search) else cell
+        blocks.setdefault((example.repeat, example.config.seed), []).append(cell)
     order = random.Random(suite.order_seed)
     for block in blocks.values():
         order.shuffle(block)
@@ -80,7 +100,7 @@ def plan_cells(suite: Suite, box: Box, only: str | None = None) -> list[Cell]:
     return chosen
 
 
-def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell]:
+def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
@@ -91,10 +111,65 @@ def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell]:
                 values |= override.fixed
         if values["strategy"] == "single":
             values["world_size"] = 1
+        if values.get("virtual_world_size"):
+            _check_virtual(values, grid)
+            values["world_size"] = 1
         if any(_matches(values, rule, grid.place) for rule in grid.exclude):
             continue
         for repeat in range(1, grid.repeats + 1):
-            yield _cell(values, repeat, box, grid.place)
+            if grid.ladder is None:
+                yield _cell(values, repeat, box, grid.place)
+            else:
+                yield _search(values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+
+
+def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:
+    if {**grid.fixed, **grid.axes}.get("world_size", 1) not in (1, [1]):
+        raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
+    if values["strategy"] == "single":
+        raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave single out")
+
+
+def _refuse_mixture(suite: Suite, cells: Iterable[Cell]) -> None:
+    """Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs."""
+    if len({bool(cell.config.virtual_world_size) for cell in cells}) > 1:
+        raise UserError(
+            f"the suite {suite.name} mixes virtual ranks with real runs",
+            "put the cells with virtual_world_size in a suite of their own",
+        )
+
+
+def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str) -> Search:
+    @functools.cache
+    def probe_of(place_on_ladder: int) -> Cell:
+        return _cell(_probe_values(values, ladder, place_on_ladder), repeat, box, place)
+
+    # Both ends now, so that what no probe could be is refused before anything runs.
+    first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
+    named = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
+    model = ladder.axis if ladder.axis == "largest_model" else f"{_short(first)}-{ladder.axis}"
+    digest = hashlib.sha256(f"{first.id} {list(ladder.rungs)}".encode()).hexdigest()[:8]
+    return Search(
+        id=f"{first.config.task}-{model}-{first.arm}-{first.ranks}x-{digest}-r{repeat}",
+        axis=ladder.axis,
+        rungs=ladder.rungs,
+        label=", ".join(f"{key} {values[key]}" for key in axes if key not in named),
+        probe_of=probe_of,
+    )
+
+
+def _probe_values(values: Mapping[str, Any], ladder: Ladder, place: int) -> dict[str, Any]:
+    """Without accumulation, on as many samples as one step takes: what fits is decided by the micro-batch alone."""
+    key = "model_name_or_path" if ladder.axis == "largest_model" else "per_device_train_batch_size"
+    probe = {**_PROBE, **values, key: ladder.rungs[place]}
+    if micro_batch := probe.get("per_device_train_batch_size"):
+        probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
+        probe["train_samples"] = max(probe.get("train_samples", 0), probe["global_batch_size"])
+    return probe
+
+
+def _short(cell: Cell) -> str:
+    return cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: str) -> bool:
@@ -113,8 +188,9 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
     try:
         asked = RunConfig.from_dict({key: value for key, value in values.items() if key not in CELL_KEYS}, place)
         config = resolved(asked, accelerator_visible=box.gpus > 0)
-        config.batch_plan(world_size)
+        config.batch_plan(config.virtual_world_size or world_size)
         _check_engine(strategy, config)
+        _check_trainer(strategy, values.get("trainer", "study"))
         cell = Cell(
             strategy=strategy,
             world_size=world_size,
@@ -123,6 +199,8 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
             asked=dataclasses.replace(asked, scale=config.scale),
             repeat=repeat,
             time_limit_s=float(values.get("time_limit_s", DEFAULT_TIME_LIMIT_S)),
+            expected_s=values.get("expected_s"),
+            trainer=values.get("trainer", "study"),
         )
         cell.total_steps  # noqa: B018 - refuses a batch larger than the samples
     except UserError as refusal:
@@ -134,6 +212,12 @@ def _check_engine(strategy: str, config: RunConfig) -> None:
     if (config.precision == "bf16-engine" or config.engine_override) and read_strategy(strategy).deepspeed is None:
         asked = "precision: bf16-engine" if config.precision == "bf16-engine" else "engine_override"
         raise UserError(f"{asked} is for DeepSpeed, and {strategy} runs without it", "exclude the combination")
+
+
+def _check_trainer(strategy: str, trainer: Trainer) -> None:
+    runs = {"hf_trainer": set(STRATEGY_NAMES) - {"fsdp2"}, "bare_loop": {"single", "ddp"}}.get(trainer)
+    if runs is not None and strategy not in runs:
+        raise UserError(f"trainer: {trainer} does not run {strategy}", "exclude the combination")
 
 
 def uses_nvme(cell: Cell) -> bool:

@@ -19,7 +19,13 @@ from study.strategies import REPOSITORY
 from study.sweep import supervise
 from study.sweep.lock import MARKER
 from study.sweep.plan import Cell
+from study.sweep.suite_file import Trainer
 
+_SCRIPTS: dict[Trainer, str] = {
+    "study": "study/train.py",
+    "hf_trainer": "study/baselines/hf_trainer.py",
+    "bare_loop": "study/baselines/bare_loop.py",
+}
 # study/train.py writes here why it refused: a launcher in between leaves of an exit status only that it was not 0.
 REFUSAL_FILE = "ZERO_STUDY_REFUSAL_FILE"
 # What a launcher exports for its ranks would make the next one believe that it is a rank itself.
@@ -33,7 +39,7 @@ def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
     return [
-        accelerate(), "launch", "--config_file", configuration, *processes, "study/train.py",
+        accelerate(), "launch", "--config_file", configuration, *processes, _SCRIPTS[cell.trainer],
         *cell.flags(_shortest(output_dir)), *extra_flags,
     ]  # fmt: skip
 
@@ -57,6 +63,8 @@ def accelerate() -> str:
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _ANOTHER_LAUNCH.match(name)}
+    # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return {**kept, MARKER: str(directory.resolve()), REFUSAL_FILE: str(refusal_file)}
 
 

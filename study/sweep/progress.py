@@ -40,9 +40,10 @@ class StepTail:
 class Progress(AbstractContextManager["Progress"]):
     """Cells done, failed and left; the current one with its step and the time it still needs."""
 
-    def __init__(self, cells_to_do: int, already_done: int, stream: TextIO | None = None):
+    def __init__(self, cells_to_do: int, already_done: int, searches: int = 0, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
-        self._total, self._already_done = cells_to_do, already_done
+        # How many probes a search takes shows while it goes on: each counts as one cell until it asks for more.
+        self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         self._started = self._cell_started = self._first_step_at = time.monotonic()
         self._cell: Cell | None = None
@@ -71,30 +72,37 @@ class Progress(AbstractContextManager["Progress"]):
         else:
             print(text, file=self._stream, flush=True)
 
-    def begin(self, cell: Cell) -> None:
+    def begin(self, cell: Cell, one_more: bool = False) -> None:
+        """`one_more` is a search's further probe, which nobody had counted."""
         self._cell, self._step, self._cell_started = cell, 0, time.monotonic()
+        self._total += one_more
         if self._live is None:
-            self.say(f"[{self._done + 1}/{self._total}] {cell.id}")
+            more = "+" if self._searches else ""
+            self.say(f"[{self._done + 1}/{self._total}{more}] {cell.id}")
 
     def step(self, step: int) -> None:
         if step and not self._step:
             self._first_step_at, self._first_step_seen = time.monotonic(), step
         self._step = step
 
-    def end(self, cell: Cell, ending: Ending, seconds: float) -> None:
+    def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
         self._done += 1
-        self._failed += ending.state not in ("ok", "unsupported")
+        self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
         self._cell = None
         why = f": {ending.reason}{f' ({ending.hint})' if ending.hint else ''}" if ending.state != "ok" else ""
         name = f"{cell.id} " if self._live is not None else "    "
         self.say(f"{name}{ending.state} after {show_duration(seconds)}{why}")
+
+    def searched(self, answer: str) -> None:
+        self._searches -= 1
+        self.say(answer)
 
     def _render(self) -> Any:
         from rich.text import Text
 
         elapsed = show_duration(time.monotonic() - self._started)
         left = self._total - self._done
-        line = f"{self._done} done, {self._failed} failed, {left} left"
+        line = f"{self._done} done, {self._failed} failed, {'at least ' if self._searches else ''}{left} left"
         if self._already_done:
             line += f" ({self._already_done} were done before)"
         text = Text(f"{line}, elapsed {elapsed}", style="bold")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -19,10 +20,17 @@ DEFAULT_TIME_LIMIT_S = 3600.0
 # Where a run writes, and what it goes on from, is the sweep's own business.
 _NOT_FOR_SUITES = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
 RUN_KEYS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - _NOT_FOR_SUITES
+Trainer = Literal["study", "hf_trainer", "bare_loop"]
+SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s"})
+CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s", "expected_s", "trainer"})
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
-_GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude"}
+_GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search"}
+# What a search decides for itself.
+_SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
+    "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
+    "largest_model": ("model_name_or_path",),
+}
 _NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
@@ -42,8 +50,16 @@ class Override:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ladder:
+    """What a search climbs: micro-batches or models, the smallest first."""
+
+    axis: SearchAxis
+    rungs: Sequence[int] | Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Grid:
-    """Every combination of the axes' values, with the fixed ones."""
+    """Every combination of the axes' values, with the fixed ones; with a ladder, a search for each."""
 
     place: str
     fixed: Mapping[str, Any]
@@ -51,6 +67,7 @@ class Grid:
     repeats: int
     overrides: tuple[Override, ...]
     exclude: tuple[Mapping[str, list[Any]], ...]
+    ladder: Ladder | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +168,17 @@ class _Reader:
         grid = self.mapping(document, where, _GRID_KEYS)
         fixed = self.values(grid, "fixed")
         axes = self.choices(grid, "axes")
+        overrides = tuple(self.overrides(grid))
         for key in axes:
             if key in fixed:
                 raise self.refusal(grid["axes"], key, "is fixed and an axis", "keep one of the two")
+        ladder = self.ladder(grid) if "search" in grid else None
+        if ladder is not None:
+            sections = [grid.get("fixed", {}), grid.get("axes", {})]
+            sections += [override["fixed"] for override in grid.get("overrides", [])]
+            for section, key in itertools.product(sections, _SEARCHED_KEYS[ladder.axis]):
+                if key in section:
+                    raise self.refusal(section, key, f"is what {ladder.axis} decides", "take it out")
         repeats = self.value(grid, "repeats", int, default=1)
         if repeats < 1:
             raise self.refusal(grid, "repeats", f"is {repeats}", "use 1 or more")
@@ -162,11 +187,35 @@ class _Reader:
             fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
             axes=axes,
             repeats=repeats,
-            overrides=tuple(self.overrides(grid)),
+            overrides=overrides,
             exclude=tuple(
                 self.all_choices(rule, self.place(grid, "exclude")) for rule in self.value(grid, "exclude", list, [])
             ),
+            ladder=ladder,
         )
+
+    def ladder(self, grid: _Mapping) -> Ladder:
+        axes = get_args(SearchAxis)
+        section = self.mapping(grid["search"], self.place(grid, "search"), set(axes))
+        if len(section) != 1:
+            raise self.refusal(grid, "search", f"names {len(section)} things to find", f"name one: {', '.join(axes)}")
+        axis: SearchAxis = next(axis for axis in axes if axis in section)
+        given = section[axis]
+        if axis == "largest_micro_batch" and isinstance(given, _Mapping):
+            ends = self.mapping(given, self.place(section, axis), {"from", "to"}, needs=("from", "to"))
+            first, last = self.value(ends, "from", int), self.value(ends, "to", int)
+            if not 1 <= first < last:
+                raise self.refusal(section, axis, f"goes from {first} to {last}", "go up, from 1 or more")
+            return Ladder(axis, range(first, last + 1))
+        kind = int if axis == "largest_micro_batch" else str
+        if not isinstance(given, list) or len(given) < 2 or any(type(rung) is not kind for rung in given):
+            mend = "{from: 1, to: 512}, or a list such as [1, 2, 4, 8]" if kind is int else "a list of model names"
+            raise self.refusal(section, axis, f"is {given!r}", f"use {mend}, the smallest first")
+        if kind is int and not (given[0] >= 1 and given == sorted(set(given))):
+            raise self.refusal(section, axis, f"is {given}", "let it go up from 1 or more")
+        if len(set(given)) < len(given):
+            raise self.refusal(section, axis, "names a model twice", "name each once, the smallest first")
+        return Ladder(axis, tuple(given))
 
     def overrides(self, grid: _Mapping) -> Iterator[Override]:
         for entry in self.value(grid, "overrides", list, default=[]):
@@ -203,9 +252,12 @@ class _Reader:
         elif key == "world_size":
             if type(value) is not int or value < 1:
                 raise UserError(f"{place}: world_size is {value!r}", "use a whole number from 1 up")
-        elif key == "time_limit_s":
+        elif key in ("time_limit_s", "expected_s"):
             if type(value) not in (int, float) or not value > 0:
-                raise UserError(f"{place}: time_limit_s is {value!r}", "use a number of seconds")
+                raise UserError(f"{place}: {key} is {value!r}", "use a number of seconds")
+        elif key == "trainer":
+            if value not in get_args(Trainer):
+                raise UserError(f"{place}: no trainer is called {value!r}", f"use {', '.join(get_args(Trainer))}")
         else:
             return getattr(RunConfig.from_dict({key: value}, place), key)
         return value

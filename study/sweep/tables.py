@@ -10,15 +10,19 @@ from typing import Any
 from study.records import RecordError, Run, read_run
 from study.sweep.outcome import Standing
 from study.sweep.plan import Cell
+from study.sweep.search import Search
 
 _MIB = 2**20
 _RIGHT = {
     "world", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms", "GPU GiB", "host GiB", "state MiB/rank",
-    "MiB/step", "cells",
+    "MiB/step", "cells", "largest", "probes",
 }  # fmt: skip
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "MiB/step",
+)  # fmt: skip
+_SEARCH_COLUMNS = (
+    "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more",
 )  # fmt: skip
 
 
@@ -34,8 +38,28 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
-def result_table(cells: Sequence[Cell], root: Path) -> str:
-    """One row per cell that has a record, from the records alone."""
+def result_table(cells: Sequence[Cell | Search], root: Path) -> str:
+    """One row per cell that has a record, and per search what it has found, from the records alone."""
+    plain = [cell for cell in cells if isinstance(cell, Cell)]
+    searches = [cell for cell in cells if isinstance(cell, Search)]
+    tables = [_cell_table(plain, root)] if plain else []
+    return "\n\n".join(tables + ([search_table(searches, root)] if searches else []))
+
+
+def search_table(searches: Sequence[Search], root: Path) -> str:
+    rows = []
+    for search in searches:
+        finding = search.finding(root)
+        cell = search.first
+        model = "-" if search.axis == "largest_model" else _model(cell)
+        rows.append(
+            [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
+             finding.state, finding.answer(), str(len(finding.standings)), finding.reason() or "-"]
+        )  # fmt: skip
+    return text_table(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
+
+
+def _cell_table(cells: Sequence[Cell], root: Path) -> str:
     rows = []
     for cell in cells:
         try:
@@ -57,10 +81,10 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
     ]
     accuracy, perplexity = summary.get("eval_accuracy"), summary.get("eval_perplexity")
     return [
-        cell.strategy,
+        cell.arm,
         cell.config.task,
-        cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1],
-        str(cell.world_size),
+        _model(cell),
+        str(cell.ranks),
         run.state,
         _figure(summary.get("train_loss_final"), "{:.4f}"),
         _figure(summary.get("eval_loss_final"), "{:.4f}"),
@@ -74,12 +98,18 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
     ]
 
 
+def _model(cell: Cell) -> str:
+    return cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
+
+
 def _figure(value: Any, form: str, factor: float = 1.0) -> str:
     return "-" if value is None else form.format(value * factor)
 
 
-def status_table(standings: Sequence[tuple[Cell, Standing]]) -> str:
-    """How many cells stand where, then each that is not ok, with the reason."""
+def status_table(
+    standings: Sequence[tuple[Cell, Standing]], searches: Sequence[Search] = (), root: Path = Path()
+) -> str:
+    """How many cells stand where, then each that is not ok, with the reason; then the searches."""
     counts = Counter(standing.state for _, standing in standings)
     lines = [text_table(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])]
     others = [
@@ -89,4 +119,6 @@ def status_table(standings: Sequence[tuple[Cell, Standing]]) -> str:
     ]
     if others:
         lines += ["", text_table(("state", "cell", "reason"), sorted(others))]
+    if searches:
+        lines += ["", search_table(searches, root)]
     return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""The largest micro-batch or model that fits, found by bisection over probes, each of them an ordinary cell.
+
+The answer is never stored: it is read off the probes' records. It takes for granted that what fits at one rung fits at
+every lower one; records that say otherwise are named with the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.sweep.outcome import Standing, standing_of
+from study.sweep.suite_file import SearchAxis
+
+if TYPE_CHECKING:
+    from study.sweep.plan import Cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Bracket:
+    """What the probes say so far, in positions on the ladder.
+
+    `next` is the probe that would tell more; without it the search is over, found or `stopped_by` a probe that ended
+    neither ok nor out of memory.
+    """
+
+    fits: int | None
+    too_large: int | None
+    next: int | None
+    stopped_by: int | None
+    fits_against_the_order: tuple[int, ...]
+
+
+def examine(known: Mapping[int, str], last: int) -> Bracket:
+    """Doubling from the first rung until something does not fit, then bisection; `known` are the probes' states."""
+    too_large = min((place for place, state in known.items() if state == "oom"), default=None)
+    oks = sorted(place for place, state in known.items() if state == "ok")
+    fits = max((place for place in oks if too_large is None or place < too_large), default=None)
+    if too_large is None:
+        following = 0 if fits is None else min(2 * fits + 1, last)
+        is_over = fits == last
+    else:
+        below = -1 if fits is None else fits
+        following = (below + too_large) // 2
+        is_over = below + 1 == too_large
+    stopped = not is_over and following in known
+    return Bracket(
+        fits=fits,
+        too_large=too_large,
+        next=None if is_over or stopped else following,
+        stopped_by=following if stopped else None,
+        fits_against_the_order=tuple(place for place in oks if too_large is not None and place > too_large),
+    )
+
+
+def doubling(last: int) -> Iterator[int]:
+    place = 0
+    while place < last:
+        yield place
+        place = 2 * place + 1
+    yield last
+
+
+def states_of(standings: Mapping[int, Standing]) -> dict[int, str]:
+    return {place: standing.state for place, standing in standings.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """One ladder under one combination of a grid's other values."""
+
+    id: str
+    axis: SearchAxis
+    rungs: Sequence[int] | Sequence[str]
+    # What tells it from the other searches of its grid, beside the strategy.
+    label: str
+    probe_of: Callable[[int], Cell]
+
+    @functools.cached_property
+    def first(self) -> Cell:
+        return self.probe_of(0)
+
+    def standings(
+        self, root: Path, counts: Callable[[int, Standing], bool] = lambda place, standing: True
+    ) -> dict[int, Standing]:
+        """The records that doubling and bisection come by, as far as they go; those that do not count are not there."""
+        found: dict[int, Standing] = {}
+
+        def look_at(place: int) -> bool:
+            standing = standing_of(root / self.probe_of(place).id)
+            if standing.state != "to do" and counts(place, standing):
+                found[place] = standing
+            return place in found
+
+        # All of the doubling, also above what did not fit: there a record against the order would be.
+        for place in doubling(self.last):
+            look_at(place)
+        while (following := examine(states_of(found), self.last).next) is not None and look_at(following):
+            pass
+        return found
+
+    @property
+    def last(self) -> int:
+        return len(self.rungs) - 1
+
+    def records(self, root: Path) -> list[tuple[Cell, Standing]]:
+        return [(self.probe_of(place), standing) for place, standing in self.standings(root).items()]
+
+    def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
+        """The probes that are still to run, one after another; each is chosen from the records of those before."""
+        tried: set[int] = set()
+        while (place := self._next(root, retry, tried)) is not None:
+            tried.add(place)
+            yield self.probe_of(place)
+
+    def _next(self, root: Path, retry: bool, tried: set[int]) -> int | None:
+        def counts(place: int, standing: Standing) -> bool:
+            return place in tried or standing.state == "oom" or standing.is_answered(retry)
+
+        bracket = examine(states_of(self.standings(root, counts)), self.last)
+        if bracket.next is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
+            # The record that bounds the answer is the one to ask again.
+            return bracket.too_large
+        return bracket.next
+
+    def finding(self, root: Path) -> Finding:
+        # What was cut off says nothing, and is run again.
+        standings = self.standings(root, lambda place, standing: standing.state not in ("interrupted", "damaged"))
+        return Finding(self, examine(states_of(standings), self.last), standings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A search as its records leave it, in the ladder's own values."""
+
+    search: Search
+    bracket: Bracket
+    standings: Mapping[int, Standing]
+
+    @property
+    def state(self) -> str:
+        if self.bracket.stopped_by is not None:
+            return "stopped"
+        if self.bracket.next is not None:
+            return "searching" if self.standings else "to do"
+        return "found"
+
+    @property
+    def largest(self) -> int | str | None:
+        """The largest that is known to fit."""
+        return self._rung(self.bracket.fits)
+
+    @property
+    def is_the_ladder_s_end(self) -> bool:
+        return self.bracket.fits == len(self.search.rungs) - 1
+
+    def answer(self) -> str:
+        if self.largest is None:
+            return "-" if self.bracket.too_large is None else f"under {self._rung(self.bracket.too_large)}"
+        at_least = self.is_the_ladder_s_end or self.state != "found"
+        return f"at least {self.largest}" if at_least else str(self.largest)
+
+    def reason(self) -> str:
+        """Why it is not more, and what the records hold against the answer."""
+        said = []
+        if self.bracket.too_large is not None:
+            said.append(f"{self._rung(self.bracket.too_large)}: {self.standings[self.bracket.too_large].reason}")
+        elif self.is_the_ladder_s_end:
+            said.append("the ladder ends there")
+        if self.bracket.stopped_by is not None:
+            standing = self.standings[self.bracket.stopped_by]
+            said.append(f"stopped at {self._rung(self.bracket.stopped_by)}: {standing.state}, {standing.reason}")
+        if self.bracket.fits_against_the_order:
+            larger = ", ".join(str(self._rung(place)) for place in self.bracket.fits_against_the_order)
+            said.append(f"and yet {larger} did fit: what fits does not fit in order here")
+        return "; ".join(said)
+
+    def _rung(self, place: int | None) -> int | str | None:
+        return None if place is None else self.search.rungs[place]

@@ -1,0 +1,235 @@
+"""A search finds the largest that fits with few probes, from records alone, and says what it did not find."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from study import cli
+from study.records import RunWriter, State, read_json, read_run, read_status
+from study.sweep.box import Box, this_box
+from study.sweep.execute import run_cells, standings_of
+from study.sweep.plan import plan_cells
+from study.sweep.rehearsal import rehearsed
+from study.sweep.search import Search, examine
+from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
+
+CPU_BOX = Box((), 16.0)
+LADDER = {"search": {"largest_micro_batch": {"from": 1, "to": 512}}}
+UNSIZED = {key: value for key, value in TINY.items() if key not in ("global_batch_size", "max_steps", "train_samples")}
+
+
+def search_of(file: Path) -> Search:
+    (search,) = plan_cells(read_suite(file), CPU_BOX)
+    assert isinstance(search, Search)
+    return search
+
+
+def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
+    """A record as a run leaves one that ended before its first step."""
+    place = list(search.rungs).index(value)
+    RunWriter.open(root / search.probe_of(place).id).close(state, reason)
+
+
+@pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
+def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
+    for fitting in {0, 1, rungs - 1, rungs, *random.Random(rungs).sample(range(rungs + 1), min(rungs, 20))}:
+        known: dict[int, str] = {}
+        while (place := examine(known, rungs - 1).next) is not None:
+            assert place not in known
+            known[place] = "ok" if place < fitting else "oom"
+        bracket = examine(known, rungs - 1)
+        assert bracket.fits == (fitting - 1 if fitting else None)
+        assert bracket.too_large == (fitting if fitting < rungs else None)
+        assert bracket.stopped_by is None
+        assert len(known) <= 2 * max(fitting, 1).bit_length() + 1
+
+
+def test_no_probe_asks_for_more_than_twice_what_is_known_to_fit():
+    known: dict[int, str] = {}
+    while (place := examine(known, 511).next) is not None:
+        most_that_fits = max((each + 1 for each, state in known.items() if state == "ok"), default=1)
+        assert place + 1 <= 2 * most_that_fits
+        known[place] = "ok" if place < 37 else "oom"
+    assert examine(known, 511).fits == 36
+
+
+@pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
+def test_a_probe_that_neither_fits_nor_runs_out_of_memory_ends_the_search(state):
+    bracket = examine({0: "ok", 1: "ok", 3: state}, 511)
+    assert (bracket.next, bracket.stopped_by, bracket.fits, bracket.too_large) == (None, 3, 1, None)
+    # One that bisection does not ask for any more is no obstacle.
+    assert examine({0: "ok", 1: "oom", 3: state}, 511).stopped_by is None
+
+
+def test_what_fits_above_something_that_does_not_is_named():
+    bracket = examine({0: "ok", 1: "oom", 3: "ok", 7: "oom"}, 511)
+    assert (bracket.fits, bracket.too_large, bracket.fits_against_the_order) == (0, 1, (3,))
+
+
+def test_a_probe_trains_without_accumulation_on_just_the_samples_of_a_step(tmp_path):
+    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
+    cell = search.probe_of(31)
+    assert cell.config.batch_plan(2).gradient_accumulation_steps == 1
+    assert (cell.config.per_device_train_batch_size, cell.config.global_batch_size) == (32, 64)
+    assert (cell.config.train_samples, cell.config.max_steps) == (64, 3)
+
+
+def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp_path):
+    axes = {"strategy": ["single", "zero2", "zero3"], "seq_length": [16, 32]}
+    file = write_suite(tmp_path, axes, {key: UNSIZED[key] for key in UNSIZED if key != "seq_length"}, **LADDER)
+    searches = plan_cells(read_suite(file), CPU_BOX)
+    assert len({search.id for search in searches}) == 6
+    assert {search.label for search in searches} == {"seq_length 16", "seq_length 32"}
+    chosen = plan_cells(read_suite(file), CPU_BOX, only="*-zero2-*")
+    assert {search.first.strategy for search in chosen} == {"zero2"}
+    assert len(chosen) == 2
+
+
+def test_a_ladder_of_models_is_climbed_with_the_batch_as_given(tmp_path):
+    fixed = {**UNSIZED, "per_device_train_batch_size": 2}
+    names = ["gpt-tiny-1layers", "gpt-tiny", "gpt-tiny-4layers"]
+    search = search_of(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
+    assert [search.probe_of(place).config.model_name_or_path for place in range(3)] == names
+    assert search.probe_of(2).config.global_batch_size == 4
+
+
+def test_the_dry_run_says_the_next_probe_and_that_others_follow(tmp_path, capsys):
+    file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
+    search, root = search_of(file), tmp_path / "runs" / "tiny"
+    arguments = ["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]
+    assert cli.main(arguments) == 0
+    note, command = capsys.readouterr().out.splitlines()
+    assert note == f"# {search.id} searches 1 to 512: its next probe, which decides those after it"
+    words = shlex.split(command)
+    assert words[words.index("--per_device_train_batch_size") + 1] == "1"
+    end_probe(search, root, 1, "oom", "CUDA out of memory")
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == f"# {search.id} is answered: under 1\n"
+
+
+def test_status_says_what_was_found_and_why_it_is_not_more(tmp_path, capsys):
+    file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
+    search, root = search_of(file), tmp_path / "runs" / "tiny"
+    arguments = ["status", str(file), "--runs-dir", str(tmp_path / "runs")]
+
+    def row() -> list[str]:
+        assert cli.main(arguments) == 0
+        return capsys.readouterr().out.splitlines()[-1].split()
+
+    assert row()[6:8] == ["to", "do"]
+    end_probe(search, root, 1, "timeout", "ended after its 5 s")
+    assert "stopped at 1: timeout, ended after its 5 s" in " ".join(row())
+    end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
+    said = " ".join(row())
+    assert "found" in said
+    assert "under 1" in said
+    assert "1: the cgroup's memory limit was reached" in said
+
+
+def test_retry_asks_the_record_that_bounds_the_answer_again(tmp_path):
+    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
+    end_probe(search, tmp_path, 1, "oom")
+    assert next(search.probes(tmp_path, retry=False), None) is None
+    again = search.probes(tmp_path, retry=True)
+    assert next(again).config.per_device_train_batch_size == 1
+    assert next(again, None) is None, "asked once, it is the answer"
+
+
+def test_a_failed_probe_ends_its_search_for_this_call_and_is_run_again_by_the_next(tmp_path):
+    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
+    for _ in range(2):
+        probes = search.probes(tmp_path, retry=False)
+        assert next(probes).config.per_device_train_batch_size == 1
+        end_probe(search, tmp_path, 1, "failed", "no luck")
+        assert next(probes, None) is None
+    assert search.finding(tmp_path).state == "stopped"
+
+
+def test_a_probe_that_the_box_cannot_run_ends_its_search(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "zero2"}, {**UNSIZED, "world_size": 2}, **LADDER)
+    box = Box((80.0,), 64.0)
+    outcome = run_cells(plan_cells(read_suite(file), box), tmp_path, box)
+    assert (outcome.finished, outcome.left) == (1, 0)
+    (search,) = plan_cells(read_suite(file), box)
+    assert search.finding(tmp_path).state == "stopped"
+
+
+@pytest.mark.parametrize("order_seed", range(4))
+def test_a_probe_that_another_grid_names_too_is_run_once(tmp_path, order_seed):
+    same = {"per_device_train_batch_size": 1, "global_batch_size": 2, "train_samples": 2, "max_steps": 3}
+    grids = [{"axes": {"strategy": "zero2"}, **LADDER}, {"axes": {"strategy": "zero2"}, "fixed": same}]
+    document = {"name": "tiny", "description": "a test's", "order_seed": order_seed, "grids": grids}
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump({**document, "fixed": {**UNSIZED, "world_size": 2}}))
+    box = Box((80.0,), 64.0)
+    assert run_cells(plan_cells(read_suite(file), box), tmp_path / "runs", box).left == 0
+    (directory,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert read_status(directory)["attempt"] == 1
+
+
+def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_them(tmp_path):
+    """Attention over 1024 x 1024 scores: the host's memory gives out between 4 samples and 64."""
+    fixed = {**UNSIZED, "seq_length": 1024, "attn_implementation": "eager", "max_steps": 2, "logging_steps": 1}
+    suite = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 2, 4, 64]})
+    search, runs = search_of(suite), tmp_path / "runs"
+    directories = [runs / "tiny" / search.probe_of(place).id for place in range(4)]
+    limit = 4 * 2**30
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    sweep = start(suite, runs, preexec_fn=limited)
+    wait_until(lambda: (directories[1] / "status.json").exists())
+    sweep.kill()
+    sweep.communicate()
+    wait_until(lambda: not processes_of(runs), 30)
+    first = read_status(directories[0])
+    assert first["state"] == "ok"
+
+    result = run(suite, runs, preexec_fn=limited)
+    assert result.returncode == 0, "that a probe does not fit is an answer"
+    assert f"{search.id}: 4 (64: the host" in result.stderr
+    assert "[1/1+] " in result.stderr
+    assert "[3/3+] " in result.stderr, "how many probes there will be shows while they run"
+    finding = search.finding(runs / "tiny")
+    assert (finding.state, finding.largest, len(finding.standings)) == ("found", 4, 4)
+    assert [read_run(directory).state for directory in directories] == ["ok", "ok", "ok", "oom"]
+    assert read_status(directories[0]) == first
+    orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]
+    assert orders[1] < orders[3] < orders[2], "64 is tried before 4: doubling comes first"
+    assert "largest_micro_batch" in result.stdout
+
+    again = run(suite, runs)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
+    """The suites of a box that is paid by the minute, with the commands that run there."""
+    names = sorted(file.stem for file in SUITE_DIRECTORY.glob("h200*.yaml"))
+    assert names
+    for name in names:
+        arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
+        result = subprocess.run(
+            [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
+        )
+        assert result.returncode == 0, f"{name}: {result.stderr}"
+        root = tmp_path / f"{name}-rehearsal"
+        cells = plan_cells(rehearsed(read_suite(find_suite(name))), this_box())
+        for cell, standing in standings_of(cells, root):
+            assert standing.state == "ok", f"{cell.id}: {standing}"
+            assert read_run(root / cell.id).engine["trainer"] == cell.trainer
+        for search in (each for each in cells if isinstance(each, Search)):
+            assert search.finding(root).is_the_ladder_s_end
+        assert not [each for each in cells if not isinstance(each, Search) and not (root / each.id).is_dir()]
