@@ -6,9 +6,11 @@ because a file was damaged.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -78,6 +80,8 @@ STATUS = {
     "state": _one_of(*STATES), "reason": TEXT, "hint": TEXT, "attempt": POSITIVE_COUNT, "started_at": TIME,
     "ended_at": TIME.or_null(),
 }  # fmt: skip
+# Beside those, where a writer closed its record itself: what every file then held, and what this one says.
+SEAL = {"files_sha256": Kind("an object", lambda value: isinstance(value, dict)), "status_sha256": _hex(64)}
 # Every figure of summary.json; null where it could not be measured, never 0. Losses alone may be negative.
 SUMMARY = {
     "steps": COUNT, "tokens": COUNT,
@@ -105,6 +109,14 @@ STEP = {
     "step": POSITIVE_COUNT, "loss": NUMBER.or_null(), "lr": AMOUNT, "grad_norm": AMOUNT.or_null(),
     "step_time_s": AMOUNT.or_null(), "tokens": COUNT, "samples_hash": _hex(16),
 }  # fmt: skip
+# A row as the writer leaves it: whatever matches holds every key of STEP once, each with a value that its kind allows.
+_DIGITS = r"(?:0|[1-9]\d{0,14})"
+_FIGURE = rf"{_DIGITS}(?:\.\d{{1,25}})?(?:[eE][-+]?\d{{1,2}})?"
+PLAIN_STEP = re.compile(
+    rf'\{{"step": {_DIGITS}, "loss": (?:-?{_FIGURE}|null), "lr": {_FIGURE}, "grad_norm": (?:{_FIGURE}|null), '
+    rf'"step_time_s": (?:{_FIGURE}|null), "tokens": {_DIGITS}, "samples_hash": "[0-9a-f]{{16}}"\}}',
+    re.ASCII,
+)
 EVALUATION = {"step": POSITIVE_COUNT, "eval_loss": NUMBER}
 TASK_FIGURES = {"accuracy": SHARE, "perplexity": AMOUNT.or_null()}
 # Figures of summary.json that are the largest of memory.json over ranks and phases.
@@ -113,6 +125,22 @@ PEAKS = {
     "peak_memory_gib_device": "device", "host_peak_rss_gib": "host",
 }  # fmt: skip
 RANK_MEMORY = {"rank": COUNT, "phases": OBJECT, "device_mean_over_steps": AMOUNT.or_null(), "state": OBJECT.or_null()}
+# Keys that need not be there, and what they must hold where they are.
+STATE_EXTRAS = {
+    "pieces": OBJECT, "buffer_bytes": OBJECT, "grads_in_bucket_bytes": AMOUNT.or_null(),
+    "other_tensor_bytes": AMOUNT.or_null(),
+}  # fmt: skip
+TIME_KEYS = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90")
+ENGINE_EXTRAS = {
+    "trainer": TEXT, "floor": OBJECT.or_null(), "data": OBJECT.or_null(), "attn_implementation": TEXT.or_null(),
+    "optimizer_settings": OBJECT.or_null(), "gradient_accumulation_steps": POSITIVE_COUNT.or_null(),
+    "per_device_train_batch_size": POSITIVE_COUNT.or_null(),
+}  # fmt: skip
+ENVIRONMENT_EXTRAS = {
+    "cpu": TEXT.or_null(), "cpu_cores": POSITIVE_COUNT.or_null(), "threads_per_rank": POSITIVE_COUNT.or_null(),
+    "host_memory_gib": AMOUNT.or_null(), "driver": TEXT.or_null(), "cuda": TEXT.or_null(), "packages": OBJECT,
+    "git_commit": TEXT.or_null(), "devices": Kind("a list", lambda value: isinstance(value, list)),
+}  # fmt: skip
 TRAFFIC = {"step": POSITIVE_COUNT.or_null(), "world_size": POSITIVE_COUNT, "collectives": OBJECT}
 COLLECTIVE = {"calls": COUNT, "payload_bytes": COUNT, "wire_bytes_per_rank": AMOUNT}
 
@@ -131,9 +159,25 @@ def check(
             raise RecordError(file, f"{where}{key} is {document[key]!r}, not {kind.words}"[:300])
 
 
+def check_present(file: Path, document: Mapping[str, Any], kinds: Mapping[str, Kind], where: str = "") -> None:
+    check(file, document, {key: kind for key, kind in kinds.items() if key in document}, where, others_allowed=True)
+
+
 def check_engine(file: Path, engine: Mapping[str, Any]) -> None:
     # Beside these keys an engine may say more about itself.
     check(file, engine, ENGINE, others_allowed=True)
+    check_present(file, engine, ENGINE_EXTRAS)
+    floor = engine.get("floor") or {}
+    check(file, floor, dict.fromkeys(floor, AMOUNT.or_null()), "floor.")
+
+
+def check_environment(file: Path, environment: Mapping[str, Any]) -> None:
+    check_present(file, environment, ENVIRONMENT_EXTRAS)
+    packages = environment.get("packages", {})
+    check(file, packages, dict.fromkeys(packages, TEXT), "packages.")
+    for number, device in enumerate(environment.get("devices", [])):
+        check(file, {"device": device}, {"device": OBJECT}, f"devices.{number}: ")
+        check(file, device, {"name": TEXT}, f"devices.{number}.", others_allowed=True)
 
 
 def check_summary(file: Path, summary: Mapping[str, Any]) -> None:
@@ -162,6 +206,8 @@ def check_memory(file: Path, memory: Mapping[str, Any]) -> None:
         if rank["state"] is not None:
             check(file, rank["state"], {"state_bytes": OBJECT}, f"{where}state.", others_allowed=True)
             check_state_bytes(file, rank["state"]["state_bytes"], f"{where}state.state_bytes")
+            check_present(file, rank["state"], STATE_EXTRAS, f"{where}state.")
+        check_present(file, rank, {"time": OBJECT.or_null()}, where)
 
 
 def check_traffic(file: Path, traffic: Mapping[str, Any]) -> None:
@@ -185,6 +231,11 @@ def check_amounts(file: Path, tree: Any, path: str = "", depth: int = 0) -> None
 def check_steps(file: Path, rows: list[dict[str, Any]]) -> None:
     for number, row in enumerate(rows, start=1):
         check(file, row, STEP, f"row {number}: ")
+    check_step_numbers(file, rows)
+
+
+def check_step_numbers(file: Path, rows: list[dict[str, Any]]) -> None:
+    for number, row in enumerate(rows, start=1):
         if row["step"] != number:
             raise RecordError(file, f"row {number} says step {row['step']}")
 
@@ -239,10 +290,24 @@ def check_agreement(run: FinishedRun) -> None:
     for key, figure in PEAKS.items():
         known = [phase[figure] for phase in phases if phase[figure] is not None]
         said_again.append((key, "memory.json", max(known, default=None)))
+    said_again += _said_by_ranks(run.memory["ranks"])
     for key, file, other in said_again:
-        value = run.summary[key]
+        value: Any = functools.reduce(dict.__getitem__, key.split("."), run.summary)
         if value != other and (value is None or other is None or not math.isclose(value, other, rel_tol=1e-9)):
             raise RecordError(run.path / "summary.json", f"{key} is {value}, and {file} says {other}")
     for row in run.steps:
         if row["loss"] is None and not run.engine["virtual"]:
             raise RecordError(run.path / "steps.jsonl", f"step {row['step']} of a run that ended ok has no loss")
+
+
+def _said_by_ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, str, float | None]]:
+    """What the study's own loops keep per rank, and summary.json says again; other writers need not."""
+    states = [rank["state"]["state_bytes"] for rank in ranks if rank["state"] is not None]
+    if states and len(states) == len(ranks):
+        for kind, place in itertools.product(STATE_KINDS, STATE_PLACES):
+            known = [state[kind][place] for state in states if state[kind][place] is not None]
+            yield f"state_bytes_per_rank.{kind}.{place}", "memory.json", max(known, default=None)
+    time = (ranks[0].get("time") if ranks else None) or {}
+    for key in TIME_KEYS:
+        if key in time:
+            yield key, "memory.json", time[key]

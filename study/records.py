@@ -6,6 +6,7 @@ Every document is written whole or not at all, and what a reader may believe is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from study.record_schema import (
+    PLAIN_STEP,
+    SEAL,
     STATE_KINDS,
     STATE_PLACES,
     STATES,
@@ -26,8 +29,10 @@ from study.record_schema import (
     check,
     check_agreement,
     check_engine,
+    check_environment,
     check_evaluations,
     check_memory,
+    check_step_numbers,
     check_steps,
     check_summary,
     check_traffic,
@@ -35,11 +40,12 @@ from study.record_schema import (
 
 __all__ = [
     "ROW_FILES", "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
-    "end_interrupted_run", "find_runs", "is_finished", "number_or_none", "read_json", "read_rows", "read_run",
-    "read_status", "utc_now", "write_json",
+    "check_seal", "digests", "end_interrupted_run", "find_runs", "is_finished", "number_or_none", "read_json",
+    "read_rows", "read_run", "read_status", "seal", "utc_now", "write_json",
 ]  # fmt: skip
 _CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
-    "engine": check_engine, "summary": check_summary, "memory": check_memory, "traffic": check_traffic
+    "environment": check_environment, "engine": check_engine, "summary": check_summary, "memory": check_memory,
+    "traffic": check_traffic,
 }  # fmt: skip
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
@@ -155,11 +161,44 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
-        self._write_status(state, reason, hint, utc_now())
+        self._write_status(state, reason, hint, utc_now(), sealed=True)
 
-    def _write_status(self, state: State, reason: str, hint: str, ended_at: str | None) -> None:
+    def _write_status(self, state: State, reason: str, hint: str, ended_at: str | None, sealed: bool = False) -> None:
         values = (state, reason, hint, self.attempt, self.started_at, ended_at)
-        self.write("status.json", dict(zip(STATUS, values, strict=True)))
+        status: dict[str, Any] = dict(zip(STATUS, values, strict=True))
+        self.write("status.json", seal(self.path, status) if sealed else status)
+
+
+def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
+    """The status of a closed record, with what every file of it then held."""
+    sealed = {**status, "files_sha256": digests(path)}
+    return sealed | {"status_sha256": _status_sha256(sealed)}
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of every file of a record that is there, but of status.json, which may hold them."""
+    files = (path / name for name in (*(f"{document}.json" for document in _DOCUMENTS), *ROW_FILES))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
+def _status_sha256(status: Mapping[str, Any]) -> str:
+    said = {key: value for key, value in status.items() if key != "status_sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def check_seal(path: Path, status: Mapping[str, Any], found: Mapping[str, str]) -> bool:
+    """Refuse a record that is not what its writer closed; False where the writer left nothing to tell it by.
+
+    Many figures stand in one place only, and nothing else would show that one of them was changed.
+    """
+    if not set(SEAL) <= set(status):
+        return False
+    if status["status_sha256"] != _status_sha256(status):
+        raise RecordError(path / "status.json", "was changed after the run had closed its record")
+    for name in sorted({*found, *status["files_sha256"]}):
+        if found.get(name) != status["files_sha256"].get(name):
+            raise RecordError(path / name, "was changed after the run had closed its record")
+    return True
 
 
 def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
@@ -204,7 +243,7 @@ class Run:
 def read_status(path: Path) -> dict[str, Any]:
     file = path / "status.json"
     status = read_json(file)
-    check(file, status, STATUS)
+    check(file, status, STATUS | (SEAL if SEAL.keys() & status.keys() else {}))
     if status["ended_at"] is None and status["state"] != "interrupted":
         raise RecordError(file, f"ended_at is null, and the state is {status['state']}")
     return status
@@ -234,9 +273,8 @@ def read_run(path: Path) -> Run:
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
-    steps = list(_rows(path / "steps.jsonl", complete))
+    steps = _steps(path / "steps.jsonl", complete)
     evals = list(_rows(path / "evals.jsonl", complete))
-    check_steps(path / "steps.jsonl", steps)
     check_evaluations(path / "evals.jsonl", evals)
     return steps, evals
 
@@ -246,11 +284,27 @@ def find_runs(root: Path) -> Iterator[Path]:
     yield from sorted(file.parent for file in root.glob("**/status.json"))
 
 
+def _steps(file: Path, complete: bool) -> list[dict[str, Any]]:
+    """Studies have millions of these rows: what a writer of this project wrote is recognized at a glance."""
+    lines = _lines(file, complete)
+    if all(map(PLAIN_STEP.fullmatch, lines)):
+        steps: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]")
+        check_step_numbers(file, steps)
+        return steps
+    steps = list(_parsed(file, lines))
+    check_steps(file, steps)
+    return steps
+
+
 def _rows(file: Path, complete: bool = False) -> Iterator[dict[str, Any]]:
+    yield from _parsed(file, _lines(file, complete))
+
+
+def _lines(file: Path, complete: bool) -> list[str]:
     if not file.exists():
         if complete:
             raise RecordError(file, "is missing")
-        return
+        return []
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -259,6 +313,10 @@ def _rows(file: Path, complete: bool = False) -> Iterator[dict[str, Any]]:
     torn = lines.pop()
     if torn and complete:
         raise RecordError(file, "its last line is cut off")
+    return lines
+
+
+def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = _parse(line)

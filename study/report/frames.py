@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from study.config import RunConfig
 from study.errors import UserError
-from study.records import STATE_KINDS, STATE_PLACES, RecordError, Run, find_runs, read_run
+from study.records import RecordError, check_seal, digests, find_runs, read_run
+from study.report.duplicates import Found, each_once
+from study.report.fairness import label_confounds
+from study.report.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
+from study.report.workloads import name_workloads, strategy_order
 
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
-_ENGINE_COLUMNS = (
-    "strategy", "distributed_type", "world_size", "virtual", "zero_stage", "offload_optimizer", "offload_param",
-    "optimizer_class", "param_dtype", "initial_weights_sha256", "torch", "deepspeed",
-)  # fmt: skip
+_REFUSED = b"study.refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,55 +39,127 @@ class Records:
     refused: tuple[str, ...] = ()
 
 
+def read_records(source: Path) -> Records:
+    """A directory of run directories, or a folder with the two parquet files that were made of one."""
+    if not source.is_dir():
+        raise UserError(f"{source} is no folder", "name a folder of runs, or one that holds runs.parquet")
+    has_parquet = any((source / name).exists() for name in (RUNS_FILE, STEPS_FILE))
+    if not has_parquet:
+        return read_runs(source)
+    if next(find_runs(source), None) is not None:
+        raise UserError(
+            f"{source} holds both run directories and {RUNS_FILE}", "move one of them: they are never mixed"
+        )
+    return read_parquet(source)
+
+
 def read_runs(root: Path) -> Records:
-    rows, steps, refused = [], [], []
-    for path in find_runs(root):
+    found: list[Found] = []
+    refused: list[str] = []
+    for path in _candidates(root):
         try:
             run = read_run(path)
-            row = _row(run)
-        except (RecordError, UserError) as error:
-            refused.append(str(error))
-            continue
-        rows.append(row)
-        steps += [{"run": path.name, **step} for step in run.steps]
-    return Records(pd.DataFrame(rows), pd.DataFrame(steps), tuple(refused))
+            row = run_row(run)
+            steps = step_block(run) if run.state == "ok" else None
+            # Last, because a reason of the file's own says more than that it was changed.
+            content = digests(path)
+            row["sealed"] = check_seal(path, run.status, content)
+        except RecordError as error:
+            refused.append(f"{error.file.relative_to(root)}: {error.reason}")
+        else:
+            found.append(Found(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
+    kept, twice = each_once(found)
+    return _arranged(kept, tuple(sorted([*refused, *twice])))
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    """Whatever is or was a run directory: one that lost its status.json is refused by name, not passed over."""
+    documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
+    yield from sorted({file.parent for name in documents for file in root.glob(f"**/{name}")})
+
+
+def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
+    if not found:
+        runs, steps = _no_tables()
+        return Records(runs.copy(), steps.copy(), refused)
+    blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
+    named = name_workloads([entry.row for entry in found])
+    rows = sorted(label_confounds(named, blocks), key=_place)
+    columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
+    return Records(pd.DataFrame(columns), _steps(blocks), refused)
+
+
+@functools.cache
+def _no_tables() -> tuple[pd.DataFrame, pd.DataFrame]:
+    empty = (pd.DataFrame(columns=list(columns)).astype(columns) for columns in (RUN_COLUMNS, STEP_COLUMNS))
+    return next(empty), next(empty)
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    numbers = (row["seed"] or 0, row["repeat"])
+    return row["workload"], strategy_order(row["strategy"]), row["world_size"] or 0, row["arm"], *numbers, row["run"]
+
+
+def _steps(blocks: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    if not blocks:
+        return _no_tables()[1].copy()
+    lengths = [len(block["step"]) for block in blocks.values()]
+    runs = pd.Categorical.from_codes(np.repeat(np.arange(len(blocks)), lengths), categories=list(blocks))
+    columns = {"run": runs} | {
+        key: np.concatenate([block[key] for block in blocks.values()]) for key in STEP_COLUMNS if key != "run"
+    }
+    return pd.DataFrame(columns).astype(STEP_COLUMNS)
+
+
+def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
+    return {str(run): steps for run, steps in records.steps.groupby("run", sort=False)}
+
+
+def real(records: Records) -> Records:
+    """Without virtual runs: those have no losses and no wall time."""
+    return _chosen(records, ~records.runs["virtual"])
+
+
+def virtual(records: Records) -> Records:
+    return _chosen(records, records.runs["virtual"])
+
+
+def _chosen(records: Records, mask: pd.Series) -> Records:
+    runs = records.runs[mask].reset_index(drop=True)
+    steps = records.steps
+    if len(runs) < len(records.runs):
+        steps = steps[steps["run"].isin(runs["run"])].reset_index(drop=True)
+    return Records(runs, steps, records.refused)
 
 
 def write_parquet(records: Records, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    records.runs.to_parquet(folder / RUNS_FILE, index=False)
-    records.steps.to_parquet(folder / STEPS_FILE, index=False)
+    runs = pa.Table.from_pandas(records.runs, preserve_index=False)
+    metadata = {**(runs.schema.metadata or {}), _REFUSED: json.dumps(records.refused).encode()}
+    pq.write_table(runs.replace_schema_metadata(metadata), folder / RUNS_FILE)
+    pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
 
 
 def read_parquet(folder: Path) -> Records:
+    runs, metadata = _read_table(folder / RUNS_FILE, RUN_COLUMNS)
+    steps, _ = _read_table(folder / STEPS_FILE, STEP_COLUMNS)
+    return Records(runs, steps, tuple(json.loads(metadata.get(_REFUSED, b"[]"))))
+
+
+def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
+    mend = f"make it again: python -m study.report.frames RUNS_DIR {file.parent}"
     try:
-        return Records(pd.read_parquet(folder / RUNS_FILE), pd.read_parquet(folder / STEPS_FILE))
+        table = pq.read_table(file)
+        frame = table.to_pandas()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} holds no readable {RUNS_FILE} and {STEPS_FILE} ({error})",
-            f"make them: python -m study.report.frames RUNS_DIR {folder}",
-        ) from None
-
-
-def _row(run: Run) -> dict[str, Any]:
-    row: dict[str, Any] = {"run": run.path.name, **{f"status_{key}": value for key, value in run.status.items()}}
-    if run.config:
-        row |= dataclasses.asdict(RunConfig.from_dict(run.config, str(run.path / "config.json")))
-        row["engine_override"] = json.dumps(row["engine_override"])
-    if run.engine:
-        row |= {key: run.engine[key] for key in _ENGINE_COLUMNS}
-        row["warnings"] = json.dumps(run.engine["warnings"])
-        # What was asked is in the config's columns; this is what ran.
-        row["engine_precision"] = run.engine["precision"]
-    if run.summary:
-        row |= {key: value for key, value in run.summary.items() if key != "state_bytes_per_rank"}
-        for kind in STATE_KINDS:
-            for place in STATE_PLACES:
-                row[f"{kind}_bytes_{place}"] = run.summary["state_bytes_per_rank"][kind][place]
-    if run.environment:
-        row["cpu"] = run.environment.get("cpu")
-        row["devices"] = json.dumps([device["name"] for device in run.environment.get("devices", [])])
-    return row
+        raise UserError(f"{file} is not readable ({error})", mend) from None
+    # A flag that the study did not have yet when the records were kept was not asked of their runs.
+    later = [key for key in columns if key in CONFIG_COLUMNS and key not in frame]
+    frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
+    wrong = [key for key in {*columns, *frame} if key not in frame or str(frame[key].dtype) != columns.get(key)]
+    if wrong:
+        raise UserError(f"{file} has other columns than this version reads ({', '.join(sorted(wrong)[:3])})", mend)
+    return frame[list(columns)], table.schema.metadata or {}
 
 
 def main() -> int:

@@ -1,0 +1,128 @@
+"""The runs behind one row of a table: one arm of one workload, and what a cell says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from study.records import STATE_KINDS, STATE_PLACES
+from study.report.fairness import baseline_arm
+from study.report.statistics import Interval, paired_ratio
+
+MIB = 2**20
+NAN = float("nan")
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """The runs behind one row: all of them, and those that ended well."""
+
+    workload: str
+    name: str
+    runs: pd.DataFrame
+    ended: pd.DataFrame
+    # The workload's runs and the arm they are held against.
+    beside: pd.DataFrame
+    baseline: str | None
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == self.baseline
+
+    def is_fair(self, confound: str = "confounded") -> bool:
+        """It ended well at least once, and no such run breaks an invariant."""
+        return len(self.ended) > 0 and not (self.ended[confound] != "").any()
+
+    def median(self, figure: str) -> float:
+        """NaN where it was not measured."""
+        return float(self.ended[figure].median()) if self.ended[figure].notna().any() else float("nan")
+
+    def ratio(self, figure: str) -> Interval | None:
+        """Against the baseline, run by run; None for the baseline itself."""
+        if self.baseline is None or self.name == self.baseline:
+            return None
+        return paired_ratio(self.beside, figure, self.name, self.baseline)
+
+    def row(self, figures: Row, confound: str = "confounded") -> Row:
+        return {
+            "Workload": self.workload, "Arm": self.name, "Runs": len(self.runs), **figures,
+            "Outcome": outcome(self.runs), "Comparable": comparable(self.runs, self.baseline, confound),
+        }  # fmt: skip
+
+
+def arms(runs: pd.DataFrame) -> Iterator[Arm]:
+    for (workload, _), beside in runs.groupby(["workload", "workload_key"], sort=False):
+        baseline = baseline_arm(beside)
+        for name, group in beside.groupby("arm", sort=False):
+            yield Arm(workload, name, group, group[group["status_state"] == "ok"], beside, baseline)
+
+
+def outcome(runs: pd.DataFrame) -> str:
+    """How the runs of an arm ended, and why those did that did not end well."""
+    states = Counter(runs["status_state"])
+    if set(states) == {"ok"}:
+        return "ok"
+    said = [
+        f"{count} {state}" if len(runs) > 1 else state
+        for state, count in sorted(states.items(), key=lambda item: item[0] != "ok")
+    ]
+    reasons = dict.fromkeys(reason for reason in runs[runs["status_state"] != "ok"]["status_reason"] if reason)
+    return ", ".join(said) + (f": {'; '.join(reasons)}" if reasons else "")
+
+
+def comparable(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str:
+    """`yes`, or which invariant is broken."""
+    reasons = list(dict.fromkeys(reason for reason in runs[confound] if isinstance(reason, str) and reason))
+    if reasons:
+        return "; ".join(dict.fromkeys("; ".join(reasons).split("; ")))
+    return "yes" if baseline is not None else "no baseline: no run of this workload ended ok"
+
+
+def one_value(values: pd.Series) -> Any:
+    """What all runs of an arm share, or the first of them says; None where nobody does."""
+    known = values.dropna()
+    return known.iloc[0] if len(known) else None
+
+
+def has_no_gpu(beside: pd.DataFrame) -> bool:
+    return bool((beside["devices"].dropna() == "[]").any())
+
+
+def state_mib(arm: Arm, places: Sequence[str] = STATE_PLACES) -> float:
+    """Parameters, gradients and optimizer states of the fullest rank."""
+    return state_bytes(arm.ended, places) / MIB
+
+
+def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> float:
+    """NaN where nothing was measured; a place that a box does not have counts as nothing."""
+    columns = [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]
+    return float(ended[columns].sum(axis=1, min_count=1).median()) if len(ended) else NAN
+
+
+def peak_gib(arm: Arm) -> tuple[float, str]:
+    """Of the device; where there is none, of the host process that stands in for it."""
+    device = arm.median("peak_memory_gib_device")
+    return (arm.median("host_peak_rss_gib"), "host process") if pd.isna(device) else (device, "device")
+
+
+def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
+    if ratio is None:
+        return "no baseline"
+    return ratio.text(digits) if ratio.n else "no pair"
+
+
+def against(arm: Arm, figure: str, digits: int = 2) -> str:
+    """The paired ratio to the baseline, as a cell."""
+    return "1 (baseline)" if arm.name == arm.baseline else ratio_text(arm.ratio(figure), digits)
+
+
+def frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """Columns without any value say nothing and are left out; the outcome of a run always says something."""
+    table = pd.DataFrame(list(rows))
+    kept = [column for column in table if table[column].notna().any() or column in ("Outcome", "Comparable")]
+    return table[kept]

@@ -1,0 +1,194 @@
+"""Which runs may be compared: every invariant of DESIGN.md that a record shows, against its workload's baseline.
+
+A run that breaks one keeps its place in every table and plot, and carries the invariant's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from study.report.workloads import BASELINES, strategy_order
+
+# Classes that are AdamW when their settings say so; any other class is other mathematics.
+_ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
+# The first loss is taken before any update: the same weights and samples give it up to rounding.
+_FIRST_LOSS_TOLERANCE = {"fp32": 0.01}
+_ROUNDED_FIRST_LOSS_TOLERANCE = 0.05
+_STEPS = ("lr", "tokens")
+# Invariants that one column shows, and how a value is told; without a form the values say nothing to a reader.
+_BY_COLUMN = (
+    ("initial weights", "initial_weights_sha256", None),
+    ("training data", "train_data_sha256", None),
+    ("evaluation set", "eval_data_sha256", None),
+    ("evaluation set", "eval_samples", "{} samples"),
+    ("global batch", "global_batch_size", "{}"),
+    ("sequence length", "seq_length", "{}"),
+    ("steps", "steps", "{:g}"),
+    ("clipping", "gradient_clipping", "{:g}"),
+    ("learning rate", "learning_rate", "{:g}"),
+    ("schedule", "lr_scheduler_type", "{}"),
+    ("warm-up", "warmup_ratio", "{:g}"),
+    ("weight decay", "weight_decay", "{:g}"),
+    ("dropout", "dropout", "{:g}"),
+    ("precision", "engine_precision", "{}"),
+    ("parameter type", "param_dtype", "{}"),
+    ("gradient checkpointing", "gradient_checkpointing", "{}"),
+    ("threads per rank", "threads_per_rank", "{}"),
+    ("another box: device", "devices", "{}"),
+    ("another box: processor", "cpu", "{}"),
+    ("another box: cores", "cpu_cores", "{}"),
+    ("another box: driver", "driver", "{}"),
+    ("torch", "torch_version", "{}"),
+    ("deepspeed", "deepspeed_version", "{}"),
+    ("accelerate", "accelerate_version", "{}"),
+    ("transformers", "transformers_version", "{}"),
+)
+
+
+Row = dict[str, Any]
+Steps = Mapping[str, Mapping[str, Any]]
+
+
+def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
+    """Every run with its `baseline`, `confounded`, `confounded_loss` and `notes`; None is what a record lacks."""
+    workloads: dict[str, list[Row]] = {}
+    for row in rows:
+        workloads.setdefault(row["workload_key"], []).append(row)
+    baselines = {key: _baseline_runs(group) for key, group in workloads.items()}
+    return [row | _labels(row, baselines[row["workload_key"]], steps) for row in rows]
+
+
+def baseline_arm(runs: pd.DataFrame) -> str | None:
+    """The arm against which the others of one workload are held; None where no run of it ended well."""
+    columns = ["status_state", "arm", "strategy", "world_size", "seed", "repeat"]
+    ended = runs.loc[runs["status_state"] == "ok", columns]
+    baselines = _baseline_runs(ended.to_dict("records"))
+    return str(next(iter(baselines.values()))["arm"]) if baselines else None
+
+
+def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
+    """By seed and repeat, the runs of one arm against which the others of a workload are held."""
+    ended = [row for row in group if row["status_state"] == "ok"]
+    if not ended:
+        return {}
+    # A plain arm first: one with another trainer or an override is a variant.
+    arm = min(ended, key=lambda row: (", " in row["arm"], _rank(row["strategy"]), row["world_size"], row["arm"]))["arm"]
+    chosen = sorted((row for row in ended if row["arm"] == arm), key=lambda row: (_number(row["seed"]), row["repeat"]))
+    return {(row["seed"], row["repeat"]): row for row in chosen}
+
+
+def _number(value: Any) -> float:
+    return -1 if pd.isna(value) else value
+
+
+def _rank(strategy: str) -> int:
+    return BASELINES.index(strategy) if strategy in BASELINES else len(BASELINES) + strategy_order(strategy)
+
+
+def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> dict[str, str]:
+    if not baselines:
+        return {"baseline": "", "confounded": "", "confounded_loss": "", "notes": _notes(run)}
+    same_seed = [row for (seed, _), row in baselines.items() if seed == run["seed"]]
+    baseline = baselines.get((run["seed"], run["repeat"])) or next(iter(same_seed or baselines.values()))
+    reasons = [*_own_reasons(run), *_differences(run, baseline)]
+    if not same_seed and run["seed"] is not None:
+        reasons.append(f"seed: no {baseline['arm']} with seed {run['seed']}")
+    if run["status_state"] == "ok" and baseline["run"] != run["run"]:
+        reasons += _step_reasons(run, baseline, steps)
+    reasons = list(dict.fromkeys(reasons))
+    dropout = ["dropout is on: masks differ between arms"] if run["dropout"] else []
+    return {
+        "baseline": baseline["run"], "confounded": "; ".join(reasons),
+        "confounded_loss": "; ".join([*reasons, *dropout]), "notes": _notes(run),
+    }  # fmt: skip
+
+
+def _own_reasons(run: Row) -> Iterator[str]:
+    """What a record shows of itself."""
+    parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
+    if None not in parts and math.prod(parts[:3]) != parts[3]:
+        yield f"global batch: {math.prod(parts[:3])} samples a step, {parts[3]} asked"
+    ran, asked = run["engine_precision"], run["precision"]
+    if ran is not None and asked is not None and ran != asked:
+        yield f"precision: ran in {ran}, {asked} asked"
+    for warning in _warnings(run):
+        if "are rounded" in warning:
+            yield f"precision: {warning}"
+
+
+def _differences(run: Row, baseline: Row) -> Iterator[str]:
+    for name, column, form in _BY_COLUMN:
+        here, there = run[column], baseline[column]
+        if here is None or there is None:
+            # An engine that is absent has no version, and a run that failed early recorded little.
+            if column == "initial_weights_sha256" and here != there and run["status_state"] == "ok":
+                yield f"{name}: not recorded"
+        elif here != there:
+            yield name if form is None else f"{name}: {form.format(here)}, baseline {form.format(there)}"
+    yield from _optimizer_difference(run, baseline)
+
+
+def _optimizer_difference(run: Row, baseline: Row) -> Iterator[str]:
+    here, there = run["optimizer_class"], baseline["optimizer_class"]
+    if here is None or there is None:
+        return
+    known = run["optimizer_settings"] is not None and baseline["optimizer_settings"] is not None
+    if known:
+        mine, its = json.loads(run["optimizer_settings"]), json.loads(baseline["optimizer_settings"])
+        # The learning rate is told under its own name.
+        different = sorted(key for key in {*mine, *its} - {"lr"} if mine.get(key) != its.get(key))
+        for key in different:
+            yield f"optimizer: {key} {mine.get(key)}, baseline {its.get(key)}"
+    if here != there and not (known and {here, there} <= _ADAMW):
+        yield f"optimizer: {here}, baseline {there}"
+
+
+def _step_reasons(run: Row, baseline: Row, steps: Steps) -> Iterator[str]:
+    if run["run"] not in steps or baseline["run"] not in steps:
+        return
+    mine, its = ({key: np.asarray(steps[name][key]) for key in _STEPS} for name in (run["run"], baseline["run"]))
+    count = min(len(mine["lr"]), len(its["lr"]))
+    if not count:
+        return
+    same_samples = True
+    if run["samples_sha256"] != baseline["samples_sha256"]:
+        others = steps[run["run"]]["samples_hash"][:count] != steps[baseline["run"]]["samples_hash"][:count]
+        same_samples = not np.any(others)
+        if not same_samples:
+            yield f"samples: others from step {int(np.argmax(others)) + 1} on"
+    if mine["tokens"][0] != its["tokens"][0]:
+        yield f"global batch: {mine['tokens'][0]} tokens a step, baseline {its['tokens'][0]}"
+    far = ~np.isclose(mine["lr"][:count], its["lr"][:count], rtol=1e-5, atol=0)
+    if far.any():
+        yield f"schedule: another learning rate from step {int(np.argmax(far)) + 1} on"
+    if same_samples and run["initial_weights_sha256"] == baseline["initial_weights_sha256"]:
+        yield from _first_loss_reason(run, baseline)
+
+
+def _first_loss_reason(run: Row, baseline: Row) -> Iterator[str]:
+    """A loss that is a share or a multiple of the baseline's shows another normalization."""
+    same = all(run[column] == baseline[column] for column in ("engine_precision", "dropout"))
+    here, there = run["train_loss_first"], baseline["train_loss_first"]
+    if not same or run["dropout"] != 0 or here is None or there is None:
+        return
+    tolerance = _FIRST_LOSS_TOLERANCE.get(run["engine_precision"], _ROUNDED_FIRST_LOSS_TOLERANCE)
+    if not math.isclose(here, there, rel_tol=tolerance):
+        yield f"loss normalization: step 1 says {here:.4g}, baseline {there:.4g}, on the same weights and samples"
+
+
+def _warnings(run: Row) -> list[str]:
+    return [] if run["warnings"] is None else list(json.loads(run["warnings"]))
+
+
+def _notes(run: Row) -> str:
+    """What is no broken invariant and bears on the reading of a row."""
+    notes = [warning for warning in _warnings(run) if "are rounded" not in warning]
+    if run["zero_stage"] and run["world_size"] == 1 and not any("shards nothing" in note for note in notes):
+        notes.append(f"with one rank stage {run['zero_stage']} shards nothing")
+    return "; ".join(notes)

@@ -1,0 +1,46 @@
+"""Which runs belong in one figure, in which order, and what they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from study.report.frames import Records
+from study.report.workloads import strategy_order
+
+# More than this many workloads in one notebook is a heap; the tables hold them all.
+MOST_WORKLOADS = 6
+
+
+def finished(records: Records) -> pd.DataFrame:
+    """The runs that trained to their end on devices that were there: nothing else has a loss or a time."""
+    runs = records.runs
+    return runs if runs.empty else runs[(runs["status_state"] == "ok") & ~runs["virtual"].eq(True)]
+
+
+def workloads(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The runs that may be compared with each other; of many workloads those with most runs."""
+    if runs.empty:
+        return
+    sizes = runs.groupby("workload").size().sort_values(ascending=False, kind="stable")
+    for workload in sorted(sizes.index[:MOST_WORKLOADS]):
+        yield str(workload), runs[runs["workload"] == workload]
+
+
+def arms_of(runs: pd.DataFrame) -> list[str]:
+    """In the order of the strategies, from plain training to the most offloaded."""
+    arms = runs.drop_duplicates("arm")
+    places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], strict=True)
+    return [str(arm) for _, _, arm in sorted(places)]
+
+
+def notes_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
+    """What breaks the comparison, by arm; empty where nothing does."""
+    return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
+
+
+def whole_parameters(runs: pd.DataFrame) -> pd.Series:
+    """Bytes of all parameters, where a run holds them undivided; else nothing."""
+    undivided = (runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")
+    return runs["params_bytes_device"].where(undivided.astype(bool))

@@ -1,0 +1,128 @@
+"""Which runs are one experiment, and what their lines are called in a table or a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from study.strategies import STRATEGY_NAMES
+
+# What a comparison is measured against, best first; without any of these the first strategy in the usual order.
+BASELINES = ("single", "ddp", "zero0")
+# Runs that differ in one of these are two experiments: a model, its data and the amount of work.
+_SUBJECT = ("virtual", "task", "model_name_or_path", "data", "dataset_config_name", "weights", "seq_length")
+_WORK = (
+    "precision", "global_batch_size", "per_device_train_batch_size", "train_samples", "num_train_epochs", "max_steps",
+    "gradient_checkpointing", "attn_implementation", "torch_compile", "tokenizer_name", "device_memory_cap_gib",
+)  # fmt: skip
+# Runs that differ in one of these should have been one experiment.
+_RULES = (
+    "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "dropout", "eval_samples",
+)  # fmt: skip
+_WORDS = {
+    "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "data {}", "dataset_config_name": "{}",
+    "weights": "{} weights", "seq_length": "{} tokens", "precision": "{}", "global_batch_size": "batch {}",
+    "per_device_train_batch_size": "micro-batch {}", "train_samples": "{} samples", "num_train_epochs": "{} epochs",
+    "max_steps": "{} steps", "gradient_checkpointing": "checkpointing {}", "attn_implementation": "{} attention",
+    "torch_compile": "compile {}", "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB",
+    "learning_rate": "learning rate {}", "lr_scheduler_type": "{} schedule", "warmup_ratio": "warm-up {}",
+    "weight_decay": "decay {}", "max_grad_norm": "clipping {}", "dropout": "dropout {}",
+    "eval_samples": "{} eval samples",
+}  # fmt: skip
+
+
+Row = Mapping[str, Any]
+Values = tuple[tuple[str, Any], ...]
+
+
+def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every run with its `workload`, `workload_key` and `arm`; what a record does not say is None in a row."""
+    exact = [tuple((field, row[field]) for field in (*_SUBJECT, *_WORK, *_RULES)) for row in rows]
+    homes = _homes(rows, exact)
+    keys = {values: json.dumps(dict(home)) for values, home in homes.items()}
+    texts = _texts(sorted(set(keys.values())))
+    named = [
+        {**row, "workload_key": keys[values], "workload": texts[keys[values]]}
+        for row, values in zip(rows, exact, strict=True)
+    ]
+    arms = _arms(named, [_differences(values, homes[values]) for values in exact])
+    return [row | {"arm": arm} for row, arm in zip(named, arms, strict=True)]
+
+
+def _homes(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, Values]:
+    """For each set of values the experiment it belongs to, which is its own unless it lacks what to compare with."""
+    members: dict[Values, set[str]] = {}
+    for values, row in zip(exact, rows, strict=True):
+        members.setdefault(values, set()).add(row["strategy"] or "")
+    with_baseline = [values for values, strategies in members.items() if strategies & set(BASELINES)]
+    homes = {}
+    for values, strategies in members.items():
+        near = [other for other in with_baseline if _same(values, other, _SUBJECT)]
+        by_rules = [other for other in near if _same(values, other, _WORK)]
+        # Several arms of another amount of work are an experiment of their own; other rules never make one.
+        choice = by_rules or (near if len(strategies) == 1 else [])
+        if values in with_baseline or not choice:
+            homes[values] = values
+        else:
+            homes[values] = min(choice, key=lambda other: (len(_differing(values, other)), -len(members[other])))
+    return homes
+
+
+def _same(one: Values, other: Values, fields: Iterable[str]) -> bool:
+    return not {field for field, *_ in _differing(one, other)} & set(fields)
+
+
+def _differing(one: Values, other: Values) -> list[tuple[str, Any]]:
+    return [(field, value) for (field, value), (_, there) in zip(one, other, strict=True) if value != there]
+
+
+def _differences(values: Values, home: Values) -> str:
+    return ", ".join(_word(field, value) for field, value in _differing(values, home))
+
+
+def _word(field: str, value: Any) -> str:
+    if field == "virtual":
+        return "virtual" if value else "real"
+    text = "off" if value is False else "on" if value is True else f"{value:g}" if isinstance(value, float) else value
+    if field == "model_name_or_path" or field == "data":
+        text = str(value).rstrip("/").rsplit("/", 1)[-1]
+    return _WORDS[field].format("unset" if text is None else text)
+
+
+def _texts(keys: Sequence[str]) -> dict[str, str]:
+    """Task and model, and of the rest what differs among the records of that model."""
+    parsed = {key: json.loads(key) for key in keys}
+    alike: dict[tuple[Any, Any], list[str]] = {}
+    for key, values in parsed.items():
+        alike.setdefault((values["task"], values["model_name_or_path"]), []).append(key)
+    texts = {}
+    for (task, _), group in alike.items():
+        for key in group:
+            values = parsed[key]
+            varying = {field for field in values if len({json.dumps(parsed[other][field]) for other in group}) > 1}
+            said = [field for field in values if field in ("task", "model_name_or_path") or field in varying]
+            words = [_word(field, values[field]) for field in said if values[field] not in (None, False)]
+            texts[key] = ", ".join(words) if task else "workload not recorded"
+    return texts
+
+
+def _arms(rows: Sequence[Row], differences: list[str]) -> list[str]:
+    worlds: dict[Any, set[Any]] = {}
+    for row in rows:
+        worlds.setdefault((row["workload_key"], row["strategy"]), set()).add(row["world_size"])
+    arms = []
+    for row, difference in zip(rows, differences, strict=True):
+        name = row["strategy"] or "unknown"
+        if len(worlds[row["workload_key"], row["strategy"]] - {None}) > 1 and row["world_size"] is not None:
+            name += f" x{row['world_size']}"
+        trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
+        if row["virtual_rank"]:
+            name += f", rank {row['virtual_rank']}"
+        overrides = json.loads(row["engine_override"] or "[]")
+        arms.append(", ".join(part for part in (name, trainer, *overrides, difference) if part))
+    return arms
+
+
+def strategy_order(strategy: Any) -> int:
+    return STRATEGY_NAMES.index(strategy) if strategy in STRATEGY_NAMES else len(STRATEGY_NAMES)

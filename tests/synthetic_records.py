@@ -1,0 +1,211 @@
+"""Run directories as a study leaves them, without training: any number, quickly, each figure a known one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from study.config import RunConfig, resolved
+from study.records import seal
+from study.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
+
+GIB = 2**30
+PARAMETERS = 2_500_000
+# What a strategy costs beside DDP, and where it holds what; round figures, so that a test can say what it expects.
+SLOWER = {"single": 1.8, "zero1": 1.1, "zero2": 1.1, "zero3": 1.5, "fsdp2": 1.4}
+STARTED = "2026-03-01T10:{:02d}:{:02d}+00:00"
+
+
+def write_run(
+    root: Path,
+    strategy: str = "zero3",
+    *,
+    name: str | None = None,
+    seed: int = 42,
+    repeat: int = 1,
+    ranks: int | None = None,
+    steps: int = 8,
+    state: str = "ok",
+    reason: str = "",
+    loss_shift: float = 0.0,
+    time_factor: float = 1.0,
+    gpu: bool = True,
+    sealed: bool = True,
+    virtual: bool = False,
+    started: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    samples: str = "",
+) -> Path:
+    """One record that agrees with itself. `config`, `engine` and `environment` replace what is given of them."""
+    ranks = ranks or (1 if strategy == "single" else 2)
+    asked = {"task": "gpt-wikitext", "max_steps": steps, "seed": seed, "eval_steps": max(1, steps // 2)}
+    run_config = resolved(RunConfig.from_dict(asked | dict(config or {}), "synthetic"), accelerator_visible=False)
+    path = root / (name or f"{run_config.run_id(strategy, ranks)}-r{repeat}")
+    path.mkdir(parents=True)
+    rng = random.Random(f"{path.name}")
+    documents: dict[str, Any] = {
+        "config.json": run_config.to_dict() | {"output_dir": f"runs/synthetic/{path.name}"},
+        "environment.json": _environment(gpu) | dict(environment or {}),
+        "engine.json": _engine(run_config, strategy, ranks, virtual) | dict(engine or {}),
+    }
+    if state == "ok":
+        rows = list(_rows(run_config, strategy, steps, loss_shift, time_factor, samples, virtual, rng))
+        evaluated = [row for row in rows if row["step"] % run_config.eval_steps == 0 or row["step"] == steps]
+        losses = {row["step"]: 1.01 * (row["loss"] or 1) for row in evaluated}
+        evals = [{"step": step, "eval_loss": loss, "perplexity": math.exp(loss)} for step, loss in losses.items()]
+        documents |= _measurements(run_config, strategy, ranks, gpu, rows, evals, rng)
+        for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
+            (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for file, document in documents.items():
+        (path / file).write_text(json.dumps(document, indent=2) + "\n")
+    if state != "ok":
+        (path / "steps.jsonl").write_text("")
+        (path / "evals.jsonl").write_text("")
+    close(path, state, reason, started or STARTED.format(rng.randrange(60), rng.randrange(60)), sealed)
+    return path
+
+
+def close(path: Path, state: str, reason: str, started: str, sealed: bool) -> None:
+    status = {
+        "state": state, "reason": reason, "hint": "use less" if reason else "", "attempt": 1, "started_at": started,
+        "ended_at": "2026-03-01T12:00:00+00:00",
+    }  # fmt: skip
+    (path / "status.json").write_text(json.dumps(seal(path, status) if sealed else status, indent=2) + "\n")
+
+
+def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
+    """Every strategy over as many seeds as it takes."""
+    paths = []
+    for number in range(runs):
+        strategy = STRATEGY_NAMES[number % len(STRATEGY_NAMES)]
+        seed = 42 + number // len(STRATEGY_NAMES)
+        paths.append(write_run(root, strategy, seed=seed, steps=steps, **more))
+    return paths
+
+
+def _rows(
+    config: RunConfig, strategy: str, steps: int, shift: float, factor: float, samples: str, virtual: bool, rng: Any
+) -> Iterator[dict[str, Any]]:
+    noise = random.Random(f"{config.seed}")
+    for step in range(1, steps + 1):
+        loss = 1.7 + 4 * math.exp(-step / 12) + noise.gauss(0, 0.02) + rng.gauss(0, 1e-7) + (shift if step > 1 else 0)
+        key = hashlib.sha256(f"{config.seed} {config.global_batch_size} {samples} {step}".encode()).hexdigest()[:16]
+        yield {
+            "step": step, "loss": None if virtual else loss, "lr": config.learning_rate * (steps - step + 1) / steps,
+            "grad_norm": None if strategy == "zero0" else 1 + rng.random(),
+            "step_time_s": factor * SLOWER.get(strategy, 1.0) * 0.1 * (1 + 0.05 * rng.random()),
+            "tokens": config.global_batch_size * config.seq_length, "samples_hash": key,
+        }  # fmt: skip
+
+
+def _environment(gpu: bool) -> dict[str, Any]:
+    return {
+        "python": "3.11.7", "packages": {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0"},
+        "git_commit": "0" * 40, "cpu": "Synthetic processor", "cpu_cores": 8, "threads_per_rank": 1,
+        "host_memory_gib": 64.0, "devices": [{"name": "Synthetic GPU", "memory_gib": 24.0}] if gpu else [],
+        "cuda": "13.0" if gpu else None, "driver": "600.1" if gpu else None,
+    }  # fmt: skip
+
+
+def _engine(config: RunConfig, strategy: str, ranks: int, virtual: bool) -> dict[str, Any]:
+    file = read_strategy(strategy)
+    offload = file.offload_device("optimizer")
+    return {
+        "strategy": strategy, "distributed_type": file.distributed_type, "world_size": ranks, "virtual": virtual,
+        "zero_stage": file.zero_stage, "offload_optimizer": offload, "offload_param": file.offload_device("param"),
+        "nvme_path": "/nvme/offload" if file.uses_nvme else None,
+        "optimizer_class": "deepspeed.DeepSpeedCPUAdam" if offload else "torch.AdamW",
+        "optimizer_settings": {
+            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
+            "decoupled_weight_decay": True,
+        },
+        "precision": config.precision, "param_dtype": "float32", "gradient_clipping": config.max_grad_norm,
+        "gradient_accumulation_steps": 1, "per_device_train_batch_size": config.global_batch_size // ranks,
+        "buckets": {"reduce_bucket_size": 500_000_000}, "torch": "2.13.0", "deepspeed": "0.19.8",
+        "initial_weights_sha256": hashlib.sha256(f"weights {config.seed}".encode()).hexdigest(), "warnings": [],
+        "floor": {"expected_loss": 1.7, "oracle_eval_loss": 1.71, "expected_accuracy": None},
+        "trainer": "study",
+    }  # fmt: skip
+
+
+def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
+    """Twelve bytes of optimizer under ZeRO, eight elsewhere; what a stage shards is divided by the ranks."""
+    file = read_strategy(strategy)
+    stage = 3 if strategy == "fsdp2" else file.zero_stage or 0
+    whole = {
+        "params": 4 * PARAMETERS,
+        "grads": 4 * PARAMETERS,
+        "optimizer": (12 if file.zero_stage else 8) * PARAMETERS,
+    }
+    sharded = {"params": stage >= 3, "grads": stage >= 2, "optimizer": stage >= 1}
+    places = {"params": file.offload_device("param"), "optimizer": file.offload_device("optimizer")}
+    state = {}
+    for kind, size in whole.items():
+        held = {"device": 0, "host": 0, "nvme": 0}
+        held[{"cpu": "host", "nvme": "nvme"}.get(places.get(kind) or "", "device")] = size // (
+            ranks if sharded[kind] else 1
+        )
+        state[kind] = held
+    return state
+
+
+def _measurements(
+    config: RunConfig,
+    strategy: str,
+    ranks: int,
+    gpu: bool,
+    rows: list[dict[str, Any]],
+    evals: list[dict[str, Any]],
+    rng: Any,
+) -> dict[str, Any]:
+    state = state_bytes(strategy, ranks)
+    held = sum(kinds["device"] for kinds in state.values()) / GIB
+    activations = 0.5 * config.global_batch_size / ranks / 16
+    used = {"allocated": held + activations, "reserved": held + activations + 0.2, "device": held + activations + 1.0}
+    phase = {
+        **(used if gpu else dict.fromkeys(used)),
+        "host": 1.5 + sum(kinds["host"] for kinds in state.values()) / GIB,
+    }
+    times = sorted(row["step_time_s"] for row in rows)
+    timing = {
+        "step_time_s_median": times[len(times) // 2], "step_time_s_p10": times[len(times) // 10],
+        "step_time_s_p90": times[-1 - len(times) // 10],
+    }  # fmt: skip
+    payload = {"single": 0, "zero3": 8 * PARAMETERS, "fsdp2": 10 * PARAMETERS}.get(strategy, 4 * PARAMETERS)
+    collectives = (
+        {"all_reduce": {"calls": 2, "payload_bytes": payload, "wire_bytes_per_rank": float(payload)}} if payload else {}
+    )
+    tokens_per_s = config.global_batch_size * config.seq_length / timing["step_time_s_median"]
+    summary = {
+        "steps": len(rows), "tokens": sum(row["tokens"] for row in rows), "train_loss_first": rows[0]["loss"],
+        "train_loss_final": rows[-1]["loss"], "eval_loss_final": evals[-1]["eval_loss"], "eval_accuracy": None,
+        "eval_perplexity": evals[-1]["perplexity"], "runtime_s": sum(times), "startup_s": 5.0 + rng.random(), **timing,
+        "tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / ranks,
+        "samples_per_s": tokens_per_s / config.seq_length, "model_flops_per_step": 10**10, "mfu": None,
+        "peak_memory_gib_allocated": phase["allocated"], "peak_memory_gib_reserved": phase["reserved"],
+        "peak_memory_gib_device": phase["device"], "avg_memory_gib_device": phase["device"],
+        "host_peak_rss_gib": phase["host"], "state_bytes_per_rank": state, "comm_bytes_per_step": payload,
+        "comm_calls_per_step": 2 if payload else 0, "energy_j": None,
+    }  # fmt: skip
+    memory = {
+        "unit": "GiB",
+        "ranks": [
+            {"rank": rank, "phases": dict.fromkeys(("init", "first_step", "steady", "eval"), phase),
+             "device_mean_over_steps": phase["device"],
+             "state": {"state_bytes": state, "buffer_bytes": {"reduce_bucket.device": 1000}, "other_tensor_bytes": 10},
+             "time": timing}
+            for rank in range(ranks)
+        ],
+    }  # fmt: skip
+    traffic = {"step": min(4, len(rows)), "world_size": ranks, "collectives": collectives}
+    return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
+
+
+__all__ = ["PARAMETERS", "REPOSITORY", "close", "state_bytes", "write_run", "write_study"]

@@ -1,0 +1,191 @@
+"""`study report` builds whole reports or none, says which cell failed, and leaves alone what is not its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from study import cli
+from study.errors import UserError
+from study.report.build import NAMES, NOTEBOOKS, build
+from study.report.execute import NotebookFailed, execute
+from study.report.frames import Records, read_parquet, write_parquet
+from study.strategies import REPOSITORY
+
+PARAMETERS = 'records_dir = "reports/laptop"\nfigures_dir = ""'
+
+
+@functools.cache
+def laptop() -> Records:
+    return read_parquet(REPOSITORY / "reports" / "laptop")
+
+
+def notebook(file: Path, *sources: str) -> Path:
+    cells = [nbformat.v4.new_markdown_cell("# A title\n\nA lead.")]
+    cells.append(nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}))
+    cells += [nbformat.v4.new_code_cell(source, id=f"cell-{place}") for place, source in enumerate(sources)]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven notebooks as a report needs them: one draws, one fails, and the others have little to do."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    for name in NAMES:
+        notebook(folder / f"{name}.ipynb", "2 + 2")
+    notebook(folder / "loss_curves.ipynb", "from study.report import plots, show\nrecords = show.records(records_dir)",
+             "show.figures(plots.loss_curves(records), figures_dir)")  # fmt: skip
+    notebook(folder / "offload.ipynb", "before = 1", "before / 0", "after = 1")
+    return folder
+
+
+def read(file: Path) -> nbformat.NotebookNode:
+    return nbformat.read(file, as_version=4)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "colab"])
+def test_the_notebooks_in_git_hold_no_output_and_take_parameters(name):
+    file = NOTEBOOKS / f"{name}.ipynb"
+    found = read(file)
+    nbformat.validate(found)
+    assert (found.nbformat, found.nbformat_minor) == (4, 5)
+    assert found.metadata.kernelspec.name == "python3"
+    for cell in found.cells:
+        assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
+    assert [cell.metadata.get("tags") for cell in found.cells].count(["parameters"]) == 1
+    parameters = papermill.inspect_notebook(str(file))
+    assert parameters
+    if name in NAMES:
+        assert set(parameters) == {"records_dir", "figures_dir"}
+
+
+def test_a_notebook_runs_by_hand_from_its_own_folder(tmp_path):
+    output = tmp_path / "out.ipynb"
+    execute(NOTEBOOKS / "batch_size.ipynb", output, {}, NOTEBOOKS, 120)
+    assert "26 runs" in output.read_text()
+    assert not (NOTEBOOKS / "figures").exists()
+
+
+def test_a_parameter_that_a_notebook_does_not_know_is_an_error(tmp_path):
+    file = notebook(tmp_path / "a.ipynb", "1")
+    with pytest.raises(UserError, match=r"a\.ipynb has no parameter record_dir"):
+        execute(file, tmp_path / "out.ipynb", {"record_dir": "x"}, tmp_path, 60)
+
+
+def test_a_notebook_runs_in_this_interpreter_whatever_jupyter_knows(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.json").write_text(json.dumps({"argv": ["false"], "language": "python", "display_name": "none"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    output = tmp_path / "out.ipynb"
+    execute(notebook(tmp_path / "a.ipynb", "import sys", "sys.executable"), output, {}, tmp_path, 60)
+    assert read(output).cells[-1].outputs[0].data["text/plain"] == repr(sys.executable)
+
+
+def test_a_notebook_that_takes_too_long_is_ended_and_the_cell_named(tmp_path):
+    file = notebook(tmp_path / "a.ipynb", "1", "import time", "time.sleep(60)")
+    with pytest.raises(NotebookFailed, match=r"cell 5 \(cell-2, `time.sleep\(60\)`\): the notebook has had its 3 s"):
+        execute(file, tmp_path / "out.ipynb", {}, tmp_path, 3)
+
+
+def test_a_dead_kernel_is_told_with_its_cell(tmp_path):
+    file = notebook(tmp_path / "a.ipynb", "import os", "os._exit(3)")
+    with pytest.raises(NotebookFailed, match=r"\(cell-1, `os._exit\(3\)`\): the kernel died"):
+        execute(file, tmp_path / "out.ipynb", {}, tmp_path, 60)
+
+
+def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks, tmp_path):
+    built = build(laptop(), "laptop", tmp_path / "report", notebooks=notebooks)
+    (failure,) = built.failures.items()
+    assert failure[0] == "offload"
+    assert "(cell-1, `before / 0`): ZeroDivisionError" in failure[1]
+    index = built.page.read_text()
+    assert "Notebooks that did not finish" in index
+    assert "ZeroDivisionError" in index
+    assert "ZeroDivisionError" in (tmp_path / "report" / "offload.html").read_text()
+    assert "cell-1" in (tmp_path / "report" / "summary.md").read_text()
+    for name in NAMES:
+        assert (tmp_path / "report" / f"{name}.html").stat().st_size > 1000
+    assert sorted(file.name for file in (tmp_path / "report" / "figures").iterdir()) == [
+        "loss_1.png", "loss_1.svg", "loss_2.png", "loss_2.svg",
+    ]  # fmt: skip
+    # The same records give the same report, and nothing is left beside it.
+    again = build(laptop(), "laptop", tmp_path / "again", notebooks=notebooks).page.parent
+    for file in (file for file in (tmp_path / "report").rglob("*") if file.is_file() and file.stem != "offload"):
+        assert file.read_bytes() == (again / file.relative_to(tmp_path / "report")).read_bytes(), file.name
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "report"]
+
+
+def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds thesis\.tex, which is no part of a report"):
+        build(laptop(), "laptop", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
+    output = tmp_path / "report"
+    output.mkdir()
+    (output / "index.html").write_text("the old one")
+    with pytest.raises(FileNotFoundError):
+        build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
+    assert (output / "index.html").read_text() == "the old one"
+    assert [file.name for file in tmp_path.iterdir()] == ["report"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nosuch"], "no suite is called 'nosuch'"),
+        (["laptop", "--output", "file"], "--output file is a file"),
+        (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
+        (["broken"], "runs.parquet is not readable"),
+        (["empty"], "empty has no record"),
+        (["laptop", "--only", "x"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "reports" / "broken").mkdir(parents=True)
+    (tmp_path / "reports" / "broken" / "runs.parquet").write_text("no parquet")
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    write_parquet(laptop(), tmp_path / "reports" / "laptop")
+    assert cli.main(["report", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert words in line
+    assert "To mend it: " in line
+
+
+def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):
+    """By a bare name in runs/ or reports/, or by the name a suite's file gives; run directories come first."""
+    asked = []
+    monkeypatch.setattr("study.report.command.run", lambda *arguments: asked.append(arguments) or 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports" / "gone").mkdir(parents=True)
+    suite = tmp_path / "file.yaml"
+    suite.write_text(
+        (REPOSITORY / "study" / "suites" / "laptop.yaml").read_text().replace("name: laptop", "name: mine")
+    )
+    for name in ("gone", "laptop", str(suite)):
+        cli.main(["report", name])
+    assert [name for name, *_ in asked] == ["gone", "laptop", "mine"]
+
+
+def test_refused_records_alone_still_give_a_report_that_lists_them(notebooks, tmp_path):
+    empty = dataclasses.replace(
+        laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0], refused=("a/status.json: is missing",)
+    )
+    index = build(empty, "laptop", tmp_path / "report", notebooks=notebooks).page.read_text()
+    assert "a/status.json: is missing" in index

@@ -1,0 +1,182 @@
+"""Every invariant of DESIGN.md that a record shows: a run that breaks one is labelled by name, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic_records import close, write_run
+
+from study.report.fairness import baseline_arm
+from study.report.frames import read_records
+from study.report.tables import TABLES
+
+Change = Mapping[str, Any]
+OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}
+
+
+def labels(root: Path, column: str = "confounded") -> dict[str, str]:
+    records = read_records(root)
+    assert records.refused == ()
+    return dict(zip(records.runs["run"], records.runs[column], strict=True))
+
+
+def study(root: Path, **broken: Any) -> None:
+    for strategy in ("single", "ddp", "zero2"):
+        write_run(root, strategy, name=strategy)
+    write_run(root, "zero3", name="zero3", **broken)
+
+
+def test_runs_that_break_nothing_carry_no_label(tmp_path: Path) -> None:
+    study(tmp_path)
+    assert set(labels(tmp_path).values()) == {""}
+    assert set(labels(tmp_path, "confounded_loss").values()) == {""}
+    assert set(labels(tmp_path, "baseline").values()) == {"single"}
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "initial weights": ({"engine": {"initial_weights_sha256": "ab" * 32}}, "initial weights"),
+    "weights not recorded": ({"engine": {"initial_weights_sha256": None}}, "initial weights: not recorded"),
+    "samples": ({"samples": "another order"}, "samples: others from step 1 on"),
+    "global batch": ({"config": {"global_batch_size": 32}}, "global batch: 32, baseline 16"),
+    "batch as taken": (
+        {"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked",
+    ),
+    "loss normalization": (
+        {"steps": 8, "loss_shift": 0.0, "scale_first": 0.5},
+        "loss normalization: step 1 says 2.676, baseline 5.352, on the same weights and samples",
+    ),
+    "clipping": ({"config": {"max_grad_norm": 0.5}}, "clipping: 0.5, baseline 1"),
+    "clipping as it ran": ({"engine": {"gradient_clipping": 0.0}}, "clipping: 0, baseline 1"),
+    "optimizer settings": (
+        {"engine": {"optimizer_settings": OTHER_ADAM}}, "optimizer: betas [0.9, 0.95], baseline [0.9, 0.999]",
+    ),
+    "optimizer class": ({"engine": {"optimizer_class": "torch.SGD"}}, "optimizer: torch.SGD, baseline torch.AdamW"),
+    "optimizer unknown": (
+        {"engine": {"optimizer_class": "deepspeed.DeepSpeedCPUAdam", "optimizer_settings": None}},
+        "optimizer: deepspeed.DeepSpeedCPUAdam, baseline torch.AdamW",
+    ),
+    "decay": ({"config": {"weight_decay": 0.01}}, "weight decay: 0.01, baseline 0"),
+    "learning rate": ({"config": {"learning_rate": 0.001}}, "learning rate: 0.001, baseline 0.003"),
+    "schedule": ({"config": {"lr_scheduler_type": "cosine"}}, "schedule: cosine, baseline linear"),
+    "schedule as it ran": ({"lr_factor": 0.5}, "schedule: another learning rate from step 2 on"),
+    "precision": ({"engine": {"precision": "bf16"}}, "precision: ran in bf16, fp32 asked"),
+    "parameter type": ({"engine": {"param_dtype": "bfloat16"}}, "parameter type: bfloat16, baseline float32"),
+    "rounded parameters": (
+        {"engine": {"warnings": ["DeepSpeed keeps the parameters on NVMe as bfloat16: they are rounded every step"]}},
+        "precision: DeepSpeed keeps the parameters on NVMe as bfloat16",
+    ),
+    "dropout": ({"config": {"dropout": 0.1}}, "dropout: 0.1, baseline 0"),
+    "evaluation set": ({"config": {"eval_samples": 64}}, "evaluation set: 64 samples, baseline 200 samples"),
+    "evaluation tokens": (
+        {"engine": {"data": {"tokens_sha256": {"train": "a", "eval": "c"}}}}, "evaluation set",
+    ),
+    "threads": ({"environment": {"threads_per_rank": 4}}, "threads per rank: 4, baseline 1"),
+    "device": (
+        {"environment": {"devices": [{"name": "Other GPU"}]}},
+        'another box: device: ["Other GPU"], baseline ["Synthetic GPU"]',
+    ),
+    "processor": ({"environment": {"cpu": "Other"}}, "another box: processor: Other, baseline Synthetic processor"),
+    "torch": ({"engine": {"torch": "2.11.0"}}, "torch: 2.11.0, baseline 2.13.0"),
+    "seed": ({"seed": 43}, "seed: no single with seed 43"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("invariant", BROKEN)
+def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path: Path) -> None:
+    broken, label = BROKEN[invariant]
+    broken = dict(broken)
+    scale, factor = broken.pop("scale_first", None), broken.pop("lr_factor", None)
+    data = {"data": {"tokens_sha256": {"train": "a", "eval": "b"}}} if invariant == "evaluation tokens" else {}
+    for strategy in ("single", "ddp", "zero2"):
+        write_run(tmp_path, strategy, name=strategy, engine=data)
+    path = write_run(tmp_path, "zero3", name="zero3", **broken)
+    if scale is not None:
+        _edit(path, lambda row: row | {"loss": row["loss"] * scale})
+    if factor is not None:
+        _edit(path, lambda row: row | {"lr": row["lr"] * (factor if row["step"] > 1 else 1)})
+    found = labels(tmp_path)
+    assert label in found.pop("zero3")
+    assert set(found.values()) == {""}
+    records = read_records(tmp_path)
+    for name in ("summary", "loss", "memory", "runtime", "single_vs_multi"):
+        table = TABLES[name](records)
+        rows = table[table["Arm"].str.startswith("zero3")]
+        assert len(rows) == 1, f"{name} has {len(rows)} rows"
+        assert label in rows["Comparable"].iloc[0]
+        assert (table[~table["Arm"].str.startswith("zero3")]["Comparable"] == "yes").all()
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Another history, told the same everywhere, and sealed."""
+    rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
+    (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
+    (path / "summary.json").write_text(json.dumps(summary))
+    close(path, "ok", "", "2026-03-01T10:00:00+00:00", sealed=True)
+
+
+def test_dropout_that_is_on_confounds_losses_and_nothing_else(tmp_path: Path) -> None:
+    for strategy in ("single", "zero3"):
+        write_run(tmp_path, strategy, name=strategy, config={"dropout": 0.1})
+    assert set(labels(tmp_path).values()) == {""}
+    assert labels(tmp_path, "confounded_loss")["zero3"] == "dropout is on: masks differ between arms"
+    records = read_records(tmp_path)
+    assert TABLES["loss"](records)["Comparable"].iloc[-1] == "dropout is on: masks differ between arms"
+    assert set(TABLES["runtime"](records)["Comparable"]) == {"yes"}
+
+
+def test_offload_changes_the_optimizer_by_a_note_when_its_settings_are_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path, "single", name="single")
+    warning = "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
+    write_run(tmp_path, "zero3_cpu", name="zero3_cpu", engine={"warnings": [warning]})
+    assert labels(tmp_path)["zero3_cpu"] == ""
+    assert labels(tmp_path, "notes")["zero3_cpu"] == warning
+
+
+def test_one_rank_shards_nothing_and_says_so(tmp_path: Path) -> None:
+    for strategy in ("single", "zero2"):
+        write_run(tmp_path, strategy, name=strategy, ranks=1)
+    assert labels(tmp_path, "notes") == {"single": "", "zero2": "with one rank stage 2 shards nothing"}
+
+
+def test_another_seed_is_held_against_the_baseline_of_its_own_seed(tmp_path: Path) -> None:
+    for seed in (42, 43):
+        for strategy in ("single", "zero3"):
+            write_run(tmp_path, strategy, name=f"{strategy}-{seed}", seed=seed)
+    assert set(labels(tmp_path).values()) == {""}
+    assert labels(tmp_path, "baseline")["zero3-43"] == "single-43"
+
+
+def test_two_amounts_of_work_with_baselines_are_two_workloads(tmp_path: Path) -> None:
+    for batch in (16, 32):
+        for strategy in ("ddp", "zero3"):
+            write_run(tmp_path, strategy, name=f"{strategy}-{batch}", config={"global_batch_size": batch})
+    assert set(labels(tmp_path).values()) == {""}
+    assert labels(tmp_path, "baseline")["zero3-32"] == "ddp-32"
+
+
+def test_a_whole_study_without_plain_training_is_held_against_its_first_arm(tmp_path: Path) -> None:
+    for strategy in ("zero3", "zero3_cpu", "zero3_nvme"):
+        write_run(tmp_path, strategy, name=strategy)
+    assert labels(tmp_path, "baseline") == dict.fromkeys(("zero3", "zero3_cpu", "zero3_nvme"), "zero3")
+    assert baseline_arm(read_records(tmp_path).runs) == "zero3"
+
+
+def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:
+    write_run(tmp_path, "single", name="single", state="oom", reason="out of memory")
+    write_run(tmp_path, "ddp", name="ddp")
+    assert labels(tmp_path, "baseline") == {"single": "ddp", "ddp": "ddp"}
+    write_run(tmp_path / "other", "zero3", state="oom", config={"task": "bert-imdb"})
+    records = read_records(tmp_path)
+    alone = records.runs[records.runs["task"] == "bert-imdb"]
+    assert baseline_arm(alone) is None
+    table = TABLES["summary"](records)
+    said = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
+    assert said == ["no baseline: no run of this workload ended ok"]
+    assert isinstance(alone, pd.DataFrame)

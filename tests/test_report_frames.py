@@ -1,0 +1,243 @@
+"""Run directories as two tables: complete, the same from parquet, and quick enough for a thousand runs."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
+
+from study.config import RunConfig
+from study.errors import UserError
+from study.records import SUMMARY_KEYS, read_run
+from study.report.findings import findings
+from study.report.frames import Records, read_parquet, read_records, real, steps_by_run, virtual, write_parquet
+from study.report.rows import RUN_COLUMNS, STEP_COLUMNS
+from study.report.tables import TABLES
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    for strategy in ("single", "ddp", "zero3"):
+        write_run(root, strategy)
+    write_run(root, "zero3_cpu", state="oom", reason="CUDA out of memory <b>")
+    return root
+
+
+def same(one: Records, other: Records) -> None:
+    pd.testing.assert_frame_equal(one.runs, other.runs)
+    pd.testing.assert_frame_equal(one.steps, other.steps)
+    assert one.refused == other.refused
+
+
+def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
+    records = read_records(runs)
+    assert list(records.runs) == list(RUN_COLUMNS)
+    row = records.runs.set_index("strategy").loc["zero3"]
+    run = read_run(next(runs.glob("*-zero3-*")))
+    for key in SUMMARY_KEYS:
+        if key != "state_bytes_per_rank":
+            assert run.summary[key] == row[key] or (run.summary[key] is None and pd.isna(row[key]))
+    for kind, places in state_bytes("zero3", 2).items():
+        assert {place: row[f"{kind}_bytes_{place}"] for place in places} == places
+    config = RunConfig.from_dict(run.config, "")
+    for key in ("seed", "learning_rate", "global_batch_size", "task", "dropout"):
+        assert row[key] == getattr(config, key)
+    assert row["memory_steady_allocated_gib"] == run.memory["ranks"][0]["phases"]["steady"]["allocated"]
+    assert (row["floor_loss"], row["floor_eval_loss"]) == (1.7, 1.71)
+    assert json.loads(row["collectives"]) == run.traffic["collectives"]
+    assert (row["repeat"], row["engine_precision"], row["zero_stage"]) == (1, "fp32", 3)
+    assert pd.isna(row["floor_accuracy"])
+
+
+def test_steps_carry_the_evaluation_that_followed_them(runs: Path) -> None:
+    records = read_records(runs)
+    assert list(records.steps) == list(STEP_COLUMNS)
+    run = read_run(next(runs.glob("*-ddp-*")))
+    steps = steps_by_run(records)[run.path.name]
+    assert steps["loss"].tolist() == [row["loss"] for row in run.steps]
+    assert steps["samples_hash"].tolist() == [row["samples_hash"] for row in run.steps]
+    evaluated = steps[steps["eval_loss"].notna()]
+    assert evaluated["step"].tolist() == [row["step"] for row in run.evals]
+    assert evaluated["eval_perplexity"].tolist() == [row["perplexity"] for row in run.evals]
+    assert steps["eval_accuracy"].isna().all()
+
+
+def test_a_run_that_did_not_end_well_is_a_row_without_figures(runs: Path) -> None:
+    row = read_records(runs).runs.set_index("strategy").loc["zero3_cpu"]
+    assert (row["status_state"], row["status_reason"]) == ("oom", "CUDA out of memory <b>")
+    assert row["workload"] == "gpt-wikitext, gpt-tiny"
+    assert pd.isna(row[["train_loss_final", "step_time_s_median", "params_bytes_device"]]).all()
+
+
+def test_a_cell_that_wrote_nothing_is_known_by_the_note_of_its_sweep(runs: Path) -> None:
+    cell = runs / "gpt-wikitext-gpt-tiny-zero3_nvme-2x-00000000-r1"
+    write_run(runs, "zero3_nvme", name=cell.name, state="unsupported", reason="libaio is missing")
+    for name in ("config.json", "engine.json", "environment.json"):
+        (cell / name).unlink()
+    status = json.loads((cell / "status.json").read_text())
+    (cell / "status.json").write_text(json.dumps({key: status[key] for key in status if not key.endswith("sha256")}))
+    command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop"]
+    note = {"strategy": "zero3_nvme", "world_size": 2, "command": [*command, "--max_steps", "8", "--eval_steps", "4"]}
+    (cell / "sweep.json").write_text(json.dumps(note))
+    rows = read_records(runs).runs.set_index("strategy")
+    assert (rows.loc["zero3_nvme", "workload"], rows.loc["zero3_nvme", "world_size"]) == ("gpt-wikitext, gpt-tiny", 2)
+    (cell / "sweep.json").unlink()
+    assert read_records(runs).runs.set_index("strategy").loc["zero3_nvme", "workload"] == "workload not recorded"
+    (cell / "sweep.json").write_text(json.dumps(note | {"command": ["rm", "-rf"]}))
+    assert read_records(runs).refused[0].startswith(f"{cell.name}/sweep.json: command is 'rm -rf'")
+
+
+def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_path: Path) -> None:
+    (runs / next(runs.glob("*-zero3-*")).name / "summary.json").write_text("{")
+    records = read_records(runs)
+    assert len(records.refused) == 1
+    write_parquet(records, tmp_path / "kept")
+    again = read_records(tmp_path / "kept")
+    same(records, again)
+    assert findings(records) == findings(again)
+    for table in TABLES.values():
+        pd.testing.assert_frame_equal(table(records), table(again))
+
+
+def test_no_path_of_a_machine_is_kept(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "zero3_nvme", config={"nvme_path": "/somewhere/nvme"})
+    (tmp_path / "runs" / "broken").mkdir()
+    (tmp_path / "runs" / "broken" / "status.json").write_text("{")
+    records = read_records(tmp_path / "runs")
+    text = records.runs.to_csv() + str(records.refused)
+    assert "/somewhere" not in text
+    assert "/nvme/offload" not in text
+    assert str(tmp_path) not in text
+    assert records.refused[0].startswith("broken/status.json: ")
+
+
+def test_nothing_is_an_answer_and_no_folder_is_a_mistake(tmp_path: Path) -> None:
+    empty = read_records(tmp_path)
+    assert (list(empty.runs), list(empty.steps)) == (list(RUN_COLUMNS), list(STEP_COLUMNS))
+    assert (len(empty.runs), len(empty.steps), empty.refused) == (0, 0, ())
+    write_parquet(empty, tmp_path / "kept")
+    same(empty, read_parquet(tmp_path / "kept"))
+    with pytest.raises(UserError, match="is no folder"):
+        read_records(tmp_path / "nowhere")
+
+
+def test_runs_and_parquet_are_never_mixed(runs: Path) -> None:
+    write_parquet(read_records(runs), runs)
+    with pytest.raises(UserError, match="holds both"):
+        read_records(runs)
+
+
+@pytest.mark.parametrize("damage", ["cut", "another table", "missing", "a column less", "another type"])
+def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    write_parquet(read_records(runs), kept)
+    file = kept / "runs.parquet"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "another table":
+        file.write_bytes((kept / "steps.parquet").read_bytes())
+    elif damage == "missing":
+        file.unlink()
+    else:
+        frame = pd.read_parquet(file)
+        frame = frame.drop(columns="arm") if damage == "a column less" else frame.astype({"seed": "str"})
+        frame.to_parquet(file)
+    with pytest.raises(UserError) as refusal:
+        read_records(kept)
+    assert "runs.parquet" in refusal.value.problem
+    assert refusal.value.mend.startswith("make it again: python -m study.report.frames")
+
+
+def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:
+    write_parquet(read_records(runs), tmp_path / "kept")
+    file = tmp_path / "kept" / "runs.parquet"
+    pd.read_parquet(file).drop(columns=["torch_compile", "tokenizer_name"]).to_parquet(file)
+    again = read_records(tmp_path / "kept").runs
+    assert list(again) == list(RUN_COLUMNS)
+    assert again[["torch_compile", "tokenizer_name"]].isna().all(axis=None)
+
+
+def test_virtual_runs_are_kept_apart(runs: Path) -> None:
+    write_run(runs, "zero3", name="virtual", virtual=True, ranks=64, config={"global_batch_size": 64})
+    records = read_records(runs)
+    assert records.refused == ()
+    assert virtual(records).runs["run"].tolist() == ["virtual"]
+    assert set(virtual(records).steps["run"]) == {"virtual"}
+    assert "virtual" not in set(real(records).runs["run"]) | set(real(records).steps["run"])
+    for name in ("summary", "loss", "runtime", "single_vs_multi"):
+        assert not TABLES[name](records)["Arm"].str.contains("x64").any()
+
+
+def test_arms_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    write_run(tmp_path, "single")
+    write_run(tmp_path, "ddp", ranks=2)
+    write_run(tmp_path, "ddp", ranks=4)
+    write_run(tmp_path, "ddp", name="hf", engine={"trainer": "hf_trainer"})
+    write_run(tmp_path, "zero3", config={"engine_override": ["zero_optimization.reduce_bucket_size=5000000"]})
+    assert read_records(tmp_path).runs["arm"].tolist() == [
+        "single", "ddp x2", "ddp x2, hf_trainer", "ddp x4", "zero3, zero_optimization.reduce_bucket_size=5000000"
+    ]  # fmt: skip
+
+
+def test_workloads_name_what_varies(tmp_path: Path) -> None:
+    for batch in (16, 32):
+        for strategy in ("single", "zero3"):
+            write_run(tmp_path, strategy, config={"global_batch_size": batch})
+    write_run(tmp_path, "single", config={"task": "bert-imdb"})
+    assert read_records(tmp_path).runs["workload"].unique().tolist() == [
+        "bert-imdb, bert-tiny", "gpt-wikitext, gpt-tiny, batch 16", "gpt-wikitext, gpt-tiny, batch 32"
+    ]  # fmt: skip
+
+
+def test_texts_are_texts_whatever_a_record_holds(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
+    write_parquet(read_records(tmp_path / "runs"), tmp_path)
+    assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
+
+
+def test_the_command_writes_parquet_and_names_what_it_left_out(runs: Path, tmp_path: Path) -> None:
+    (next(runs.glob("*-ddp-*")) / "engine.json").unlink()
+    command = [sys.executable, "-m", "study.report.frames", str(runs), str(tmp_path / "kept")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert result.returncode == 1
+    assert "engine.json: is missing" in result.stderr
+    assert result.stdout.startswith("3 runs, 16 steps -> ")
+    assert b"engine.json" in pq.read_table(tmp_path / "kept" / "runs.parquet").schema.metadata[b"study.refused"]
+
+
+def test_the_committed_laptop_records_are_readable() -> None:
+    records = read_parquet(REPOSITORY / "reports" / "laptop")
+    assert len(records.runs) > 20
+    assert (records.runs["confounded"] == "").all()
+
+
+def test_a_hundred_records_of_a_thousand_steps_read_and_compare_within_a_tenth_of_the_budget(tmp_path: Path) -> None:
+    """A thousand within 90 s and 2 GiB is the promise for the whole report; `test_a_thousand` below is the long one."""
+    assert _cost(tmp_path, 100) < 9
+
+
+@pytest.mark.long
+def test_a_thousand_records_of_a_thousand_steps_read_and_compare_well_within_the_budget(tmp_path: Path) -> None:
+    assert _cost(tmp_path, 1000) < 45
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
+
+
+def _cost(root: Path, count: int) -> float:
+    """Seconds of processor time, which a loaded machine does not change much."""
+    write_study(root, count, steps=1000)
+    started = time.process_time()
+    records = read_records(root)
+    assert (len(records.runs), len(records.steps), records.refused) == (count, 1000 * count, ())
+    for table in TABLES.values():
+        table(records)
+    assert len(findings(records)) == 3
+    return time.process_time() - started

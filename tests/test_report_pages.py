@@ -1,0 +1,232 @@
+"""The pages of a report, in the browser that a reader has: Debian's Chromium, headless, driven by playwright."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from study.report.build import NAMES
+from study.report.findings import QUESTIONS
+from study.report.frames import Records, read_parquet, write_parquet
+from study.strategies import REPOSITORY
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PAGES = ("index", *NAMES)
+WIDTHS = (400, 1400)
+EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'> | `$x$` \\"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+# Torch, and what brings it, cannot be imported by whatever runs with this on its path.
+BLOCKER = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "deepspeed", "accelerate", "transformers", "datasets"}:
+            raise ImportError(f"{name} is not there")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def harmful(records: Records) -> Records:
+    """The laptop's records as a person with bad intentions would leave them, with all that can go wrong in a study."""
+    runs = records.runs.copy()
+    gpt = runs["task"] == "gpt-wikitext"
+    runs["workload"] = runs["workload"] + " " + EVIL
+    runs.loc[gpt & (runs["strategy"] == "zero1"), "arm"] = "zero1 " + EVIL
+    confounded = gpt & (runs["strategy"] == "zero2")
+    runs.loc[confounded, ["confounded", "confounded_loss"]] = EVIL
+    failed = gpt & (runs["strategy"] == "zero3")
+    runs.loc[failed, ["status_state", "status_reason", "status_hint"]] = ["oom", EVIL, EVIL]
+    runs["cpu"] = EVIL
+    refused = tuple(f"run-{number}/summary.json: {EVIL}" for number in range(60))
+    return dataclasses.replace(records, runs=runs, refused=refused)
+
+
+class Report(NamedTuple):
+    folder: Path
+    processor_seconds: float
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Built by the command a user types, where there is no torch, no run directory and no suite of that name."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "site").mkdir()
+    (work / "site" / "sitecustomize.py").write_text(BLOCKER)
+    write_parquet(harmful(read_parquet(REPOSITORY / "reports" / "laptop")), work / "reports" / "harmful")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(work / "site")}, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Report(work / "reports" / "harmful", seconds, result.stdout)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # A container's root has no sandbox of its own to give.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield running
+        running.close()
+
+
+class Visit(NamedTuple):
+    page: Page
+    complaints: list[str]
+    requests: list[str]
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=lambda width: f"{width}px")
+def visits(request: pytest.FixtureRequest, report: Report, browser: Browser) -> dict[str, Visit]:
+    """Every page open at one width, with what the browser complained about and asked for."""
+    return {name: visit(browser, report.folder / f"{name}.html", request.param) for name in PAGES}
+
+
+def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
+    page = browser.new_context(viewport={"width": width, "height": 900}, **context).new_page()
+    seen = Visit(page, [], [])
+    page.on("console", lambda message: seen.complaints.append(message.text))
+    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    page.on("request", lambda asked: seen.requests.append(asked.url))
+    page.goto(file.as_uri())
+    return seen
+
+
+def test_a_report_rebuilds_from_parquet_without_torch_in_under_a_minute(report):
+    # Of the processor: an upper bound of what the clock says on a box with nothing else to do.
+    assert report.processor_seconds < 60
+    assert report.printed == "reports/harmful/index.html\n"
+    names = {file.name for file in report.folder.iterdir()}
+    pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
+    assert names == {"index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
+    stems = {kind: {file.stem for file in report.folder.glob(f"figures/*.{kind}")} for kind in ("png", "svg")}
+    assert stems["png"] == stems["svg"]
+    assert len(stems["png"]) > 12
+
+
+def test_nothing_in_a_report_names_a_place_of_this_machine(report):
+    places = [str(REPOSITORY), str(report.folder.parents[1]), sys.prefix, str(Path.home()) + "/"]
+    for file in (file for file in report.folder.rglob("*") if file.suffix in {".html", ".ipynb", ".md", ".svg"}):
+        text = file.read_text(encoding="utf-8")
+        assert not [place for place in places if place in text], file.name
+
+
+def test_executed_notebooks_are_valid_and_run_again_beside_their_records(report):
+    for name in NAMES:
+        notebook = nbformat.read(report.folder / f"{name}.ipynb", as_version=4)
+        nbformat.validate(notebook)
+        injected = [cell.source for cell in notebook.cells if cell.id == "injected-parameters"]
+        assert 'records_dir = "."' in injected[0]
+        assert not [output for cell in notebook.cells for output in cell.get("outputs", [])
+                    if output.output_type in ("error", "stream")]  # fmt: skip
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", PAGES)
+def test_every_figure_loads_and_says_what_it_shows(visits, name):
+    pictures = visits[name].page.eval_on_selector_all(
+        "img", "all => all.map(one => [one.complete && one.naturalWidth, one.alt, one.clientWidth])"
+    )
+    assert pictures or name in ("batch_size", "model_size")
+    for width, words, shown in pictures:
+        assert width > 800
+        assert shown > 300
+        assert len(words) > 40
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_complains_or_asks_for_anything_outside_itself(visits, name):
+    seen = visits[name]
+    assert seen.complaints == []
+    outside = [url for url in seen.requests if not url.startswith("data:")]
+    assert outside == [seen.page.url]
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_is_wider_than_the_screen(visits, name):
+    overflow = """() => {
+        const width = document.documentElement.clientWidth;
+        const scrolls = (one) => one && (["auto", "scroll"].includes(getComputedStyle(one).overflowX)
+            || scrolls(one.parentElement));
+        const wide = [...document.querySelectorAll("body *")].filter(
+            (one) => one.getBoundingClientRect().right > width + 1 && !scrolls(one.parentElement));
+        return [document.documentElement.scrollWidth - width, wide.map((one) => one.outerHTML.slice(0, 80))];
+    }"""
+    assert visits[name].page.evaluate(overflow) == [0, []]
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_to_a_file_or_a_heading_that_is_there(visits, report, name):
+    page = visits[name].page
+    links = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
+    assert len(links) > len(PAGES)
+    for link in links:
+        parts = urlsplit(link)
+        assert not parts.scheme
+        assert (report.folder / unquote(parts.path or f"{name}.html")).is_file(), link
+        if parts.fragment:
+            assert page.evaluate("id => document.getElementById(id) !== null", unquote(parts.fragment)), link
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
+    page = visits[name].page
+    assert page.evaluate("document.scripts.length") == 0
+    assert page.evaluate("'harmed' in window") is False
+    assert not page.query_selector("img[onerror]")
+    if name == "index":
+        assert "<script>window.harmed = 1</script>" in page.inner_text("body")
+
+
+@needs_chromium
+def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
+    page = visits["index"].page
+    assert page.eval_on_selector_all("main h2", "all => all.map(one => one.textContent)")[:3] == list(QUESTIONS)
+    assert all(
+        answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
+    )
+    oom = page.eval_on_selector_all("tr", "all => all.map(one => one.innerText).filter(one => one.includes('oom'))")
+    assert len(oom) == 1
+    assert "zero3" in oom[0]
+    assert "run-0/summary.json: <script>" in page.inner_text("body")
+    assert "and 10 more" in page.inner_text("body")
+
+
+@needs_chromium
+def test_pages_are_dark_where_the_reader_asks_for_it(report, browser):
+    lightness = (
+        "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+    )
+    shown = {scheme: visit(browser, report.folder / "index.html", 400, color_scheme=scheme).page.evaluate(lightness)
+             for scheme in ("light", "dark")}  # fmt: skip
+    assert shown["dark"] < 150 < 600 < shown["light"]
+
+
+def test_the_summary_is_markdown_that_no_record_can_break(report):
+    text = (report.folder / "summary.md").read_text(encoding="utf-8")
+    assert "<script>" not in text
+    assert "run-59/summary.json" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1

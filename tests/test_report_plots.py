@@ -1,0 +1,193 @@
+"""Figures say what the records say, in colours that all readers can tell apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from study.report import plots
+from study.report.frames import Records, read_parquet
+from study.report.palette import STRATEGIES
+from study.report.plots.loss import MOST_POINTS
+from study.report.show import as_svg
+from study.strategies import REPOSITORY, STRATEGY_NAMES
+
+ALL = [getattr(plots, name) for name in plots.__all__ if name != "Drawing"]
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+SIGHT = {
+    "full": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+_TO_CONES = ((0.4122214708, 0.5363325363, 0.0514459929), (0.2119034982, 0.6806995451, 0.1073969566),
+             (0.0883024619, 0.2817188376, 0.6299787005))  # fmt: skip
+_TO_OKLAB = ((0.2104542553, 0.793617785, -0.0040720468), (1.9779984951, -2.428592205, 0.4505937099),
+             (0.0259040371, 0.7827717662, -0.808675766))  # fmt: skip
+
+
+@functools.cache
+def laptop() -> Records:
+    return read_parquet(REPOSITORY / "reports" / "laptop")
+
+
+def changed(**columns: object) -> Records:
+    """The laptop's records of GPT, with the columns of its zero3 run set to these values."""
+    records = laptop()
+    runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
+    for column, value in columns.items():
+        runs.loc[runs["strategy"] == "zero3", column] = value
+    return dataclasses.replace(records, runs=runs)
+
+
+def one(drawings: list[plots.Drawing] | str) -> plots.Drawing:
+    assert not isinstance(drawings, str)
+    (drawing,) = drawings
+    return drawing
+
+
+def texts(figure: Figure) -> str:
+    found = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+    return " ".join(" ".join(found).split())
+
+
+@functools.cache
+def words(draw: Callable[[Records], list[plots.Drawing]], *change: tuple[str, object]) -> set[str]:
+    drawing = one(draw(changed(**dict(change))))
+    return set(f"{texts(drawing.figure)} {drawing.alt}".replace(",", " ").split())
+
+
+def linear(colour: str) -> npt.NDArray[np.float64]:
+    values = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def seen(colour: str, sight: str) -> npt.NDArray[np.float64]:
+    light = np.clip(np.array(SIGHT[sight]) @ linear(colour), 0, 1)
+    return np.array(_TO_OKLAB) @ np.cbrt(np.array(_TO_CONES) @ light)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_no_two_strategies_look_alike(sight):
+    for (one_name, one_style), (other_name, other) in itertools.combinations(STRATEGIES.items(), 2):
+        distance = np.linalg.norm(seen(one_style.colour, sight) - seen(other.colour, sight))
+        assert distance > 0.08, f"{one_name} and {other_name}: {distance:.3f}"
+
+
+def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own():
+    assert set(STRATEGIES) == set(STRATEGY_NAMES)
+    assert len({style.marker for style in STRATEGIES.values()}) == len(STRATEGIES)
+    for name, style in STRATEGIES.items():
+        contrast = 1.05 / (linear(style.colour) @ np.array([0.2126, 0.7152, 0.0722]) + 0.05)
+        assert contrast >= 2.9, f"{name}: {contrast:.2f}"
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_without_records_there_is_a_sentence(draw):
+    empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
+    assert draw(empty).endswith(".")
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_every_axis_says_its_unit_and_every_figure_what_it_shows(draw):
+    drawings = draw(laptop())
+    for drawing in drawings if isinstance(drawings, list) else []:
+        assert len(drawing.alt) > 40
+        for axes in drawing.figure.axes:
+            rows_have_names = any(label.get_text() in STRATEGIES for label in axes.get_yticklabels())
+            assert axes.get_xlabel()
+            assert axes.get_ylabel() or rows_have_names
+
+
+@pytest.mark.parametrize("draw", [plots.loss_curves, plots.loss_differences, plots.step_time, plots.frontier,
+                                  plots.scaling, plots.offload, plots.peak_memory])  # fmt: skip
+@pytest.mark.parametrize("change", [{"virtual": True}, {"status_state": "oom"}])
+def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(draw, change):
+    assert "zero3" in words(draw)
+    assert "zero3" not in words(draw, *change.items())
+
+
+@pytest.mark.parametrize("draw", [plots.model_state, plots.traffic])
+def test_what_a_virtual_rank_holds_and_sends_is_shown(draw):
+    assert "zero3" in texts(one(draw(changed(virtual=True))).figure).split()
+
+
+@pytest.mark.parametrize("draw", [plots.step_time, plots.frontier, plots.model_state, plots.peak_memory, plots.traffic,
+                                  plots.scaling, plots.offload])  # fmt: skip
+def test_a_confounded_arm_is_marked_and_its_reason_is_in_the_figure(draw):
+    shown = texts(one(draw(changed(confounded="clipping: 0.5, baseline 1"))).figure)
+    assert "†" in shown
+    assert "clipping: 0.5, baseline 1" in shown
+
+
+@pytest.mark.parametrize("draw", [plots.loss_curves, plots.loss_differences])
+def test_what_confounds_a_loss_is_in_the_figures_of_loss(draw):
+    shown = texts(one(draw(changed(confounded_loss="dropout is on"))).figure)
+    assert "zero3 †" in shown
+    assert "dropout is on" in shown
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_any_text_can_be_drawn(draw):
+    odd = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
+    drawings = draw(changed(arm=odd, workload="$" + odd, confounded=odd, confounded_loss=odd))
+    for drawing in drawings if isinstance(drawings, list) else []:
+        as_svg(drawing.figure)
+
+
+def test_curves_that_agree_are_said_to_and_one_that_does_not_is_named():
+    assert "All 13 strategies lie on one line" in texts(one(plots.loss_curves(changed())).figure)
+    records = changed()
+    run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
+    steps = records.steps.copy()
+    steps.loc[steps["run"] == run, "loss"] += 0.5
+    figure = one(plots.loss_curves(dataclasses.replace(records, steps=steps))).figure
+    assert "12 of 13 strategies lie on one line" in texts(figure)
+    assert "single + 11 more" in texts(figure)
+
+
+def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
+    records = changed()
+    rows = records.steps[records.steps["run"].isin(records.runs["run"])]
+    steps = pd.concat([rows.assign(step=rows["step"] + 40 * turn) for turn in range(100)])
+    figure = one(plots.loss_curves(dataclasses.replace(records, steps=steps))).figure
+    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) > 10]
+    assert max(len(line.get_xdata()) for line in lines) <= MOST_POINTS
+    assert np.mean(lines[0].get_ydata()) == pytest.approx(rows["loss"].mean(), rel=0.01)
+
+
+def test_speed_against_batch_and_model_size_needs_two_of_them():
+    assert isinstance(plots.batch_size(laptop()), str)
+    records = changed()
+    larger = records.runs.assign(global_batch_size=32, workload="32", run=records.runs["run"] + "-32",
+                                 tokens_per_s=records.runs["tokens_per_s"] * 2)  # fmt: skip
+    both = dataclasses.replace(records, runs=pd.concat([records.runs, larger], ignore_index=True))
+    drawings = plots.batch_size(both)
+    assert isinstance(drawings, list)
+    assert "ddp 100 % at 16.0, 100 % at 32.0" in drawings[0].alt
+    twice = records.runs.assign(model_name_or_path="gpt-larger", workload="larger", run=records.runs["run"] + "-2",
+                                params_bytes_device=records.runs["params_bytes_device"] * 2)  # fmt: skip
+    drawings = plots.model_size(dataclasses.replace(records, runs=pd.concat([records.runs, twice], ignore_index=True)))
+    assert isinstance(drawings, list)
+    assert "zero3 100 %" not in drawings[0].alt
+
+
+def test_whole_copies_of_the_parameters_are_drawn_only_where_a_run_holds_one():
+    records = changed()
+    assert "whole copies" in texts(one(plots.traffic(records)).figure)
+    sharded = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
+    assert "whole copies" not in texts(one(plots.traffic(sharded)).figure)
+
+
+def test_the_same_records_give_the_same_file():
+    first, second = (as_svg(one(plots.step_time(changed())).figure) for _ in range(2))
+    assert first == second
+    assert b"<dc:date>" not in first

@@ -1,0 +1,197 @@
+"""The tables: every cell is a row, every figure is the record's, and an empty table says why it is empty."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from synthetic_records import PARAMETERS, state_bytes, write_run
+
+from study.report.frames import Records, read_records
+from study.report.tables import TABLES, absent
+
+MIB = 2**20
+ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Two seeds of plain training, stages and offload on two ranks; and what did not end well."""
+    root = tmp_path_factory.mktemp("runs")
+    for seed in (42, 43):
+        for strategy in ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu"):
+            shift = 0.5 if strategy == "zero2" else 0.0
+            write_run(root, strategy, seed=seed, loss_shift=shift)
+    write_run(root, "zero3_nvme", state="unsupported", reason="libaio is missing")
+    write_run(root, "zero3_nvme_optimizer", state="timeout", reason="ended after its 900 s")
+    write_run(root, "fsdp2", state="oom", reason="CUDA out of memory (1)")
+    write_run(root, "fsdp2", seed=43, state="failed", reason="<script>alert(1)</script>")
+    return read_records(root)
+
+
+def row(table: pd.DataFrame, arm: str) -> pd.Series:
+    found = table[table["Arm"] == arm]
+    assert len(found) == 1, table["Arm"].tolist()
+    return found.iloc[0]
+
+
+def test_there_is_every_table(records: Records) -> None:
+    assert tuple(TABLES) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_table_has_its_common_columns_and_units_in_its_headings(name: str, tmp_path: Path) -> None:
+    for batch in (16, 32):
+        for model in ("gpt-tiny", "gpt2"):
+            for strategy in ("single", "ddp", "zero3", "zero3_cpu"):
+                write_run(tmp_path, strategy, config={"global_batch_size": batch, "model_name_or_path": model})
+    records = read_records(tmp_path)
+    table = TABLES[name](records)
+    assert list(table)[:3] == ["Workload", "Arm", "Runs"]
+    assert list(table)[-2:] == ["Outcome", "Comparable"]
+    assert len(table) == (8 if name == "offload" else 16)
+    assert absent(name, records) == ""
+    units = ("MiB", "GiB", "KiB", "ms", "/s", ", s", "tokens", "millions", "baseline", "x one device", "x without")
+    numbers = [column for column in table if table[column].dtype.kind == "f"]
+    bare = {
+        "Eval loss",
+        "Train loss, first",
+        "Train loss, last",
+        "Perplexity",
+        "Largest difference in a step",
+        "at step",
+    }
+    bare |= {"Efficiency", "Calls per step", "Accumulation", "Global batch"}
+    assert [column for column in numbers if column not in bare and not any(unit in column for unit in units)] == []
+
+
+@pytest.mark.parametrize("name", ["summary", "loss", "memory", "runtime", "single_vs_multi"])
+def test_runs_that_did_not_end_well_are_rows_with_their_reasons(name: str, records: Records) -> None:
+    table = TABLES[name](records)
+    assert row(table, "zero3_nvme")["Outcome"] == "unsupported: libaio is missing"
+    assert row(table, "zero3_nvme_optimizer")["Outcome"] == "timeout: ended after its 900 s"
+    assert row(table, "fsdp2")["Outcome"] == ("1 oom, 1 failed: CUDA out of memory (1); <script>alert(1)</script>")
+    assert row(table, "zero3")["Outcome"] == "ok"
+    assert (table["Runs"].sum(), len(table)) == (len(records.runs), 11)
+
+
+def test_the_memory_table_holds_what_the_fullest_rank_held(records: Records) -> None:
+    table = TABLES["memory"](records)
+    held = state_bytes("zero3_cpu", 2)
+    found = row(table, "zero3_cpu")
+    assert found["Parameters (host), MiB"] == pytest.approx(held["params"]["host"] / MIB)
+    assert found["Optimizer (host), MiB"] == pytest.approx(held["optimizer"]["host"] / MIB)
+    assert found["Gradients, MiB"] == pytest.approx(held["grads"]["device"] / MIB)
+    assert found["Optimizer, MiB"] == 0
+    whole = sum(places["device"] for places in state_bytes("single", 1).values())
+    assert found["State on the device, x baseline"] == pytest.approx(held["grads"]["device"] / whole)
+    assert row(table, "single")["State on the device, x baseline"] == 1
+
+
+def test_the_loss_table_pairs_by_seed_and_finds_the_largest_step(records: Records) -> None:
+    table = TABLES["loss"](records)
+    assert row(table, "single")["Equivalent"] == "baseline"
+    same, shifted = row(table, "zero3"), row(table, "zero2")
+    assert same["Largest difference in a step"] < 1e-6
+    assert same["Equivalent"].startswith("equivalent (mean difference")
+    assert "n = 2, p = " in same["Equivalent"]
+    assert shifted["Largest difference in a step"] == pytest.approx(0.5, abs=1e-5)
+    assert shifted["at step"] > 1
+    assert shifted["Equivalent"].startswith("equivalence is not shown")
+
+
+def test_one_run_each_is_said(tmp_path: Path) -> None:
+    for strategy in ("single", "zero3"):
+        write_run(tmp_path, strategy)
+    records = read_records(tmp_path)
+    assert row(TABLES["loss"](records), "zero3")["Equivalent"].startswith("one run each: no test")
+    runtime = row(TABLES["runtime"](records), "zero3")
+    assert "(n = 1)" in runtime["Step time, ms"]
+    assert "one run: no interval" in runtime["In words"]
+
+
+def test_the_runtime_table_tells_ratios_from_noise(tmp_path: Path) -> None:
+    for seed in (42, 43, 44):
+        for strategy, factor in (("single", 1.0), ("zero0", 1.8), ("zero3", 2.4)):
+            for repeat in (1, 2):
+                write_run(tmp_path, strategy, seed=seed, repeat=repeat, ranks=1, time_factor=factor)
+    table = TABLES["runtime"](read_records(tmp_path))
+    assert row(table, "zero0")["In words"].startswith("inside noise")
+    slower = row(table, "zero3")
+    assert slower["In words"] == "+100 % (n = 6)"
+    assert slower["Time, x baseline"].startswith("2.00 [")
+    assert slower["Time, x baseline"].endswith("(n = 6)")
+
+
+def test_scaling_stands_beside_the_ideal(tmp_path: Path) -> None:
+    write_run(tmp_path, "single")
+    for ranks in (2, 4, 8):
+        write_run(tmp_path, "ddp", ranks=ranks, time_factor=2 / ranks)
+    table = TABLES["single_vs_multi"](read_records(tmp_path))
+    assert table["Arm"].tolist() == ["single", "ddp x2", "ddp x4", "ddp x8"]
+    assert table["Ideal"].tolist() == [1, 2, 4, 8]
+    assert table["x one device"].iloc[0] == "1 (one device)"
+    assert table["Efficiency"].iloc[3] == pytest.approx(0.9, abs=0.02)
+
+
+def test_a_larger_batch_pays_traffic_back_per_token(tmp_path: Path) -> None:
+    for batch in (16, 64):
+        for strategy in ("ddp", "zero3"):
+            write_run(tmp_path, strategy, config={"global_batch_size": batch})
+    table = TABLES["batch_size"](read_records(tmp_path))
+    sent = table.set_index(["Arm", "Global batch"])["Sent per token, KiB"]
+    assert sent["zero3", 16] == pytest.approx(8 * PARAMETERS / (16 * 64) / 1024)
+    assert sent["zero3", 16] == pytest.approx(4 * sent["zero3", 64])
+    assert table["Throughput, x baseline"].tolist()[1].startswith("0.6")
+
+
+def test_models_are_ordered_by_their_parameters(tmp_path: Path) -> None:
+    for model in ("gpt2", "gpt-tiny"):
+        for strategy in ("single", "zero2"):
+            write_run(tmp_path, strategy, config={"model_name_or_path": model})
+    table = TABLES["model_size"](read_records(tmp_path))
+    assert table["Parameters, millions"].tolist() == [PARAMETERS / 1e6] * 4
+    assert set(table["Model"]) == {"gpt2", "gpt-tiny"}
+
+
+def test_offload_stands_beside_the_same_stage(records: Records) -> None:
+    table = TABLES["offload"](records)
+    assert set(table["Arm"]) == {
+        "zero2", "zero3", "zero2_cpu", "zero3_cpu", "zero3_nvme", "zero3_nvme_optimizer"
+    }  # fmt: skip
+    moved = row(table, "zero3_cpu")
+    assert (moved["Optimizer on"], moved["Parameters on"], moved["Without offload"]) == ("cpu", "cpu", "zero3")
+    assert moved["Time, x without"] in ("0.66 (n = 2)", "0.67 (n = 2)", "0.68 (n = 2)")
+    assert row(table, "zero2_cpu")["Without offload"] == "zero2"
+    assert row(table, "zero2")["Without offload"] == "this row"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_records_do_not_hold_is_said_in_a_sentence(name: str, tmp_path: Path) -> None:
+    nothing = read_records(tmp_path)
+    assert TABLES[name](nothing).empty
+    assert absent(name, nothing) == "There is no run here that can be read."
+    write_run(tmp_path, "ddp")
+    one = read_records(tmp_path)
+    if name in ("summary", "loss", "memory", "runtime"):
+        assert absent(name, one) == ""
+    else:
+        assert absent(name, one).startswith("No workload among these records ")
+        assert TABLES[name](one).empty
+
+
+def test_virtual_runs_have_memory_and_no_times(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero3", virtual=True, ranks=64, config={"global_batch_size": 64})
+    records = read_records(tmp_path)
+    assert len(TABLES["memory"](records)) == 1
+    for name in ("summary", "loss", "runtime"):
+        assert absent(name, records).startswith("All runs here are virtual")
+
+
+def test_records_where_nothing_ended_well_are_still_tables(tmp_path: Path) -> None:
+    for strategy in ("single", "zero3"):
+        write_run(tmp_path, strategy, state="oom", reason="out of memory")
+    records = read_records(tmp_path)
+    for name in ("summary", "loss", "memory", "runtime"):
+        assert TABLES[name](records)["Outcome"].tolist() == ["oom: out of memory"] * 2

@@ -1,0 +1,337 @@
+"""A tampered runs directory: never a crash, never a wrong number; what is refused is named by file and reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from synthetic_records import close, write_run
+
+from study.records import RunWriter, read_run
+from study.report.findings import findings
+from study.report.frames import Records, read_records
+from study.report.tables import TABLES
+
+STRATEGIES = ("single", "ddp", "zero3")
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    for strategy in STRATEGIES:
+        write_run(tmp_path / "runs", strategy, name=strategy, started="2026-03-01T10:00:00+00:00")
+    return tmp_path / "runs"
+
+
+def believed(records: Records) -> list[str]:
+    return sorted(records.runs["run"])
+
+
+def same_figures(records: Records, truth: Records) -> None:
+    """All that a report is made of; whether the seal was there is no figure."""
+    pd.testing.assert_frame_equal(records.runs.drop(columns="sealed"), truth.runs.drop(columns="sealed"))
+    pd.testing.assert_frame_equal(records.steps, truth.steps)
+
+
+# Random mutations
+
+
+def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(tree, (dict, list)) and tree:
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for key, branch in pairs for leaf in _leaves(branch, (*path, key))]
+    return [path]
+
+
+def _get(tree: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    _get(tree, path[:-1])[path[-1]] = value
+
+
+def _edited(value: Any, rng: random.Random) -> Any:
+    """A plausible other value first of all: that is what nobody notices."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return rng.choice([value * 1.1, value + 1, value - 1, -value, value / 2, int(value), str(value), None, 1e300])
+    if isinstance(value, str):
+        return rng.choice([value + "x", value[:-1], value.upper(), "", "zero1", 3, None, "\ud800", "<script>"])
+    return rng.choice([0, 1.5, "text", None, [], {}])
+
+
+def _mutate_tree(tree: Any, rng: random.Random) -> Any:
+    paths = [path for path in _leaves(tree) if path]
+    if not paths:
+        return {"unexpected": 1}
+    path = rng.choice(paths)
+    kind = rng.randrange(4)
+    if kind == 0:
+        parent = _get(tree, path[:-1])
+        parent.pop(path[-1])
+    elif kind == 1:
+        other = rng.choice(paths)
+        one, two = _get(tree, path), _get(tree, other)
+        _put(tree, path, two)
+        _put(tree, other, one)
+    else:
+        _put(tree, path, _edited(_get(tree, path), rng))
+    return tree
+
+
+def _mutate_bytes(whole: bytes, rng: random.Random) -> bytes:
+    start = rng.randrange(len(whole)) if whole else 0
+    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
+    kind = rng.randrange(5)
+    if kind == 0:
+        return whole[:start]
+    if kind == 1:
+        return whole[:start] + whole[end:]
+    if kind == 2:
+        return whole[:end] + whole[start:]
+    if kind == 3:
+        snippet = rng.choice((b'"', b",", b"}", b"[", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"9"))
+        return whole[:start] + snippet + whole[start + rng.randrange(2) :]
+    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[end:] if whole else b"{}"
+
+
+def mutate(run: Path, other: Path, rng: random.Random) -> str:
+    """One change to one file of a run; returns the file's name."""
+    file = rng.choice(sorted(run.iterdir()))
+    kind = rng.randrange(20)
+    if kind == 0:
+        file.unlink()
+    elif kind == 1:
+        shutil.copy(other / file.name, file)
+    elif kind < 9 and file.suffix == ".json":
+        file.write_text(json.dumps(_mutate_tree(json.loads(file.read_text()), rng), indent=2))
+    elif kind < 9:
+        lines = file.read_text().splitlines(keepends=True)
+        number = rng.randrange(len(lines))
+        change = rng.randrange(4)
+        if change == 0:
+            del lines[number]
+        elif change == 1:
+            lines.insert(number, lines[rng.randrange(len(lines))])
+        else:
+            lines[number] = json.dumps(_mutate_tree(json.loads(lines[number]), rng)) + "\n"
+        file.write_text("".join(lines))
+    else:
+        file.write_bytes(_mutate_bytes(file.read_bytes(), rng))
+    return file.name
+
+
+def _survives(tmp_path: Path, count: int, seed: int) -> int:
+    """How many mutants were believed, each of them with the figures of the original."""
+    originals = tmp_path / "originals"
+    run, other = (write_run(originals, strategy, name=strategy) for strategy in ("zero3", "ddp"))
+    runs = tmp_path / "runs"
+    shutil.copytree(run, runs / "zero3")
+    truth = read_records(runs)
+    assert believed(truth) == ["zero3"]
+    rng = random.Random(seed)
+    unharmed = 0
+    for number in range(count):
+        name = mutate(runs / "zero3", other, rng)
+        records = read_records(runs)
+        if records.refused:
+            assert len(records.refused) == 1, number
+            file, _, reason = records.refused[0].partition(": ")
+            assert file.startswith("zero3"), (number, name)
+            assert reason, (number, name)
+            assert records.runs.empty, (number, name)
+            assert records.steps.empty, (number, name)
+        else:
+            same_figures(records, truth)
+            unharmed += 1
+        for file in (runs / "zero3").iterdir():
+            file.unlink()
+        shutil.copytree(run, runs / "zero3", dirs_exist_ok=True)
+    return unharmed
+
+
+def test_a_thousand_mutations_of_a_sealed_record_never_change_a_number(tmp_path: Path) -> None:
+    assert _survives(tmp_path, 1000, seed=1) < 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_ten_thousand_mutations_of_a_sealed_record_never_change_a_number(tmp_path: Path) -> None:
+    assert _survives(tmp_path, 10_000, seed=20260301) < 600
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_mutations_of_records_without_a_seal_never_crash_a_report(count: int, tmp_path: Path) -> None:
+    """What stands in one place only cannot be noticed there; everything is still a number, a row and a sentence."""
+    originals = tmp_path / "originals"
+    made = [write_run(originals, strategy, name=strategy, sealed=False) for strategy in STRATEGIES]
+    rng = random.Random(7)
+    believed_mutants = 0
+    for number in range(count):
+        runs = tmp_path / f"runs-{number}"
+        shutil.copytree(originals, runs)
+        name = mutate(runs / rng.choice(STRATEGIES), rng.choice(made), rng)
+        records = read_records(runs)
+        assert len(records.runs) + len(records.refused) == len(STRATEGIES), (number, name)
+        if not records.refused:
+            believed_mutants += 1
+            for table in TABLES.values():
+                table(records)
+            assert all(finding.answer for finding in findings(records))
+        shutil.rmtree(runs)
+    assert believed_mutants > count // 20
+
+
+# Damage of every kind that has a name
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "truncated JSON": (lambda run: _cut(run / "summary.json"), "summary.json", "not readable as JSON"),
+    "no file": (lambda run: (run / "memory.json").unlink(), "memory.json", "is missing"),
+    "no status": (lambda run: (run / "status.json").unlink(), "status.json", "is missing"),
+    "a folder for a file": (lambda run: _folder(run / "traffic.json"), "traffic.json", "not readable"),
+    "bytes that are no text": (lambda run: (run / "evals.jsonl").write_bytes(b"\xff\xfe\n"), "evals.jsonl", ""),
+    "a string for a number": (
+        lambda run: _replace(run / "steps.jsonl", '"tokens": 1024', '"tokens": "1024"'), "steps.jsonl", "tokens",
+    ),
+    "a lost row": (lambda run: _without_row(run / "steps.jsonl"), "steps.jsonl", "says step"),
+    "an unknown flag": (
+        lambda run: _replace(run / "config.json", '"seed"', '"sead"'), "config.json", "unknown key 'sead'",
+    ),
+    "a flag out of range": (
+        lambda run: _replace(run / "config.json", '"learning_rate": 0.003', '"learning_rate": -1.0'),
+        "config.json", "out of range",
+    ),
+    "devices that are none": (
+        lambda run: _replace(run / "environment.json", '"name": "Synthetic GPU"', '"name": 3'),
+        "environment.json", "name is 3",
+    ),
+    "a figure of one place": (
+        lambda run: _replace(run / "summary.json", '"startup_s": 5.', '"startup_s": 4.'), "summary.json", "was changed",
+    ),
+    "another outcome": (
+        lambda run: _replace(run / "status.json", '"state": "ok"', '"state": "oom"'), "status.json", "was changed",
+    ),
+}  # fmt: skip
+
+
+def _cut(file: Path) -> None:
+    file.write_text(file.read_text()[:-40])
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def _without_row(file: Path) -> None:
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:2] + lines[3:]))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_listed_by_file_and_reason_and_costs_no_other_run(damage: str, study: Path) -> None:
+    change, file, reason = DAMAGE[damage]
+    change(study / "zero3")
+    records = read_records(study)
+    assert believed(records) == ["ddp", "single"]
+    (refused,) = records.refused
+    assert refused.startswith(f"zero3/{file}: ")
+    assert reason in refused
+
+
+def test_a_dropped_seal_is_said_and_a_half_of_one_is_refused(study: Path) -> None:
+    file = study / "ddp" / "status.json"
+    status = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in status.items() if not key.endswith("sha256")}))
+    records = read_records(study)
+    assert not records.refused
+    assert dict(zip(records.runs["run"], records.runs["sealed"], strict=True)) == {
+        "single": True, "ddp": False, "zero3": True
+    }  # fmt: skip
+    assert any("1 run closed without a digest" in said for said in findings(records)[0].details)
+    file.write_text(json.dumps({key: value for key, value in status.items() if key != "files_sha256"}))
+    assert read_records(study).refused == ("ddp/status.json: lacks files_sha256",)
+
+
+def test_the_writer_seals_what_it_closes(tmp_path: Path, study: Path) -> None:
+    writer = RunWriter.open(tmp_path / "again" / "run")
+    for name in ("config", "environment", "engine", "memory", "traffic", "summary"):
+        writer.write(f"{name}.json", json.loads((study / "zero3" / f"{name}.json").read_text()))
+    for name in ("steps.jsonl", "evals.jsonl"):
+        for line in (study / "zero3" / name).read_text().splitlines():
+            writer.append(name, json.loads(line))
+    writer.close("ok")
+    records = read_records(tmp_path / "again")
+    assert records.refused == ()
+    assert records.runs["sealed"].tolist() == [True]
+    row = (tmp_path / "again" / "run" / "steps.jsonl").read_text()
+    (tmp_path / "again" / "run" / "steps.jsonl").write_text(row.replace('"grad_norm": 1', '"grad_norm": 2', 1))
+    assert read_records(tmp_path / "again").refused == (
+        "run/steps.jsonl: was changed after the run had closed its record",
+    )
+    # The sweep's reader has no use for a seal: what it may repeat is for the files themselves to say.
+    assert read_run(tmp_path / "again" / "run").state == "ok"
+
+
+# Duplicates
+
+
+def test_a_copy_under_another_name_is_one_run(study: Path) -> None:
+    shutil.copytree(study / "ddp", study / "a-copy")
+    shutil.copytree(study / "ddp", study / "deeper" / "ddp")
+    records = read_records(study)
+    assert believed(records) == ["ddp", "single", "zero3"]
+    assert records.refused == ("a-copy: is a copy of ddp", "deeper/ddp: is a copy of ddp")
+
+
+def test_two_records_of_one_run_that_disagree_are_both_refused(study: Path) -> None:
+    shutil.copytree(study / "ddp", study / "ddp-2")
+    _replace(study / "ddp-2" / "summary.json", '"startup_s": 5.', '"startup_s": 4.')
+    close(study / "ddp-2", "ok", "", "2026-03-01T10:00:00+00:00", sealed=True)
+    records = read_records(study)
+    assert believed(records) == ["single", "zero3"]
+    assert sorted(refused.split(":")[0] for refused in records.refused) == ["ddp", "ddp-2"]
+    assert all("disagree" in refused for refused in records.refused)
+
+
+def test_two_runs_of_one_name_are_two_repeats(study: Path) -> None:
+    write_run(study / "other", "ddp", name="ddp", started="2026-03-02T10:00:00+00:00", time_factor=1.01)
+    records = read_records(study)
+    ddp = records.runs[records.runs["strategy"] == "ddp"]
+    assert sorted(zip(ddp["run"], ddp["repeat"], strict=True)) == [("ddp", 1), ("other/ddp", 2)]
+    assert set(records.steps["run"]) == {"ddp", "other/ddp", "single", "zero3"}
+
+
+def test_runs_that_failed_alike_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    for strategy in ("zero2_cpu", "zero3_cpu"):
+        write_run(tmp_path, strategy, state="oom", reason="CUDA out of memory", started="2026-03-01T10:00:00+00:00")
+    records = read_records(tmp_path)
+    assert records.refused == ()
+    assert sorted(records.runs["strategy"]) == ["zero2_cpu", "zero3_cpu"]
+
+
+def test_numbers_beyond_any_run_are_refused(tmp_path: Path) -> None:
+    for key, value in (("max_steps", 10**25), ("train_samples", 2**60)):
+        write_run(tmp_path, "ddp", name=key, config={key: value})
+    records = read_records(tmp_path)
+    assert records.runs.empty
+    assert len(records.refused) == 2
+    assert all("no run can have" in refused for refused in records.refused)
+    assert math.isfinite(len(records.steps))
