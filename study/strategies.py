@@ -63,6 +63,8 @@ _ROOT_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "zero_force_ds_cpu_optimizer",
 }  # fmt: skip
+# DeepSpeed's default, larger than most models here: they stay gathered between forward and backward pass.
+_MAX_REUSE_DISTANCE = 1_000_000_000
 _FROM_THE_RUN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -257,8 +259,8 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key in _OFFLOAD_KEYS:
             device = value.get("device") if isinstance(value, Mapping) else None
             values |= dict(_leaves(value, f"zero_optimization.{key}[{device}].")) if device else {}
-        # Stage 3 overlaps by DeepSpeed's own default, the others do not; everything else must be equal.
-        elif key not in {"stage", "overlap_comm"}:
+        # These two follow from the stage and from where the parameters are; everything else must be equal.
+        elif key not in {"stage", "overlap_comm", "stage3_max_reuse_distance"}:
             values[f"zero_optimization.{key}"] = value
     return values
 
@@ -281,6 +283,10 @@ def _lint_keys(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) 
         yield f"{name}.json: zero_optimization.{key} does not belong there"
     if (zero["stage"] == 3) is not zero.get("overlap_comm"):
         yield f"{name}.json: zero_optimization.overlap_comm is not DeepSpeed's default for its stage"
+    # A parameter from NVMe occupies one of few swap buffers until it is released, so none may wait for its next use.
+    distance = 0 if devices[1] == "nvme" else _MAX_REUSE_DISTANCE
+    if zero["stage"] == 3 and zero.get("stage3_max_reuse_distance") != distance:
+        yield f"{name}.json: zero_optimization.stage3_max_reuse_distance is not {distance}"
     for (key, by_device), device in zip(_OFFLOAD_KEYS.items(), devices, strict=True):
         section = zero.get(key) or {}
         found = section.get("device") if isinstance(section, Mapping) else section

@@ -118,6 +118,14 @@ PLANTED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         "zero3_cpu.json", "stage3_param_persistence_threshold",
         change_json("zero3_cpu", lambda _, zero: zero.update(stage3_param_persistence_threshold=1)),
     ),
+    "parameters that keep their swap buffers": (
+        "zero3_nvme.json", "stage3_max_reuse_distance",
+        change_json("zero3_nvme", lambda _, zero: zero.update(stage3_max_reuse_distance=10**9)),
+    ),
+    "parameters that are gathered twice where they need not be": (
+        "zero3_cpu.json", "stage3_max_reuse_distance",
+        change_json("zero3_cpu", lambda _, zero: zero.update(stage3_max_reuse_distance=0)),
+    ),
     "an unknown root key": ("zero0.json", "bf16", change_json("zero0", lambda root, _: root.update(bf16={}))),
     "a root key left out": (
         "zero3.json", "zero_force_ds_cpu_optimizer",

@@ -97,6 +97,14 @@ def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_pa
     assert any(warning.startswith("virtual: rank 1023 of 1024") for warning in run.engine["warnings"])
 
 
+def test_parameters_on_nvme_give_their_buffers_back_before_these_run_out(tmp_path: Path) -> None:
+    """Ten parameters are swapped and there are five buffers: none may be kept for its next use."""
+    flags = ("--model_name_or_path", "gpt2-2layers", "--max_steps", "3", "--global_batch_size", "2")
+    run = virtual("zero3_nvme", tmp_path / "run", *flags)
+    assert run.state == "ok"
+    assert run.engine["buckets"]["max_reuse_distance"] == 0
+
+
 def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
     third = virtual("zero3", tmp_path / "third", "--max_steps", "3")
     sixth = virtual("zero3", tmp_path / "later", "--max_steps", "8")
