@@ -6,14 +6,17 @@ Here one process builds under a lock that dies with its holder, and clears such 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from study.errors import Unsupported
+from study.records import RecordError, read_json, write_json
 from study.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 
@@ -25,6 +28,7 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
 
     started = time.perf_counter()
     use_own_build(cache)
+    _remember_the_processor(cache)
     for builder in builders(strategy):
         folder = _build_folder(builder.name)
         # Beside the folder it guards: whoever shares the one must share the other, whatever cache it was given.
@@ -47,6 +51,36 @@ def use_own_build(cache: Path) -> None:
     # Looked for on PATH, and the environment need not be activated. Another version of ninja does not trust this one's
     # log, and starts over.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def _remember_the_processor(cache: Path) -> None:
+    """DeepSpeed asks py-cpuinfo twice per operator, at every load, and each answer takes a second of processor time."""
+    import cpuinfo
+
+    ask = cpuinfo.get_cpu_info
+
+    @functools.cache
+    def get_cpu_info() -> dict[str, Any]:
+        file = cache / "operators" / f"processor-{_processor_key()}.json"
+        try:
+            return read_json(file)
+        except RecordError:
+            answer = ask()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, answer)
+            return answer
+
+    cpuinfo.get_cpu_info = get_cpu_info
+
+
+def _processor_key() -> str:
+    """One of each kind of processor: several machines may share a cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    said = [next((line for line in lines if line.startswith(name)), name) for name in ("model name", "flags")]
+    return hashlib.sha256("\n".join([platform.platform(), platform.machine(), *said]).encode()).hexdigest()[:12]
 
 
 def _last_line(error: Exception) -> str:

@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 
-from study.operators import _build_folder, _clear_dead_build
+import cpuinfo
+
+from study.operators import _build_folder, _clear_dead_build, _remember_the_processor
+from study.records import read_json
 
 LOAD = """
 from study.operators import build_operators
@@ -32,3 +35,27 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
     # It is a zombie until it is waited for, and works nowhere by then.
     assert compiler.wait() == 0
     assert not (tmp_path / "lock").exists()
+
+
+def test_the_processor_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, monkeypatch):
+    asked = []
+    ask = cpuinfo.get_cpu_info
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(1) or ask())
+
+    counting = cpuinfo.get_cpu_info
+
+    def answer() -> dict:
+        """As a new process would get it."""
+        monkeypatch.setattr(cpuinfo, "get_cpu_info", counting)
+        _remember_the_processor(tmp_path)
+        return cpuinfo.get_cpu_info()
+
+    info = answer()
+    assert info["arch"] == ask()["arch"]
+    (file,) = (tmp_path / "operators").glob("processor-*.json")
+    assert read_json(file) == info
+    assert answer() == info
+    assert len(asked) == 1
+    file.write_text("{")
+    assert answer()["flags"] == info["flags"]
+    assert len(asked) == 2
