@@ -125,6 +125,11 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "report"]
 
 
+def test_a_place_that_cannot_be_written_is_refused_in_one_line():
+    with pytest.raises(UserError, match="--output /proc/report is not writable"):
+        build(laptop(), "laptop", Path("/proc/report"))
+
+
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"holds thesis\.tex, which is no part of a report"):

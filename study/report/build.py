@@ -66,8 +66,11 @@ def build(
     if records.runs.empty and not records.refused:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     _check_replaceable(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.parent))
+    except OSError as error:
+        raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
