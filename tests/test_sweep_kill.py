@@ -15,7 +15,10 @@ from study.records import Run, read_json, read_run, read_status
 from sweeps import TINY, processes_of, run, start, write_suite
 
 KILLS = 20
-AXES = {"strategy": ["single", "ddp", "zero2", "zero3"], "task": ["bert-imdb", "gpt-wikitext"]}
+AXES = {"strategy": ["single", "ddp", "zero2", "zero3"], "task": ["bert-imdb", "gpt-wikitext"], "seed": [1, 2]}
+# How long a sweep lives, in cells: mostly into one's start-up or its few steps, now and then until some have finished.
+# About half a cell is finished per kill, so these outlast the kills.
+LIVES = ((0.01, 0.4), (0.4, 1.3), (1.3, 2.2))
 SHORT = {**{key: value for key, value in TINY.items() if key != "task"}, "max_steps": 6, "logging_steps": 1}
 
 
@@ -33,15 +36,16 @@ def finished(runs: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(7200)
 def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
     suite = write_suite(tmp_path, AXES, SHORT)
+    started = time.monotonic()
     assert run(suite, tmp_path / "undisturbed", timeout=1800).returncode == 0
+    cell_s = (time.monotonic() - started) / len(records(tmp_path / "undisturbed"))
     runs = tmp_path / "killed"
     chance = random.Random(20191004)
     done: dict[str, dict[str, Any]] = {}
     kills = 0
     while kills < KILLS:
         sweep = start(suite, runs)
-        # Mostly within a cell's start-up or its few steps; now and then long enough for cells to finish in between.
-        time.sleep(chance.choice([chance.uniform(0.05, 3), chance.uniform(3, 12), chance.uniform(12, 40)]))
+        time.sleep(cell_s * chance.uniform(*chance.choice(LIVES)))
         if sweep.poll() is not None:
             sweep.communicate()
             break
