@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from damage import damaged_bytes
 from engines import ROOT
 from study.records import (
     SUMMARY_KEYS,
@@ -544,7 +545,7 @@ def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Pat
     for _ in range(3000):
         name = rng.choice(names)
         whole = (original / name).read_bytes()
-        (damaged / name).write_bytes(_damage(whole, rng))
+        (damaged / name).write_bytes(damaged_bytes(whole, rng))
         try:
             run = read_run(damaged)
         except RecordError as error:
@@ -555,28 +556,6 @@ def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Pat
     assert len(refused) > 2000
     assert all(error.file.parent == damaged and error.reason for error in refused)
     assert dataclasses.replace(read_run(damaged), path=original) == truth
-
-
-SNIPPETS = (
-    b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
-)  # fmt: skip
-
-
-def _damage(whole: bytes, rng: random.Random) -> bytes:
-    start = rng.randrange(len(whole))
-    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
-    kind = rng.randrange(6)
-    if kind == 0:
-        return whole[:start]
-    if kind == 1:
-        return whole[:start] + whole[end:]
-    if kind == 2:
-        return whole[:end] + whole[start:]
-    if kind == 3:
-        return whole[:start] + rng.choice(SNIPPETS) + whole[start:]
-    if kind == 4:
-        return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
-    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
 
 
 def _assert_believable(run: Run, truth: Run) -> None:

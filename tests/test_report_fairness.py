@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic_records import close, write_run
 
 from study.report.fairness import baseline_arm
 from study.report.frames import read_records
 from study.report.tables import TABLES
+from synthetic_records import close, write_run
 
 Change = Mapping[str, Any]
 OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from synthetic_records import REPOSITORY, write_run
 
 from study.report.findings import QUESTIONS, Finding, findings
 from study.report.frames import read_records
+from synthetic_records import REPOSITORY, write_run
 
 
 def answers(root: Path) -> dict[str, Finding]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
 
 from study.config import RunConfig
 from study.errors import UserError
@@ -21,6 +20,7 @@ from study.report.findings import findings
 from study.report.frames import Records, read_parquet, read_records, real, steps_by_run, virtual, write_parquet
 from study.report.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.report.tables import TABLES
+from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
 
 
 @pytest.fixture

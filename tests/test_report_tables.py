@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from synthetic_records import PARAMETERS, state_bytes, write_run
 
 from study.report.frames import Records, read_records
 from study.report.tables import TABLES, absent
+from synthetic_records import PARAMETERS, state_bytes, write_run
 
 MIB = 2**20
 ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")

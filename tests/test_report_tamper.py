@@ -12,12 +12,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic_records import close, write_run
 
+from damage import damaged_bytes
 from study.records import RunWriter, read_run
 from study.report.findings import findings
 from study.report.frames import Records, read_records
 from study.report.tables import TABLES
+from synthetic_records import close, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")
 
@@ -89,22 +90,6 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
     return tree
 
 
-def _mutate_bytes(whole: bytes, rng: random.Random) -> bytes:
-    start = rng.randrange(len(whole)) if whole else 0
-    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
-    kind = rng.randrange(5)
-    if kind == 0:
-        return whole[:start]
-    if kind == 1:
-        return whole[:start] + whole[end:]
-    if kind == 2:
-        return whole[:end] + whole[start:]
-    if kind == 3:
-        snippet = rng.choice((b'"', b",", b"}", b"[", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"9"))
-        return whole[:start] + snippet + whole[start + rng.randrange(2) :]
-    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[end:] if whole else b"{}"
-
-
 def mutate(run: Path, other: Path, rng: random.Random) -> str:
     """One change to one file of a run; returns the file's name."""
     file = rng.choice(sorted(run.iterdir()))
@@ -127,7 +112,7 @@ def mutate(run: Path, other: Path, rng: random.Random) -> str:
             lines[number] = json.dumps(_mutate_tree(json.loads(lines[number]), rng)) + "\n"
         file.write_text("".join(lines))
     else:
-        file.write_bytes(_mutate_bytes(file.read_bytes(), rng))
+        file.write_bytes(damaged_bytes(file.read_bytes(), rng))
     return file.name
 
 

@@ -1,0 +1,29 @@
+"""Damage to the files of a record, as several tests do it."""
+
+from __future__ import annotations
+
+import random
+
+SNIPPETS = (
+    b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
+)  # fmt: skip
+
+
+def damaged_bytes(whole: bytes, rng: random.Random) -> bytes:
+    """A file that a crash, a bad disk or an editor has been at."""
+    if not whole:
+        return b"{}"
+    start = rng.randrange(len(whole))
+    end = min(len(whole), start + rng.choice((1, 1, 2, 8, 60)))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return whole[:start]
+    if kind == 1:
+        return whole[:start] + whole[end:]
+    if kind == 2:
+        return whole[:end] + whole[start:]
+    if kind == 3:
+        return whole[:start] + rng.choice(SNIPPETS) + whole[start:]
+    if kind == 4:
+        return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
+    return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
