@@ -60,7 +60,7 @@ def audit(
             "compare the strategy file with engine.json",
         )
     live["warnings"] = _forced_differences(launch.strategy, live, model) + _stand_ins(config, launch)
-    check_swapped(launch.strategy, nvme)
+    _check_swapped(launch.strategy, nvme)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
@@ -222,7 +222,14 @@ def _nvme_parameter_dtype(engine: Any) -> str:
     return next(str(swapper.dtype).removeprefix("torch.") for swapper in swappers if swapper is not None)
 
 
-def check_swapped(strategy: Strategy, folder: Path) -> None:
+def audit_end(accelerator: Accelerator, model: Any, config: RunConfig, strategy: Strategy, nvme: Path) -> None:
+    """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
+    accelerator.wait_for_everyone()
+    _check_stepped(model, config.precision)
+    _check_swapped(strategy, nvme)
+
+
+def _check_swapped(strategy: Strategy, folder: Path) -> None:
     """NVMe offload that leaves no file where it was asked to did not happen."""
     for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
         if strategy.offload_device(what) == "nvme" and not any(folder.rglob(pattern)):
@@ -230,6 +237,19 @@ def check_swapped(strategy: Strategy, folder: Path) -> None:
                 f"{strategy.name} swapped no {what} to {folder}",
                 "DeepSpeed keeps tensors in host memory whose shard is under 1 MiB: use a larger model or fewer ranks",
             )
+
+
+def _check_stepped(model: Any, precision: str) -> None:
+    """DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
+
+    Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
+    """
+    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
+    if skipped and (precision != "fp16" or skipped == steps):
+        raise RunFailed(
+            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
+            "lower --learning_rate, or use a precision with more range",
+        )
 
 
 def check_compute_dtype(model: torch.nn.Module, precision: str) -> None:

@@ -6,6 +6,7 @@ padded with repeats; a loss per sample lets the repeats weigh nothing.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     accelerator: Accelerator, model: torch.nn.Module, task: str, split: Split, batch_size: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others."""
     import torch
 
@@ -45,12 +46,14 @@ def evaluate(
         raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_MEND)
     if not accelerator.is_main_process:
         return {}
-    return summarize_evaluation(
+    figures = summarize_evaluation(
         task,
         sample_losses,
         torch.cat(predictions)[: len(split)].cpu() if predictions else None,
         split.tensors["labels"] if predictions else None,
     )
+    # A hopeless model is infinitely perplexed, which JSON cannot say.
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 def _sample_losses(task: str, logits: Any, labels: Any) -> Any:

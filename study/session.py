@@ -81,7 +81,7 @@ class Session:
             provenance = {"initial_weights_sha256": sha256, "data": self.data.source, "floor": floor}
             self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
 
-    def write_evaluation(self, step: int, evaluation: dict[str, float]) -> None:
+    def write_evaluation(self, step: int, evaluation: dict[str, float | None]) -> None:
         if self.record is not None:
             self.record.append("evals.jsonl", {"step": step, **evaluation})
             self.record.flush()
@@ -92,7 +92,7 @@ class Session:
         ranks: list[dict[str, Any]],
         traffic: dict[str, Any] | None,
         log: StepLog,
-        evaluation: dict[str, float],
+        evaluation: dict[str, float | None],
         loop_started: float,
     ) -> None:
         """The documents of a run that ended well."""

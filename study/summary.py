@@ -42,7 +42,7 @@ def summarize(
     ranks: list[dict[str, Any]],
     traffic: dict[str, Any] | None,
     log: StepLog,
-    evaluation: dict[str, float],
+    evaluation: dict[str, float | None],
     timing: dict[str, float],
 ) -> dict[str, Any]:
     """Every key of summary.json; null where it could not be measured on this box."""

@@ -25,7 +25,7 @@ def train(session: Session) -> None:
     from transformers import get_scheduler
 
     from study import engine
-    from study.audit import audit, check_swapped
+    from study.audit import audit, audit_end
     from study.checkpoint import load_checkpoint, save_checkpoint
     from study.evaluation import evaluate
     from study.measure import WARMUP_STEPS, Meters
@@ -58,7 +58,7 @@ def train(session: Session) -> None:
 
     log = StepLog(accelerator, session.record, config.global_batch_size * config.seq_length, launch.virtual)
     progress = session.console.progress(total_steps, first_step)
-    evaluation: dict[str, float] = {}
+    evaluation: dict[str, float | None] = {}
     loop_started = time.time()
     model.train()
     meters.start(model, optimizer)
@@ -87,7 +87,7 @@ def train(session: Session) -> None:
     meters.finish()
     progress.close()
 
-    check_swapped(launch.strategy, nvme)
+    audit_end(accelerator, model, config, launch.strategy, nvme)
     ranks = gather_measurements(accelerator, meters, launch.virtual)
     session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started)
     accelerator.wait_for_everyone()

@@ -71,6 +71,18 @@ def test_a_last_step_that_ruins_the_weights_is_found_by_the_evaluation_after_it(
     assert run.evals == []
 
 
+def test_steps_that_deepspeed_leaves_out_are_no_training(tmp_path):
+    """Here the losses stay finite and the norm of the gradients does not: the weights of the first step stay to the end."""
+    flags = ("--learning_rate", "3e3", "--warmup_ratio", "0", "--eval_steps", "0")
+    assert train("zero1", tmp_path / "run", *GPT, *flags).returncode != 0
+    run = read_run(tmp_path / "run")
+    assert run.state == "failed"
+    assert run.status["reason"].startswith("DeepSpeed skipped 7 of 8 optimizer steps")
+    assert [row["loss"] is None for row in run.steps] == [False] * 8
+    # A loss of 1e8 has a perplexity that no float holds.
+    assert [row["perplexity"] for row in run.evals] == [None]
+
+
 def test_recomputed_activations_change_no_loss(run_of):
     plain, recomputed = run_of("ddp", *GPT), run_of("ddp", *GPT, "--gradient_checkpointing")
     assert recomputed.config["gradient_checkpointing"]

@@ -97,6 +97,15 @@ def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_pa
     assert any(warning.startswith("virtual: rank 1023 of 1024") for warning in run.engine["warnings"])
 
 
+def test_no_step_of_four_ranks_is_left_out_for_what_an_unwritten_file_holds(tmp_path: Path) -> None:
+    """One parameter's part is on the drive there. A skipped first step would leave Adam's two moments unmade."""
+    run = virtual("zero3_nvme", tmp_path / "run", ranks=4)
+    state = run.memory["ranks"][0]["state"]
+    assert state["pieces"]["params.nvme.swap_files"] == 4 * (4096 // 4) * 256
+    assert state["state_bytes"]["optimizer"]["nvme"] == 3 * state["state_bytes"]["grads"]["host"]
+    assert "OVERFLOW" not in (run.path / "log.txt").read_text()
+
+
 def test_parameters_on_nvme_give_their_buffers_back_before_these_run_out(tmp_path: Path) -> None:
     """Ten parameters are swapped and there are five buffers: none may be kept for its next use."""
     flags = ("--model_name_or_path", "gpt2-2layers", "--max_steps", "3", "--global_batch_size", "2")

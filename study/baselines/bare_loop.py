@@ -170,7 +170,7 @@ def train(session: Session) -> None:
 
     log = StepLog(process, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
     progress = session.console.progress(total_steps, 0)
-    evaluation: dict[str, float] = {}
+    evaluation: dict[str, float | None] = {}
     done: list[tuple[int, Any, float, Any, list[Any]]] = []
     # The study warms up for WARMUP_STEPS and then watches one step, which its window leaves out too.
     uncounted = WARMUP_STEPS + 1

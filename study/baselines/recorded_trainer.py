@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from study.audit import audit, check_swapped
+from study.audit import audit, audit_end
 from study.engine import nvme_folder
 from study.evaluation import evaluate
 from study.measure import Meters
@@ -44,7 +44,7 @@ class RecordedTrainer(Trainer):
         self.step_losses: list[torch.Tensor] = []
         self.step_hash = 0
         self.step_grad_norm: Any = None
-        self.evaluation: dict[str, float] = {}
+        self.evaluation: dict[str, float | None] = {}
         self.loop_started = 0.0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -69,7 +69,7 @@ class RecordedTrainer(Trainer):
         self.step_grad_norm = super()._get_grad_norm(model, grad_norm)
         return self.step_grad_norm
 
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float | None]:
         session = self.session
         with self.meters.interruption("eval"):
             batch_size = session.plan.per_device_train_batch_size
@@ -97,7 +97,8 @@ class RecordedTrainer(Trainer):
         return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
 
     def finish(self) -> None:
-        check_swapped(self.session.launch.strategy, self.nvme)
+        session = self.session
+        audit_end(self.accelerator, self.model_wrapped, session.config, session.launch.strategy, self.nvme)
         ranks = gather_measurements(self.accelerator, self.meters)
         self.session.finish(
             self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started

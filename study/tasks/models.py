@@ -122,11 +122,20 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Under ZeRO-3 this rank's part of it; what is on NVMe by now stays as it was made.
-            held = getattr(parameter, "ds_tensor", parameter)
-            if held.numel():
-                held.fill_(STAND_IN_WEIGHT)
+            _fill(parameter)
     return model.eval()
+
+
+def _fill(parameter: Any) -> None:
+    """Nothing may stay as it was allocated: not every memory is a number, and DeepSpeed skips steps that are none."""
+    # Under ZeRO-3 this rank's part of it, which is on the drive by now where parameters are kept there.
+    held = getattr(parameter, "ds_tensor", parameter)
+    on_drive = getattr(held, "final_location", None) == "nvme"
+    if on_drive:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
+    held.fill_(STAND_IN_WEIGHT)
+    if on_drive:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
