@@ -11,10 +11,12 @@ from typing import Any
 
 from study.records import STATE_KINDS, STATE_PLACES, Run
 
-_PEAKS = (
+PEAKS = (
     "peak_memory_gib_allocated", "peak_memory_gib_reserved", "peak_memory_gib_device", "host_peak_rss_gib",
 )  # fmt: skip
-_COUNTS = ("comm_bytes_per_step", "comm_calls_per_step", "grads_in_bucket_bytes", "model_parameters")
+COUNTS = (
+    "comm_bytes_per_step", "comm_calls_per_step", "grads_in_bucket_bytes", "kept_whole_bytes", "model_parameters",
+)  # fmt: skip
 
 # A figure whose third depth is further off the line than this is not extrapolated.
 LINEAR_WITHIN = 0.02
@@ -39,6 +41,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "state_bytes_total": total_state_bytes(run.summary["state_bytes_per_rank"]),
         "buffer_bytes": state.get("buffer_bytes"),
         "grads_in_bucket_bytes": state.get("grads_in_bucket_bytes"),
+        "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
         "memory_gib_by_phase": rank["phases"],
         "collectives": run.traffic["collectives"],
         "run_dir": str(run.path),
@@ -50,9 +53,9 @@ def total_state_bytes(state: Mapping[str, Mapping[str, float | None]]) -> float:
     return sum(state[kind][place] or 0 for kind in STATE_KINDS for place in STATE_PLACES)
 
 
-def extrapolate(runs: Sequence[Run], depths: tuple[int, int, int], layers: int) -> dict[str, Any]:
+def extrapolate(summaries: Sequence[Mapping[str, Any]], depths: tuple[int, int, int], layers: int) -> dict[str, Any]:
     """The first two depths' line, at `layers`; the third depth tells how far off the line is there."""
-    first, second, third = (_line_figures(summary_of(run)) for run in runs)
+    first, second, third = (_line_figures(summary) for summary in summaries)
     # A figure that a depth lacks, such as a collective that never happened there, has no line.
     shared = [key for key in first if all(figures.get(key) is not None for figures in (second, third))]
     line = {key: _on_line(depths, first[key], second[key], layers) for key in shared}
@@ -63,7 +66,7 @@ def extrapolate(runs: Sequence[Run], depths: tuple[int, int, int], layers: int) 
             residual[key] = abs(difference) / abs(third[key]) if third[key] else 1.0
     not_linear = sorted(key for key, off in residual.items() if off > LINEAR_WITHIN)
     at: dict[str, Any] = {key: None if key in not_linear else value for key, value in line.items()}
-    example = summary_of(runs[0])
+    example = summaries[0]
     state = {kind: {place: at.get(f"state.{kind}.{place}") for place in STATE_PLACES} for kind in STATE_KINDS}
     return {
         **{key: example[key] for key in ("strategy", "virtual", "world_size", "rank", "task", "precision")},
@@ -71,7 +74,7 @@ def extrapolate(runs: Sequence[Run], depths: tuple[int, int, int], layers: int) 
         "model_layers": layers,
         "state_bytes_per_rank": state,
         "state_bytes_total": total_state_bytes(state),
-        **{key: at.get(key) for key in (*_PEAKS, *_COUNTS)},
+        **{key: at.get(key) for key in (*PEAKS, *COUNTS)},
         "buffer_bytes": _group(at, "buffer"),
         "collectives": _collectives(at),
         "extrapolated": {
@@ -84,7 +87,7 @@ def extrapolate(runs: Sequence[Run], depths: tuple[int, int, int], layers: int) 
             "largest_residual_of_state": max(
                 (value for key, value in residual.items() if key.startswith("state.")), default=0.0
             ),
-            "run_dirs": [str(run.path) for run in runs],
+            "run_dirs": [summary["run_dir"] for summary in summaries],
         },
     }
 
@@ -92,9 +95,7 @@ def extrapolate(runs: Sequence[Run], depths: tuple[int, int, int], layers: int) 
 def _line_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     state = summary["state_bytes_per_rank"]
     figures = {f"state.{kind}.{place}": state[kind][place] for kind in STATE_KINDS for place in STATE_PLACES}
-    figures |= {key: summary[key] for key in (*_PEAKS, "comm_bytes_per_step", "comm_calls_per_step")}
-    figures["model_parameters"] = summary["model_parameters"]
-    figures["grads_in_bucket_bytes"] = summary["grads_in_bucket_bytes"]
+    figures |= {key: summary[key] for key in (*PEAKS, *COUNTS)}
     figures |= {f"buffer.{name}": size for name, size in (summary["buffer_bytes"] or {}).items()}
     for name, counts in summary["collectives"].items():
         figures |= {f"collective.{name}.{key}": value for key, value in counts.items()}

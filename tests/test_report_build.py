@@ -14,7 +14,7 @@ import pytest
 
 from study import cli
 from study.errors import UserError
-from study.report.build import NAMES, NOTEBOOKS, build
+from study.report.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
 from study.report.execute import NotebookFailed, execute
 from study.report.frames import Records, read_parquet, write_parquet
 from study.strategies import REPOSITORY
@@ -52,7 +52,7 @@ def read(file: Path) -> nbformat.NotebookNode:
     return nbformat.read(file, as_version=4)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "colab"])
+@pytest.mark.parametrize("name", [*NAMES, *VIRTUAL_NAMES, "colab"])
 def test_the_notebooks_in_git_hold_no_output_and_take_parameters(name):
     file = NOTEBOOKS / f"{name}.ipynb"
     found = read(file)
@@ -64,7 +64,7 @@ def test_the_notebooks_in_git_hold_no_output_and_take_parameters(name):
     assert [cell.metadata.get("tags") for cell in found.cells].count(["parameters"]) == 1
     parameters = papermill.inspect_notebook(str(file))
     assert parameters
-    if name in NAMES:
+    if name != "colab":
         assert set(parameters) == {"records_dir", "figures_dir"}
 
 

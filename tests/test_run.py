@@ -72,7 +72,7 @@ def test_a_last_step_that_ruins_the_weights_is_found_by_the_evaluation_after_it(
 
 
 def test_steps_that_deepspeed_leaves_out_are_no_training(tmp_path):
-    """Here the losses stay finite and the norm of the gradients does not: the weights of the first step stay to the end."""
+    """Here the losses stay finite and the norm of the gradients does not: the first step is the only one."""
     flags = ("--learning_rate", "3e3", "--warmup_ratio", "0", "--eval_steps", "0")
     assert train("zero1", tmp_path / "run", *GPT, *flags).returncode != 0
     run = read_run(tmp_path / "run")

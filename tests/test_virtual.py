@@ -12,7 +12,8 @@ import pytest
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
 from study.records import Run, read_run
-from study.report.virtual_tables import read_summaries, settings_table
+from study.report.frames import read_records
+from study.report.virtual_tables import settings_table, summaries
 from study.virtual_figures import extrapolate, summary_of
 
 GPT = ("--task", "gpt-wikitext")
@@ -137,13 +138,14 @@ def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_
     assert {run.config["seq_length"] for run in runs} == {16}
     # The line goes through the third depth as well, where there is a measurement to hold it against.
     measured = summary_of(runs[2])
-    line = extrapolate(runs, (3, 4, 6), 6)
+    line = extrapolate([summary_of(run) for run in runs], (3, 4, 6), 6)
     assert line["model_parameters"] == measured["model_parameters"]
     assert line["state_bytes_total"] == pytest.approx(measured["state_bytes_total"], rel=1e-4)
     # The report finds the three depths by itself, and makes the line for the preset's own two layers.
-    (row,) = read_summaries(tmp_path)
+    records = read_records(tmp_path)
+    (row,) = summaries(records)
     assert (row["model"], row["setting"], row["extrapolated"]["layers"]) == ("gpt-tiny", "as shipped", 2)
-    assert settings_table(tmp_path)["made by"].str.startswith("extrapolated from 3, 4 of 2 layers").all()
+    assert settings_table(records)["Made by"].str.startswith("extrapolated from 3 and 4 of 2 layers").all()
 
 
 REFUSALS = {

@@ -19,20 +19,23 @@ from PIL import Image
 from study.errors import UserError
 from study.report import page, tables
 from study.report.execute import NotebookFailed, execute
-from study.report.findings import Finding, findings
+from study.report.finding import Finding
+from study.report.findings import findings
 from study.report.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.show import METADATA_KEY
 from study.strategies import REPOSITORY
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 NAMES = ("loss_curves", "peak_memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
+# Of a suite of virtual ranks, which has no losses and no times.
+VIRTUAL_NAMES = ("virtual_cluster",)
 FIGURES = "figures"
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
 # With what Jupyter and a file browser leave in any folder they have shown.
 _OWN = {".DS_Store", ".ipynb_checkpoints", "index.html", "summary.md", FIGURES, RUNS_FILE, STEPS_FILE,
-        *(f"{name}.{kind}" for name in NAMES for kind in ("ipynb", "html"))}  # fmt: skip
+        *(f"{name}.{kind}" for name in (*NAMES, *VIRTUAL_NAMES) for kind in ("ipynb", "html"))}  # fmt: skip
 # Code is one click away; figures side by side where there is room.
 _BODY = """
 {%- extends 'basic/index.html.j2' -%}
@@ -74,11 +77,13 @@ def build(
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
-        answers = Answers(_facts(records), findings(records), tables.TABLES["summary"](records), records.refused)
+        only_virtual = not records.runs.empty and bool(records.runs["virtual"].all())
+        names, table = (VIRTUAL_NAMES, "virtual_runs") if only_virtual else (NAMES, "summary")
+        answers = Answers(_facts(records), findings(records), tables.TABLES[table](records), records.refused)
         # Each notebook reads its own.
         del records
-        failures = _run_notebooks(notebooks, folder, time_limit_s, say)
-        _write_pages(answers, suite, folder, failures)
+        failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
+        _write_pages(names, answers, suite, folder, failures)
         _put_in_place(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +100,9 @@ def _check_replaceable(output: Path) -> None:
         )
 
 
-def _run_notebooks(notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]) -> dict[str, str]:
+def _run_notebooks(
+    names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]
+) -> dict[str, str]:
     parameters = {"records_dir": ".", "figures_dir": FIGURES}
 
     def run(name: str) -> str:
@@ -107,15 +114,15 @@ def _run_notebooks(notebooks: Path, folder: Path, time_limit_s: float, say: Call
 
     failures = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for name, failure in zip(NAMES, pool.map(run, NAMES), strict=True):
+        for name, failure in zip(names, pool.map(run, names), strict=True):
             say(f"{name}: {f'failed in {failure}' if failure else 'done'}")
             if failure:
                 failures[name] = failure
     return failures
 
 
-def _write_pages(answers: Answers, suite: str, folder: Path, failures: Mapping[str, str]) -> None:
-    notebooks = {name: nbformat.read(folder / f"{name}.ipynb", as_version=4) for name in NAMES}
+def _write_pages(names: Sequence[str], answers: Answers, suite: str, folder: Path, failures: Mapping[str, str]) -> None:
+    notebooks = {name: nbformat.read(folder / f"{name}.ipynb", as_version=4) for name in names}
     sections = [_section(name, notebook, folder) for name, notebook in notebooks.items()]
     exporter = nbconvert.HTMLExporter(
         template_name="basic", template_file="study.html.j2", extra_loaders=[DictLoader({"study.html.j2": _BODY})],
@@ -150,7 +157,11 @@ def _section(name: str, notebook: nbformat.NotebookNode, folder: Path) -> page.S
     notes = [output.metadata[METADATA_KEY] for output in _outputs(notebook) if METADATA_KEY in output.metadata]
     figures = [_figure(note, folder) for note in notes if "figure" in note]
     return page.Section(
-        name, heading.lstrip("# "), lead, figures, [note["absent"] for note in notes if "absent" in note]
+        name,
+        heading.lstrip("# "),
+        lead,
+        figures,
+        list(dict.fromkeys(note["absent"] for note in notes if "absent" in note)),
     )
 
 

@@ -5,7 +5,6 @@ Every figure is computed from the records, and stands beside the number of runs 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,9 +12,11 @@ from study.report.advice import recommendation, unknowns
 from study.report.arms import Arm, arms
 from study.report.bearing import claims_touched
 from study.report.effects import headline, memory_sentences, offload_sentences, time_sentence, traffic_sentence
-from study.report.frames import Records, real, virtual
+from study.report.finding import Finding
+from study.report.frames import Records, real
 from study.report.losses import compare_losses, losses_in_short
 from study.report.statistics import noise_floor
+from study.report.virtual_findings import virtual_findings
 
 # More workloads than this are for the details.
 _MOST_LINES = 5
@@ -26,16 +27,9 @@ QUESTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One question, its answer in a few sentences (a line per workload), and what stands behind it."""
-
-    question: str
-    answer: str
-    details: tuple[str, ...] = ()
-
-
 def findings(records: Records) -> list[Finding]:
+    if not records.runs.empty and real(records).runs.empty:
+        return virtual_findings(records)
     answers = (_effects, _claims, _advice)
     return [answer(question, records) for question, answer in zip(QUESTIONS, answers, strict=True)]
 
@@ -116,8 +110,6 @@ def _advice(question: str, records: Records) -> Finding:
 def _nothing(records: Records) -> str:
     if records.runs.empty:
         return "There is no run here that can be read."
-    if len(virtual(records).runs) == len(records.runs):
-        return "All runs here are virtual: they have memory and traffic per rank, and neither losses nor times."
     states = Counter(records.runs["status_state"])
     return f"No run ended well ({', '.join(f'{count} {state}' for state, count in states.most_common())})."
 

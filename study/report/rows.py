@@ -59,6 +59,7 @@ RUN_COLUMNS: dict[str, str] = {
     "world_size": "Int64",
     "virtual": "boolean",
     "trainer": "str",
+    **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
     **CONFIG_COLUMNS,
     **dict.fromkeys(("distributed_type", "engine_precision", "param_dtype", "optimizer_class"), "str"),
@@ -72,7 +73,9 @@ RUN_COLUMNS: dict[str, str] = {
     **{key: "float64" for key in SUMMARY_KEYS if key != "state_bytes_per_rank"},
     **dict.fromkeys(STATE_COLUMNS, "float64"),
     **dict.fromkeys(MEMORY_COLUMNS, "float64"),
-    **dict.fromkeys(("buffer_bytes_device", "buffer_bytes_host", "grads_in_bucket_bytes"), "float64"),
+    **dict.fromkeys(
+        ("buffer_bytes_device", "buffer_bytes_host", "grads_in_bucket_bytes", "kept_whole_bytes"), "float64"
+    ),
     "other_tensor_bytes": "float64",
     "buffers": "str",
     "collectives": "str",
@@ -102,9 +105,12 @@ def run_row(run: Run) -> dict[str, Any]:
     if config is not None:
         row |= {key: value for key, value in dataclasses.asdict(config).items() if key in CONFIG_COLUMNS}
         row["engine_override"] = json.dumps(row["engine_override"])
+        row["virtual"] = config.virtual_world_size is not None
     row |= cell | _engine(run.engine) | _environment(run.environment)
     if not run.engine and row.get("strategy"):
         row |= _promised(row["strategy"])
+        # A virtual rank is launched as the one process that it is.
+        row["world_size"] = row.get("virtual_world_size") or row["world_size"]
     # A run that did not end well is a row and a reason; what it measured before is no figure of it.
     if run.state == "ok":
         row |= {key: value for key, value in run.summary.items() if key != "state_bytes_per_rank"}
@@ -197,6 +203,7 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         "optimizer_settings": json.dumps(settings, sort_keys=True) if settings is not None else None,
         "gradient_accumulation_steps": engine.get("gradient_accumulation_steps"),
         "micro_batch_size": engine.get("per_device_train_batch_size"),
+        **{key: engine.get(key) for key in ("model_parameters", "model_layers", "preset_layers")},
         "torch_version": engine["torch"],
         "deepspeed_version": engine["deepspeed"],
         **{f"{split}_data_sha256": _text_or_none(hashes.get(split)) for split in ("train", "eval")},
@@ -237,6 +244,7 @@ def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             row[f"buffer_bytes_{place}"] = sum(sizes)
     for key in ("grads_in_bucket_bytes", "other_tensor_bytes"):
         row[key] = _largest(state.get(key) for state in states)
+    row["kept_whole_bytes"] = _largest(state.get("kept_whole", {}).get("bytes") for state in states)
     return row
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 from study.records import STATE_KINDS, STATE_PLACES
 from study.report.arms import MIB, NAN, Arm, Row, against, arms, frame, peak_gib, state_bytes, state_mib
-from study.report.frames import Records, real, steps_by_run
+from study.report.frames import Records, real, steps_by_run, virtual
 from study.report.scaling_tables import (
     SCALING_TABLES,
     batch_size_table,
@@ -22,6 +22,14 @@ from study.report.scaling_tables import (
     single_vs_multi_table,
 )
 from study.report.statistics import NoiseFloor, effect, equivalence, interval, noise_floor, paired
+from study.report.virtual_tables import (
+    has_settings,
+    has_table1,
+    setting_effects_table,
+    settings_table,
+    table1_table,
+    virtual_runs_table,
+)
 
 __all__ = [
     "TABLES", "absent", "batch_size_table", "largest_step_difference", "loss_table", "memory_table", "model_size_table",
@@ -154,6 +162,16 @@ TABLES: dict[str, Callable[[Records], pd.DataFrame]] = {
     "memory": memory_table,
     "runtime": runtime_table,
     **SCALING_TABLES,
+    "virtual_runs": virtual_runs_table,
+    "table1": table1_table,
+    "settings": settings_table,
+    "setting_effects": setting_effects_table,
+}
+_VIRTUAL: dict[str, tuple[Callable[[pd.DataFrame], bool], str]] = {
+    "virtual_runs": (lambda runs: True, ""),
+    "settings": (lambda runs: True, ""),
+    "table1": (has_table1, "is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)"),
+    "setting_effects": (has_settings, "changed a setting of its strategy"),
 }
 _ABSENT: dict[str, tuple[Callable[[pd.DataFrame], bool], str]] = {
     "single_vs_multi": (has_several_worlds, "ran on more than one number of ranks"),
@@ -169,6 +187,12 @@ def absent(name: str, records: Records) -> str:
         return "There is no run here that can be read."
     if name == "memory":
         return ""
+    if name in _VIRTUAL:
+        holds, what = _VIRTUAL[name]
+        runs = virtual(records).runs
+        if runs.empty:
+            return "No run here is virtual."
+        return "" if holds(runs) else f"No virtual run here {what}."
     runs = real(records).runs
     if runs.empty:
         return "All runs here are virtual: they have memory and traffic, and neither losses nor times."

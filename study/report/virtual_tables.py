@@ -1,170 +1,285 @@
-"""Tables of virtual ranks: beside the ZeRO paper's Table 1, and stage by setting. Made from run directories.
+"""Tables of virtual ranks: beside the ZeRO paper's Table 1, stage by setting, and what each setting changes.
 
-A model that a box holds whole is measured; of one that was run at three depths the line over layers is shown, and says
+A model that a box held whole is measured; of one that was run at three depths the line over layers is shown, and says
 so: with the depths, and with how far off it is at the third.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from study.records import STATE_PLACES, RecordError, Run, find_runs, read_run
-from study.theory.paper import papers_state_bytes
-from study.virtual_figures import extrapolate, summary_of
+from study.records import STATE_KINDS, STATE_PLACES
+from study.report.frames import Records, virtual
+from study.theory.paper import papers_state_bytes, papers_traffic
+from study.virtual_figures import COUNTS, PEAKS, extrapolate, total_state_bytes
 
 GB = 1e9
-_AS_SHIPPED = "as shipped"
+AS_SHIPPED = "as shipped"
+Summary = dict[str, Any]
 # What decides that two runs are one model at two depths, and nothing else.
-_SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "engine_override", "gradient_checkpointing")
+_SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "engine_override", "gradient_checkpointing",
+         "strategy", "world_size", "virtual_rank", "device_memory_cap_gib")  # fmt: skip
+_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+_SIZES = {"b": 1e9, "t": 1e12}
+# Collectives that carry less than this share of the weights are bookkeeping, such as a gradient norm's.
+BOOKKEEPING = 0.005
 
 
-def read_summaries(root: Path) -> list[dict[str, Any]]:
-    """One summary per model, strategy, world and setting; depths of one model become one that is extrapolated."""
-    groups: defaultdict[tuple[Any, ...], dict[int, Run]] = defaultdict(dict)
-    for run in _virtual_runs(root):
-        groups[_key(run)][run.engine["model_layers"]] = run
-    summaries = []
-    for runs in groups.values():
-        summary = _summary(runs)
-        if summary is not None:
-            example = next(iter(runs.values()))
-            summary["setting"] = setting_of(example.config["engine_override"])
-            summary["model"] = _base(example.config["model_name_or_path"])
-            summaries.append(summary)
-    return sorted(summaries, key=lambda one: (one["model"], one["world_size"], one["strategy"], one["setting"]))
+def summaries(records: Records) -> list[Summary]:
+    """One per model, strategy, world and setting; three depths of one model become one that is extrapolated."""
+    found = [_whole_or_line(depths) for depths in groups(records)]
+    return sorted(
+        (summary for summary in found if summary is not None),
+        key=lambda one: (one["model_parameters"], one["world_size"], one["strategy"], one["setting"] != AS_SHIPPED,
+                         one["setting"]),
+    )  # fmt: skip
 
 
-def setting_of(overrides: list[str]) -> str:
-    return ", ".join(item.removeprefix("zero_optimization.") for item in overrides) or _AS_SHIPPED
+def groups(records: Records) -> list[dict[int, Summary]]:
+    """The depths at which one model ran, for everything else alike: each run by its number of layers."""
+    found: defaultdict[tuple[Any, ...], dict[int, Summary]] = defaultdict(dict)
+    ended = virtual(records).runs
+    ended = ended[(ended["status_state"] == "ok") & ended["collectives"].notna() & ended["model_layers"].notna()]
+    for row in ended.to_dict("records"):
+        model = _base(str(row["model_name_or_path"]))
+        key = (model, *(str(row[name]) for name in _SAME))
+        found[key][int(row["model_layers"])] = _summary(row, model)
+    return list(found.values())
 
 
-def table1(root: Path) -> pd.DataFrame:
-    """Model state per rank against the paper's 2 + 2 + 12 bytes per parameter, of the size that the model is named."""
-    rows = []
-    for summary in read_summaries(root):
-        size = re.fullmatch(r"gpt-([\d.]+)([bt])", summary["model"])
-        stage = re.fullmatch(r"zero([123])", summary["strategy"])
-        if size is None or stage is None or summary["setting"] != _AS_SHIPPED:
-            continue
-        named = float(size[1]) * {"b": 1e9, "t": 1e12}[size[2]]
-        paper = papers_state_bytes(named, int(stage[1]), summary["world_size"])
-        rows.append(
-            {
-                "model": summary["model"],
-                "parameters, B": summary["model_parameters"] / GB,
-                "ranks": summary["world_size"],
-                "strategy": summary["strategy"],
-                "paper, GB": paper / GB,
-                "here, GB": summary["state_bytes_total"] / GB,
-                "difference": summary["state_bytes_total"] / paper - 1,
-                "per parameter as here": papers_state_bytes(
-                    summary["model_parameters"], int(stage[1]), summary["world_size"]
-                )
-                / GB,
-                "buffers, GB": sum(size or 0 for size in (summary["buffer_bytes"] or {}).values()) / GB,
-                "made by": _made_by(summary),
-            }
-        )
-    return pd.DataFrame(rows)
+def is_whole(summary: Summary) -> bool:
+    return bool(summary["model_layers"] == summary["preset_layers"])
 
 
-def settings_table(root: Path) -> pd.DataFrame:
-    """Memory in GB, and what is sent in one step as multiples of the model's weights, by stage and setting."""
-    rows = []
-    for summary in read_summaries(root):
-        weights = summary["model_parameters"] * _bytes_per_weight(summary["precision"])
-        sent = {f"{name} x model": counts["payload_bytes"] / weights for name, counts in summary["collectives"].items()}
-        rows.append(
-            {
-                "model": summary["model"],
-                "ranks": summary["world_size"],
-                "strategy": summary["strategy"],
-                "setting": summary["setting"],
-                **{f"{kind}, GB": _held(summary, kind) / GB for kind in ("params", "grads", "optimizer")},
-                "gradients in the bucket, GB": _gb(summary["grads_in_bucket_bytes"]),
-                "buffers, GB": sum(size or 0 for size in (summary["buffer_bytes"] or {}).values()) / GB,
-                **{name: share for name, share in sent.items() if share >= 0.005},
-                "calls": summary["comm_calls_per_step"],
-                "made by": _made_by(summary),
-            }
-        )
-    return pd.DataFrame(rows)
+def line_over(depths: Mapping[int, Summary]) -> Summary | None:
+    """The line over the three smallest depths that are not the model's own; None of fewer."""
+    partial = sorted(layers for layers, summary in depths.items() if not is_whole(summary))[:3]
+    if len(partial) < 3:
+        return None
+    first, second, third = partial
+    example = depths[first]
+    line = extrapolate([depths[layers] for layers in partial], (first, second, third), int(example["preset_layers"]))
+    return line | {"model": example["model"], "setting": example["setting"]}
 
 
-def effects(root: Path) -> pd.DataFrame:
-    """Each setting beside the strategies as shipped: what it changes, in GB and in multiples of the model."""
-    table = settings_table(root)
-    if table.empty:
-        return table
-    keys = ["model", "ranks", "strategy"]
-    figures = [column for column in table.columns if column not in (*keys, "setting", "made by")]
-    known = {tuple(row[key] for key in keys): row for row in table.to_dict("records") if row["setting"] == _AS_SHIPPED}
-    rows = []
-    for row in table.to_dict("records"):
-        shipped = known.get(tuple(row[key] for key in keys))
-        if shipped is not None and row["setting"] != _AS_SHIPPED:
-            # A collective that one of the two does not use at all is 0 of the model there.
-            change = {figure: _number(row[figure]) - _number(shipped[figure]) for figure in figures}
-            rows.append({**{key: row[key] for key in (*keys, "setting")}, **change})
-    return pd.DataFrame(rows)
+def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
+    return next((summary for summary in depths.values() if is_whole(summary)), None) or line_over(depths)
 
 
-def _number(value: float) -> float:
-    return 0.0 if pd.isna(value) else value
+def _summary(row: Mapping[Any, Any], model: str) -> Summary:
+    """A row of the table of runs in the form that extrapolation takes."""
+    known = {key: None if pd.isna(row[key]) else row[key] for key in (*PEAKS, *COUNTS)}
+    state = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
+    return {
+        **known,
+        "model": model,
+        "setting": _setting(row["engine_override"]),
+        "strategy": row["strategy"],
+        "virtual": True,
+        "world_size": int(row["world_size"]),
+        "rank": 0 if pd.isna(row["virtual_rank"]) else int(row["virtual_rank"]),
+        "task": row["task"],
+        "precision": row["engine_precision"],
+        "emulated_device_memory_gib": row["device_memory_cap_gib"],
+        "model_layers": int(row["model_layers"]),
+        "preset_layers": row["preset_layers"],
+        "state_bytes_per_rank": state,
+        "state_bytes_total": total_state_bytes(state),
+        "buffer_bytes": json.loads(row["buffers"]) if isinstance(row["buffers"], str) else {},
+        "collectives": json.loads(row["collectives"]),
+        "run_dir": row["run"],
+        "extrapolated": None,
+    }
 
 
-def _virtual_runs(root: Path) -> Iterator[Run]:
-    for path in find_runs(root):
-        try:
-            run = read_run(path)
-        except RecordError:
-            continue
-        if run.state == "ok" and run.engine["virtual"]:
-            yield run
-
-
-def _key(run: Run) -> tuple[Any, ...]:
-    known = (run.engine["strategy"], run.engine["world_size"], run.engine["virtual_rank"])
-    return (_base(run.config["model_name_or_path"]), *known, *(str(run.config[name]) for name in _SAME))
+def _setting(overrides: str) -> str:
+    return ", ".join(item.removeprefix("zero_optimization.") for item in json.loads(overrides)) or AS_SHIPPED
 
 
 def _base(model: str) -> str:
     return re.sub(r"-\d+layers$", "", model.rsplit("/", 1)[-1])
 
 
-def _summary(runs: Mapping[int, Run]) -> dict[str, Any] | None:
-    """The whole model where it was run, else the line over its three smallest depths; nothing of fewer."""
-    whole = [run for run in runs.values() if run.engine["model_layers"] == run.engine["preset_layers"]]
-    if whole:
-        return summary_of(whole[0])
-    depths = sorted(runs)[:3]
-    if len(depths) < 3:
-        return None
-    chosen = (depths[0], depths[1], depths[2])
-    return extrapolate([runs[depth] for depth in chosen], chosen, runs[depths[0]].engine["preset_layers"])
+def table1_rows(records: Records) -> list[Summary]:
+    """Those that the paper's Table 1 is about, each with the size it is named after and the paper's bytes."""
+    found = []
+    for summary in summaries(records):
+        size = re.fullmatch(r"gpt-([\d.]+)([bt])", summary["model"])
+        stage = _STAGES.get(summary["strategy"])
+        if size is not None and stage is not None and summary["setting"] == AS_SHIPPED:
+            named = float(size[1]) * _SIZES[size[2]]
+            found.append(summary | {"paper_bytes": papers_state_bytes(named, stage, summary["world_size"])})
+    return found
 
 
-def _held(summary: Mapping[str, Any], kind: str) -> float:
-    return sum(summary["state_bytes_per_rank"][kind][place] or 0 for place in STATE_PLACES)
+def table1_table(records: Records) -> pd.DataFrame:
+    """Model state per rank against the paper's 2 + 2 + 12 bytes per parameter, of the size that the model is named."""
+    rows = [
+        {
+            "Model": summary["model"],
+            "Ranks": summary["world_size"],
+            "Strategy": summary["strategy"],
+            "Paper, GB": summary["paper_bytes"] / GB,
+            "Here, GB": summary["state_bytes_total"] / GB,
+            "Difference": f"{summary['state_bytes_total'] / summary['paper_bytes'] - 1:+.2%}",
+            "Parameters, B": summary["model_parameters"] / GB,
+            "Bytes per parameter here": summary["state_bytes_total"] / summary["model_parameters"],
+            "Bytes per parameter, paper": papers_state_bytes(1, _STAGES[summary["strategy"]], summary["world_size"]),
+            "Buffers beside the state, GB": buffer_bytes(summary) / GB,
+            "Of it parameters kept whole, GB": (summary["kept_whole_bytes"] or 0) / GB,
+            "Made by": made_by(summary),
+        }
+        for summary in table1_rows(records)
+    ]
+    return pd.DataFrame(rows)
 
 
-def _gb(size: float | None) -> float | None:
-    return None if size is None else size / GB
+def settings_table(records: Records) -> pd.DataFrame:
+    """Memory in GB, and what is sent in one step as multiples of the model's weights, by stage and setting."""
+    rows = [
+        {
+            "Model": summary["model"],
+            "Ranks": summary["world_size"],
+            "Strategy": summary["strategy"],
+            "Setting": summary["setting"],
+            **{f"{kind.capitalize()}, GB": _held(summary, kind) / GB for kind in STATE_KINDS},
+            "Parameters kept whole, GB": (summary["kept_whole_bytes"] or 0) / GB,
+            "Gradients in the bucket, GB": (summary["grads_in_bucket_bytes"] or 0) / GB,
+            "Buffers, GB": buffer_bytes(summary) / GB,
+            "Sent, x weights": sent(summary),
+            "Paper, x weights": papers_traffic(_STAGES.get(summary["strategy"], 0), summary["world_size"]),
+            "Payload, x weights": _payloads(summary),
+            "Calls": summary["comm_calls_per_step"],
+            "Made by": made_by(summary),
+        }
+        for summary in summaries(records)
+    ]
+    return pd.DataFrame(rows)
 
 
-def _bytes_per_weight(precision: str) -> int:
-    return 2 if precision in ("bf16-engine", "fp16") else 4
+def changes(records: Records) -> list[tuple[Summary, Summary]]:
+    """Each summary under a changed setting, after the one of the same strategy as shipped."""
+    found = summaries(records)
+    shipped = {_without_setting(one): one for one in found if one["setting"] == AS_SHIPPED}
+    return [
+        (shipped[_without_setting(one)], one)
+        for one in found
+        if one["setting"] != AS_SHIPPED and _without_setting(one) in shipped
+    ]
 
 
-def _made_by(summary: Mapping[str, Any]) -> str:
+def setting_effects_table(records: Records) -> pd.DataFrame:
+    """What a setting moves it causes: nothing else differs between the two runs."""
+    rows = []
+    for before, after in changes(records):
+        rows.append(
+            {
+                "Model": after["model"],
+                "Ranks": after["world_size"],
+                "Strategy": after["strategy"],
+                "Setting": after["setting"],
+                "Sent, x weights": _change(sent(before), sent(after)),
+                "Calls": _change(before["comm_calls_per_step"] or 0, after["comm_calls_per_step"] or 0),
+                **{
+                    f"{kind.capitalize()}, GB": _change(_held(before, kind) / GB, _held(after, kind) / GB)
+                    for kind in STATE_KINDS
+                },
+                "Gradients in the bucket, GB": _change(
+                    (before["grads_in_bucket_bytes"] or 0) / GB, (after["grads_in_bucket_bytes"] or 0) / GB
+                ),
+                "Buffers, GB": _change(buffer_bytes(before) / GB, buffer_bytes(after) / GB),
+                "Collectives before": _payloads(before),
+                "and after": _payloads(after),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def virtual_runs_table(records: Records) -> pd.DataFrame:
+    """Every run as it ended; a model at three depths is three runs."""
+    rows = []
+    for row in virtual(records).runs.to_dict("records"):
+        ended = row["status_state"] == "ok"
+        state = sum(row[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) if ended else None
+        rows.append(
+            {
+                "Strategy": row["strategy"],
+                "Model": row["model_name_or_path"],
+                "Rank": f"{row['virtual_rank']} of {row['world_size']}" if pd.notna(row["virtual_rank"]) else "",
+                "Setting": _setting(row["engine_override"]) if isinstance(row["engine_override"], str) else "",
+                "State, GB": None if state is None else state / GB,
+                "Sent per step, GB": row["comm_bytes_per_step"] / GB,
+                "Host peak, GiB": row["host_peak_rss_gib"],
+                "Run, s": row["runtime_s"],
+                "Outcome": "ok" if ended else f"{row['status_state']}: {row['status_reason']}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def has_table1(runs: pd.DataFrame) -> bool:
+    return bool(runs["model_name_or_path"].str.fullmatch(r"gpt-[\d.]+[bt](-\d+layers)?").any())
+
+
+def has_settings(runs: pd.DataFrame) -> bool:
+    return bool((runs["engine_override"].fillna("[]") != "[]").any())
+
+
+def sent(summary: Summary) -> float:
+    """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
+    sizes = shares(summary, "wire_bytes_per_rank").values()
+    return sum(math.nan if size is None else size for size in sizes)
+
+
+def shares(summary: Summary, figure: str) -> dict[str, float | None]:
+    """Of each collective, in multiples of the model's weights; None where no line over layers holds."""
+    counted = {name: counts[figure] for name, counts in sorted(summary["collectives"].items())}
+    return {name: None if size is None else size / _weights(summary) for name, size in counted.items()}
+
+
+def buffer_bytes(summary: Summary) -> float:
+    return float(sum(size or 0 for size in (summary["buffer_bytes"] or {}).values()))
+
+
+def made_by(summary: Summary) -> str:
     fit = summary["extrapolated"]
     if fit is None:
         return "measured"
-    depths = f"{fit['depths'][0]}, {fit['depths'][1]} of {fit['layers']} layers"
+    depths = f"{fit['depths'][0]} and {fit['depths'][1]} of {fit['layers']} layers"
     return f"extrapolated from {depths}; off by {fit['largest_residual_of_state']:.1e} at {fit['checked_at_depth']}"
+
+
+def _without_setting(summary: Summary) -> tuple[Any, ...]:
+    return tuple(summary[key] for key in ("model", "world_size", "rank", "strategy", "precision"))
+
+
+def _payloads(summary: Summary) -> str:
+    shown = [
+        f"{name} {'?' if share is None else f'{share:.2f}'}"
+        for name, share in shares(summary, "payload_bytes").items()
+        if share is None or share >= BOOKKEEPING
+    ]
+    return ", ".join(shown) or "nothing"
+
+
+def _weights(summary: Summary) -> float:
+    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
+    return float(summary["model_parameters"]) * each
+
+
+def _held(summary: Summary, kind: str) -> float:
+    return float(sum(summary["state_bytes_per_rank"][kind][place] or 0 for place in STATE_PLACES))
+
+
+def _change(before: float, after: float) -> str:
+    """Nothing where nothing moved."""
+    if abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9):
+        return ""
+    return f"{before:.4g} to {after:.4g}"

@@ -1,4 +1,4 @@
-"""What the ZeRO paper says (Rajbhandari et al., SC20, section 3 and Table 1), as its formulas."""
+"""What the ZeRO paper says (Rajbhandari et al., SC20, sections 3 and 7 and Table 1), as its formulas."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def papers_state_bytes(parameters: float, stage: int, ranks: int) -> float:
         OPTIMIZER_BYTES / (ranks if stage >= 1 else 1),
     )
     return parameters * sum(held)
+
+
+def papers_traffic(stage: int, ranks: int) -> float:
+    """What one rank sends in a step, as multiples of the model's weights, its gradients being of the same type.
+
+    An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 gather the updated weights instead of the
+    gradients; stage 3 gathers them twice, for the forward and the backward pass.
+    """
+    return (3 if stage == 3 else 2) * (ranks - 1) / ranks

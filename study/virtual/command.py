@@ -60,7 +60,7 @@ class _Study:
         cells = [self.request.cell(cell.strategy, self.box, f"{base}-{depth}layers") for depth in depths]
         runs = [self.run(one) for one in cells]
         layers = int(said) if said else runs[0].engine["preset_layers"]
-        summary = extrapolate(runs, depths, layers)
+        summary = extrapolate([summary_of(run) for run in runs], depths, layers)
         summary["model_name_or_path"] = cell.config.model_name_or_path
         folder = self.request.runs_dir / "extrapolated"
         folder.mkdir(parents=True, exist_ok=True)

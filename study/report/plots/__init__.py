@@ -5,8 +5,9 @@ from study.report.plots.loss import loss_curves, loss_differences
 from study.report.plots.memory import model_state, peak_memory
 from study.report.plots.scaling import batch_size, model_size, scaling
 from study.report.plots.time import frontier, offload, step_time, traffic
+from study.report.plots.virtual import settings, table1
 
 __all__ = [
     "Drawing", "batch_size", "frontier", "loss_curves", "loss_differences", "model_size", "model_state", "offload",
-    "peak_memory", "scaling", "step_time", "traffic",
+    "peak_memory", "scaling", "settings", "step_time", "table1", "traffic",
 ]  # fmt: skip

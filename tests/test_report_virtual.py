@@ -1,0 +1,181 @@
+"""Reports of virtual ranks: beside the paper's Table 1, over layers where a model was cut, and setting by setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from study.report.build import VIRTUAL_NAMES, build
+from study.report.findings import findings
+from study.report.frames import Records, read_records, read_runs, write_parquet
+from study.report.plots import settings, table1
+from study.report.tables import TABLES, absent
+from study.report.virtual_tables import summaries
+from study.theory.paper import papers_state_bytes, papers_traffic
+from synthetic_records import write_run
+
+GB = 10**9
+# A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
+AROUND, PER_LAYER, LAYERS = 300_000_000, 200_000_000, 36
+PARTS = {"params": 2, "grads": 2, "optimizer": 12}
+SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
+
+
+@pytest.fixture(scope="module")
+def blank(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """One virtual record, whose row the tests fill in."""
+    root = tmp_path_factory.mktemp("virtual")
+    write_run(root, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64})
+    return read_runs(root)
+
+
+def row(
+    blank: Records, strategy: str, ranks: int, layers: int = LAYERS, setting: str = "", traffic: float = 2.0,
+    **more: Any,
+) -> pd.DataFrame:  # fmt: skip
+    parameters = AROUND + PER_LAYER * layers
+    stage = int(strategy[-1])
+    held = {
+        f"{kind}_bytes_device": size * parameters / (ranks if stage >= SHARDED_FROM[kind] else 1)
+        for kind, size in PARTS.items()
+    }
+    wire = traffic * 2 * parameters
+    name = "gpt-7.5b" if layers == LAYERS else f"gpt-7.5b-{layers}layers"
+    figures = {
+        "run": f"{strategy}-{ranks}-{layers}-{setting}", "strategy": strategy, "world_size": ranks,
+        "model_name_or_path": name, "model_parameters": parameters, "model_layers": layers, "preset_layers": LAYERS,
+        "engine_precision": "bf16-engine", "precision": "bf16-engine", "virtual_world_size": ranks, "virtual_rank": 0,
+        "engine_override": json.dumps([setting] if setting else []), "comm_calls_per_step": 10.0 * layers,
+        "collectives": json.dumps({"all_gather": {
+            "calls": 10 * layers, "payload_bytes": wire, "wire_bytes_per_rank": wire,
+        }}), **held,
+    }  # fmt: skip
+    return blank.runs.assign(**(figures | more)).astype(blank.runs.dtypes)
+
+
+def together(*rows: pd.DataFrame) -> Records:
+    runs = pd.concat(rows, ignore_index=True)
+    return Records(runs, pd.DataFrame({"run": []}))
+
+
+def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Records) -> None:
+    records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3, 4)), row(blank, "zero3", 64))
+    table = TABLES["table1"](records)
+    assert table["Strategy"].tolist() == ["zero2", "zero3"]
+    for _, line in table.iterrows():
+        paper = papers_state_bytes(7.5e9, int(line["Strategy"][-1]), line["Ranks"])
+        assert line["Paper, GB"] == pytest.approx(paper / GB)
+        assert line["Here, GB"] == pytest.approx(paper / GB, rel=1e-9)
+        assert line["Difference"] == "+0.00%"
+    assert table["Made by"].tolist() == ["extrapolated from 2 and 3 of 36 layers; off by 0.0e+00 at 4", "measured"]
+    (drawing,) = table1(records)
+    assert "zero2 at 16 21.6 GB (paper 21.6)" in drawing.alt
+    assert "zero3 at 64 1.88 GB (paper 1.88)" in drawing.alt
+
+
+def test_two_depths_make_no_line(blank: Records) -> None:
+    records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3)))
+    assert summaries(records) == []
+    assert TABLES["table1"](records).empty
+
+
+def test_depths_of_different_settings_are_never_one_line(blank: Records) -> None:
+    rows = [row(blank, "zero2", 16, layers) for layers in (2, 3)]
+    assert summaries(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == []
+    assert summaries(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == []
+    assert len(summaries(together(*rows, row(blank, "zero2", 16, 4)))) == 1
+
+
+def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Records) -> None:
+    bent = row(blank, "zero3", 64, 4, traffic=3.0)
+    records = together(row(blank, "zero3", 64, 2), row(blank, "zero3", 64, 3), bent)
+    table = TABLES["settings"](records)
+    assert table["Sent, x weights"].isna().all()
+    assert table["Payload, x weights"].tolist() == ["all_gather ?"]
+    assert "No line holds for collective.all_gather.payload_bytes" in findings(records)[2].answer
+
+
+def test_the_line_is_held_against_the_whole_model_where_both_ran(blank: Records) -> None:
+    whole = row(blank, "zero3", 64)
+    records = together(whole, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
+    (summary,) = summaries(records)
+    assert summary["extrapolated"] is None
+    assert any(
+        "the line over layers gives +0.00% of the state of the whole model, and +1.00% of what it sends" in detail
+        for detail in findings(records)[0].details
+    )
+
+
+def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) -> None:
+    setting = "zero_optimization.use_multi_rank_bucket_allreduce=false"
+    paper = papers_traffic(2, 8)
+    records = together(
+        row(blank, "zero2", 8, traffic=1.5 * paper),
+        row(blank, "zero2", 8, setting=setting, traffic=paper),
+        row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true", traffic=1.5 * paper),
+    )
+    answer = findings(records)[1].answer.splitlines()
+    assert answer[0] == "`zero2` as shipped sends 1.5 times what the paper says (1 model)."
+    assert "`zero2` with `overlap_comm=true`: nothing moves by more than 1 % (1 pair)." in answer
+    named = "`zero2` with `use_multi_rank_bucket_allreduce=false`: it sends 1 instead of 1.5 times the paper's traffic"
+    assert f"{named} (1 pair)." in answer
+    effects = TABLES["setting_effects"](records).set_index("Setting")
+    assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
+    assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""
+    (drawing,) = settings(records)
+    assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
+
+
+def test_what_stage_3_keeps_whole_stands_beside_what_is_too_much(blank: Records) -> None:
+    kept = 4_000_000
+    records = together(row(blank, "zero3", 1024, kept_whole_bytes=kept, params_bytes_host=float(kept)))
+    assert findings(records)[0].answer.endswith(
+        "4.00 MB more, with 4.00 MB of parameters kept whole (`stage3_param_persistence_threshold`)."
+    )
+
+
+def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: Path) -> None:
+    cell = write_run(tmp_path, "zero1", state="unsupported", reason="takes about 55 GiB", virtual=True)
+    for name in ("config.json", "engine.json", "environment.json"):
+        (cell / name).unlink()
+    status = json.loads((cell / "status.json").read_text())
+    (cell / "status.json").write_text(json.dumps({key: status[key] for key in status if not key.endswith("sha256")}))
+    command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop",
+               "--model_name_or_path", "gpt-1t", "--virtual_world_size", "1024"]  # fmt: skip
+    (cell / "sweep.json").write_text(json.dumps({"strategy": "zero1", "world_size": 1, "command": command}))
+    records = read_records(tmp_path)
+    (line,) = TABLES["virtual_runs"](records).to_dict("records")
+    assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
+    assert line["Outcome"] == "unsupported: takes about 55 GiB"
+    assert "1 of 1 runs did not end well: gpt-1t." in findings(records)[2].answer
+
+
+def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp_path: Path) -> None:
+    records = together(row(blank, "zero2", 8), row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true"))
+    records = Records(records.runs, blank.steps.iloc[:0])
+    write_parquet(records, tmp_path / "kept")
+    built = build(read_records(tmp_path / "kept"), "virtual", tmp_path / "report")
+    assert built.failures == {}
+    pages = sorted(file.name for file in (tmp_path / "report").glob("*.html"))
+    assert pages == sorted(["index.html", *(f"{name}.html" for name in VIRTUAL_NAMES)])
+    assert sorted(file.name for file in (tmp_path / "report" / "figures").glob("*.png")) == [
+        "settings_1.png", "table1_1.png",
+    ]  # fmt: skip
+    text = (tmp_path / "report" / "summary.md").read_text()
+    assert "here is no loss, no accuracy, and no throughput" in text
+    assert "Eval loss" not in text
+
+
+def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: Path) -> None:
+    write_run(tmp_path, "zero2")
+    real = read_records(tmp_path)
+    for name in ("virtual_runs", "table1", "settings", "setting_effects"):
+        assert absent(name, real) == "No run here is virtual."
+    other = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
+    assert "Table 1" in absent("table1", other)
+    assert table1(other) == "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
+    assert absent("setting_effects", other) == "No virtual run here changed a setting of its strategy."
