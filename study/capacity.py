@@ -108,7 +108,8 @@ def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, pe
     if strategy.deepspeed is None:
         return built + 4 * elements + 20 * elements / ranks + 4 * 4 * shape.largest_parameter
     zero = _zero_settings(strategy, config)
-    bucket = 2 * per_weight * min(elements, zero["reduce_bucket_size"])
+    # A gradient that is larger than the bucket is held beside it.
+    bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
     if strategy.zero_stage == 0:
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + per_weight + 16) * elements / ranks

@@ -120,9 +120,9 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
     )
     answer = findings(records)[1].answer.splitlines()
     assert answer[0] == "`zero2` as shipped sends 1.5 times what the paper says (1 model)."
-    assert "`zero2` with `overlap_comm=true`: nothing moves by more than 1 % (1 pair)." in answer
+    assert "`zero2` with `overlap_comm=true`: nothing moves by more than 1 % (1 comparison)." in answer
     named = "`zero2` with `use_multi_rank_bucket_allreduce=false`: it sends 1 instead of 1.5 times the paper's traffic"
-    assert f"{named} (1 pair)." in answer
+    assert f"{named} (1 comparison)." in answer
     effects = TABLES["setting_effects"](records).set_index("Setting")
     assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
     assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""

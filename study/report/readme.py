@@ -1,4 +1,4 @@
-"""The README's table, generated from the records in git.
+"""The README's tables, generated from the records in git.
 
 python -m study.report.readme            rewrites it
 python -m study.report.readme --check    exit status 1 when it is stale
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from study.report.frames import read_parquet
+from study.report.frames import Records, read_parquet, real
+from study.report.virtual_tables import GB, Summary, table1_rows
 from study.strategies import REPOSITORY, STRATEGY_NAMES
 
 MIB = 2**20
@@ -24,7 +25,29 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-def table(runs: pd.DataFrame) -> str:
+def table(records: Records) -> str:
+    return arms_table(records.runs) if len(real(records).runs) else table1(records)
+
+
+def table1(records: Records) -> str:
+    """One line per model and number of ranks: GB of model state per stage, and in brackets what the paper says."""
+    rows = {(one["model"], one["world_size"], one["strategy"]): one for one in table1_rows(records)}
+    places = dict.fromkeys((model, world) for model, world, _ in rows)
+    lines = ["| model | ranks | `zero1`, GB | `zero2`, GB | `zero3`, GB |", "| --- | --- | --- | --- | --- |"]
+    for model, world in places:
+        cells = [_held(rows.get((model, world, strategy))) for strategy in ("zero1", "zero2", "zero3")]
+        lines.append(f"| `{model}` | {world} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _held(one: Summary | None) -> str:
+    if one is None:
+        return "-"
+    about = "" if one["extrapolated"] is None else "~ "
+    return f"{about}{one['state_bytes_total'] / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
+
+
+def arms_table(runs: pd.DataFrame) -> str:
     """One line per strategy; state, traffic and time are those of GPT on one rank."""
     lines = [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
     for strategy in STRATEGY_NAMES:
@@ -63,7 +86,7 @@ def rewritten(text: str, root: Path) -> str:
     """The text with every marked table made anew from the folder its marker names."""
 
     def fill(match: re.Match[str]) -> str:
-        return match.group(1) + "\n" + table(read_parquet(root / match["folder"]).runs) + "\n" + match.group(3)
+        return match.group(1) + "\n" + table(read_parquet(root / match["folder"])) + "\n" + match.group(3)
 
     return _BLOCK.sub(fill, text)
 

@@ -154,7 +154,7 @@ def _effect(strategy: str, setting: str, pairs: Sequence[tuple[Summary, Summary]
         if _moves(figures):
             said.append(f"{name} {_from_to(figures)}")
     what = "; ".join(said) if said else "nothing moves by more than 1 %"
-    return f"`{strategy}` with `{setting}`: {what} ({_count(pairs, 'pair')})."
+    return f"`{strategy}` with `{setting}`: {what} ({_count(pairs, 'comparison')})."
 
 
 def _unsaid(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:

@@ -89,9 +89,13 @@ def settings(records: Records) -> list[Drawing] | str:
         if one["strategy"] in _STAGES:
             grouped[one["model"], one["world_size"]].append(one)
     return [
-        _bars(f"settings_{place}", f"{model}, one of {world} ranks", world, rows)
+        _bars(f"settings_{place}", f"{model}, one of {world} ranks{_how(rows)}", world, rows)
         for place, ((model, world), rows) in enumerate(grouped.items(), 1)
     ]
+
+
+def _how(rows: Sequence[Summary]) -> str:
+    return ", extrapolated over layers" if any(row["extrapolated"] for row in rows) else ""
 
 
 def _bars(name: str, what: str, world: int, rows: list[Summary]) -> Drawing:
