@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from study.report.frames import Records, read_parquet, real
-from study.report.virtual_tables import GB, Summary, table1_rows
+from study.report.virtual_tables import GB, Summary, state_bytes, table1_rows
 from study.strategies import REPOSITORY, STRATEGY_NAMES
 
 MIB = 2**20
@@ -44,7 +44,7 @@ def _held(one: Summary | None) -> str:
     if one is None:
         return "-"
     about = "" if one["extrapolated"] is None else "~ "
-    return f"{about}{one['state_bytes_total'] / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
+    return f"{about}{state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
 
 
 def arms_table(runs: pd.DataFrame) -> str:

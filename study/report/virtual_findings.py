@@ -14,12 +14,16 @@ from study.report.frames import Records
 from study.report.virtual_tables import (
     GB,
     Summary,
+    bucket_gradients,
     buffer_bytes,
+    calls,
     changes,
     groups,
     is_whole,
+    kept_whole,
     line_over,
     sent,
+    state_bytes,
     summaries,
     table1_rows,
 )
@@ -53,7 +57,7 @@ def _holds(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, 
         models[summary["model"]].append(summary)
     lines, details = [], []
     for model, rows in models.items():
-        off = {_name(row): row["state_bytes_total"] / row["paper_bytes"] - 1 for row in rows}
+        off = {_name(row): state_bytes(row) / row["paper_bytes"] - 1 for row in rows}
         worst = max(off, key=lambda name: abs(off[name]))
         measured = sum(row["extrapolated"] is None for row in rows)
         lines.append(
@@ -62,7 +66,7 @@ def _holds(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, 
             f" {_NOTABLE:.0%} of the paper. The furthest is {worst}, {off[worst]:+.2%}{_kept_whole(rows, worst)}."
         )
         details += [
-            f"{_name(row)}: {row['state_bytes_total'] / GB:.4g} GB here, {row['paper_bytes'] / GB:.4g} GB in the paper."
+            f"{_name(row)}: {state_bytes(row) / GB:.4g} GB here, {row['paper_bytes'] / GB:.4g} GB in the paper."
             for row in rows
         ]
     return "\n".join(lines), (*details, *_line_against_whole(records))
@@ -71,8 +75,8 @@ def _holds(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, 
 def _kept_whole(rows: Sequence[Summary], name: str) -> str:
     """The small parameters that stage 3 does not shard, where they are what is too much."""
     row = next(row for row in rows if _name(row) == name)
-    kept, excess = row["kept_whole_bytes"] or 0, row["state_bytes_total"] - row["paper_bytes"]
-    if kept <= 0 or excess <= 0:
+    kept, excess = kept_whole(row), state_bytes(row) - row["paper_bytes"]
+    if not (kept > 0 and excess > 0):
         return ""
     return (
         f": {excess / 1e6:.2f} MB more, with {kept / 1e6:.2f} MB of parameters kept whole"
@@ -88,7 +92,7 @@ def _state_of_others(found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:
     off = {}
     for row in rows:
         paper = papers_state_bytes(row["model_parameters"], _STAGES[row["strategy"]], row["world_size"])
-        off[f"{_name(row)}, {row['setting']}"] = row["state_bytes_total"] / paper - 1
+        off[f"{_name(row)}, {row['setting']}"] = state_bytes(row) / paper - 1
     worst = max(off, key=lambda name: abs(off[name]))
     near = sum(abs(value) <= _NOTABLE for value in off.values())
     details = tuple(f"{name}: {value:+.2%}." for name, value in off.items() if abs(value) > _NOTABLE)
@@ -105,7 +109,7 @@ def _line_against_whole(records: Records) -> Iterator[str]:
         whole = next((one for one in depths.values() if is_whole(one)), None)
         line = line_over(depths)
         if whole is not None and line is not None:
-            state = line["state_bytes_total"] / whole["state_bytes_total"] - 1
+            state = state_bytes(line) / state_bytes(whole) - 1
             traffic = sent(line) / sent(whole) - 1
             yield (
                 f"{_name(whole)}: the line over layers gives {state:+.2%} of the state of the whole model"
@@ -121,9 +125,9 @@ def _departs(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str
     lines += [_effect(strategy, setting, pairs) for (strategy, setting), pairs in moved.items()]
     details = [
         f"{_name(one)}, {one['setting']}: sends {sent(one):.2f} x its weights (paper {_paper(one):.2f})"
-        f" in {one['comm_calls_per_step']:,.0f} calls."
+        f" in {calls(one):,.0f} calls."
         for one in found
-        if one["strategy"] in _STAGES and one["comm_calls_per_step"] is not None and not math.isnan(sent(one))
+        if one["strategy"] in _STAGES and not math.isnan(sent(one) + calls(one))
     ]
     return "\n".join(lines) or "No run here is of a ZeRO stage.", tuple(details)
 
@@ -144,12 +148,12 @@ def _effect(strategy: str, setting: str, pairs: Sequence[tuple[Summary, Summary]
     if _moves(traffic):
         said.append(f"it sends {_from_to(traffic)} times the paper's traffic")
     for name, figure in (
-        ("calls", lambda one: one["comm_calls_per_step"] or math.nan),
-        ("GB of gradients in the bucket", lambda one: (one["grads_in_bucket_bytes"] or 0) / GB),
+        ("calls", calls),
+        ("GB of gradients in the bucket", lambda one: bucket_gradients(one) / GB),
         ("GB of buffers", lambda one: buffer_bytes(one) / GB),
-        ("GB of model state", lambda one: one["state_bytes_total"] / GB),
+        ("GB of model state", lambda one: state_bytes(one) / GB),
     ):
-        figures = [(float(figure(one)), float(figure(other))) for one, other in pairs]
+        figures = [(figure(one), figure(other)) for one, other in pairs]
         figures = [pair for pair in figures if not math.isnan(sum(pair))]
         if _moves(figures):
             said.append(f"{name} {_from_to(figures)}")

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -24,8 +24,8 @@ GB = 1e9
 AS_SHIPPED = "as shipped"
 Summary = dict[str, Any]
 # What decides that two runs are one model at two depths, and nothing else.
-_SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "engine_override", "gradient_checkpointing",
-         "strategy", "world_size", "virtual_rank", "device_memory_cap_gib")  # fmt: skip
+_SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
+         "world_size", "virtual_rank", "device_memory_cap_gib", "engine_override")  # fmt: skip
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 _SIZES = {"b": 1e9, "t": 1e12}
 # Collectives that carry less than this share of the weights are bookkeeping, such as a gradient norm's.
@@ -49,8 +49,8 @@ def groups(records: Records) -> list[dict[int, Summary]]:
     ended = ended[(ended["status_state"] == "ok") & ended["collectives"].notna() & ended["model_layers"].notna()]
     for row in ended.to_dict("records"):
         model = _base(str(row["model_name_or_path"]))
-        key = (model, *(str(row[name]) for name in _SAME))
-        found[key][int(row["model_layers"])] = _summary(row, model)
+        summary = _summary(row, model)
+        found[(*summary["alike"], summary["setting"])][summary["model_layers"]] = summary
     return list(found.values())
 
 
@@ -66,7 +66,7 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     first, second, third = partial
     example = depths[first]
     line = extrapolate([depths[layers] for layers in partial], (first, second, third), int(example["preset_layers"]))
-    return line | {"model": example["model"], "setting": example["setting"]}
+    return line | {key: example[key] for key in ("model", "setting", "alike")}
 
 
 def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
@@ -81,6 +81,8 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         **known,
         "model": model,
         "setting": _setting(row["engine_override"]),
+        # All that two runs share which differ in their setting alone, or in their depth.
+        "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         "strategy": row["strategy"],
         "virtual": True,
         "world_size": int(row["world_size"]),
@@ -127,13 +129,13 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Ranks": summary["world_size"],
             "Strategy": summary["strategy"],
             "Paper, GB": summary["paper_bytes"] / GB,
-            "Here, GB": summary["state_bytes_total"] / GB,
-            "Difference": f"{summary['state_bytes_total'] / summary['paper_bytes'] - 1:+.2%}",
+            "Here, GB": state_bytes(summary) / GB,
+            "Difference": f"{state_bytes(summary) / summary['paper_bytes'] - 1:+.2%}",
             "Parameters, B": summary["model_parameters"] / GB,
-            "Bytes per parameter here": summary["state_bytes_total"] / summary["model_parameters"],
+            "Bytes per parameter here": state_bytes(summary) / summary["model_parameters"],
             "Bytes per parameter, paper": papers_state_bytes(1, _STAGES[summary["strategy"]], summary["world_size"]),
             "Buffers beside the state, GB": buffer_bytes(summary) / GB,
-            "Of it parameters kept whole, GB": (summary["kept_whole_bytes"] or 0) / GB,
+            "Of it parameters kept whole, GB": kept_whole(summary) / GB,
             "Made by": made_by(summary),
         }
         for summary in table1_rows(records)
@@ -150,13 +152,13 @@ def settings_table(records: Records) -> pd.DataFrame:
             "Strategy": summary["strategy"],
             "Setting": summary["setting"],
             **{f"{kind.capitalize()}, GB": _held(summary, kind) / GB for kind in STATE_KINDS},
-            "Parameters kept whole, GB": (summary["kept_whole_bytes"] or 0) / GB,
-            "Gradients in the bucket, GB": (summary["grads_in_bucket_bytes"] or 0) / GB,
+            "Parameters kept whole, GB": kept_whole(summary) / GB,
+            "Gradients in the bucket, GB": bucket_gradients(summary) / GB,
             "Buffers, GB": buffer_bytes(summary) / GB,
             "Sent, x weights": sent(summary),
             "Paper, x weights": papers_traffic(_STAGES.get(summary["strategy"], 0), summary["world_size"]),
             "Payload, x weights": _payloads(summary),
-            "Calls": summary["comm_calls_per_step"],
+            "Calls": calls(summary),
             "Made by": made_by(summary),
         }
         for summary in summaries(records)
@@ -167,12 +169,8 @@ def settings_table(records: Records) -> pd.DataFrame:
 def changes(records: Records) -> list[tuple[Summary, Summary]]:
     """Each summary under a changed setting, after the one of the same strategy as shipped."""
     found = summaries(records)
-    shipped = {_without_setting(one): one for one in found if one["setting"] == AS_SHIPPED}
-    return [
-        (shipped[_without_setting(one)], one)
-        for one in found
-        if one["setting"] != AS_SHIPPED and _without_setting(one) in shipped
-    ]
+    shipped = {one["alike"]: one for one in found if one["setting"] == AS_SHIPPED}
+    return [(shipped[one["alike"]], one) for one in found if one["setting"] != AS_SHIPPED and one["alike"] in shipped]
 
 
 def setting_effects_table(records: Records) -> pd.DataFrame:
@@ -186,14 +184,12 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
                 "Strategy": after["strategy"],
                 "Setting": after["setting"],
                 "Sent, x weights": _change(sent(before), sent(after)),
-                "Calls": _change(before["comm_calls_per_step"] or 0, after["comm_calls_per_step"] or 0),
+                "Calls": _change(calls(before), calls(after)),
                 **{
                     f"{kind.capitalize()}, GB": _change(_held(before, kind) / GB, _held(after, kind) / GB)
                     for kind in STATE_KINDS
                 },
-                "Gradients in the bucket, GB": _change(
-                    (before["grads_in_bucket_bytes"] or 0) / GB, (after["grads_in_bucket_bytes"] or 0) / GB
-                ),
+                "Gradients in the bucket, GB": _change(bucket_gradients(before) / GB, bucket_gradients(after) / GB),
                 "Buffers, GB": _change(buffer_bytes(before) / GB, buffer_bytes(after) / GB),
                 "Collectives before": _payloads(before),
                 "and after": _payloads(after),
@@ -234,8 +230,11 @@ def has_settings(runs: pd.DataFrame) -> bool:
 
 def sent(summary: Summary) -> float:
     """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
-    sizes = shares(summary, "wire_bytes_per_rank").values()
-    return sum(math.nan if size is None else size for size in sizes)
+    return _sum(shares(summary, "wire_bytes_per_rank").values())
+
+
+def calls(summary: Summary) -> float:
+    return _sum([summary["comm_calls_per_step"]])
 
 
 def shares(summary: Summary, figure: str) -> dict[str, float | None]:
@@ -245,7 +244,24 @@ def shares(summary: Summary, figure: str) -> dict[str, float | None]:
 
 
 def buffer_bytes(summary: Summary) -> float:
-    return float(sum(size or 0 for size in (summary["buffer_bytes"] or {}).values()))
+    return _sum((summary["buffer_bytes"] or {}).values())
+
+
+def bucket_gradients(summary: Summary) -> float:
+    return _sum([summary["grads_in_bucket_bytes"]])
+
+
+def kept_whole(summary: Summary) -> float:
+    return _sum([summary["kept_whole_bytes"]])
+
+
+def state_bytes(summary: Summary) -> float:
+    return sum(_held(summary, kind) for kind in STATE_KINDS)
+
+
+def _sum(sizes: Iterable[float | None]) -> float:
+    """NaN where one of them has no figure, such as one whose line over layers does not hold."""
+    return float(sum(math.nan if size is None else size for size in sizes))
 
 
 def made_by(summary: Summary) -> str:
@@ -254,10 +270,6 @@ def made_by(summary: Summary) -> str:
         return "measured"
     depths = f"{fit['depths'][0]} and {fit['depths'][1]} of {fit['layers']} layers"
     return f"extrapolated from {depths}; off by {fit['largest_residual_of_state']:.1e} at {fit['checked_at_depth']}"
-
-
-def _without_setting(summary: Summary) -> tuple[Any, ...]:
-    return tuple(summary[key] for key in ("model", "world_size", "rank", "strategy", "precision"))
 
 
 def _payloads(summary: Summary) -> str:
@@ -275,11 +287,13 @@ def _weights(summary: Summary) -> float:
 
 
 def _held(summary: Summary, kind: str) -> float:
-    return float(sum(summary["state_bytes_per_rank"][kind][place] or 0 for place in STATE_PLACES))
+    return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
 
 
 def _change(before: float, after: float) -> str:
-    """Nothing where nothing moved."""
+    """Nothing where nothing moved, a question mark where one of the two is not known."""
+    if math.isnan(before + after):
+        return "?"
     if abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9):
         return ""
     return f"{before:.4g} to {after:.4g}"

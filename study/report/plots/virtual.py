@@ -21,7 +21,16 @@ from study.report.plots.canvas import (
     rows_of_arms,
     sheet,
 )
-from study.report.virtual_tables import AS_SHIPPED, BOOKKEEPING, GB, Summary, shares, summaries, table1_rows
+from study.report.virtual_tables import (
+    AS_SHIPPED,
+    BOOKKEEPING,
+    GB,
+    Summary,
+    shares,
+    state_bytes,
+    summaries,
+    table1_rows,
+)
 from study.theory.paper import papers_traffic
 
 NO_TABLE1 = "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
@@ -42,7 +51,7 @@ def table1(records: Records) -> list[Drawing] | str:
 def _curves(name: str, model: str, rows: Sequence[Summary]) -> Drawing:
     """The paper's bytes are a line, for the size that the model is called after; a hollow point is extrapolated."""
     title = "Model state on one of N ranks"
-    off = max(abs(row["state_bytes_total"] / row["paper_bytes"] - 1) for row in rows)
+    off = max(abs(state_bytes(row) / row["paper_bytes"] - 1) for row in rows)
     subtitle = f"Points are what a rank holds, lines what the paper says; the furthest is {off:.1%} off."
     figure, (axes,) = sheet(title, model, subtitle, 3.4)
     worlds = sorted({row["world_size"] for row in rows})
@@ -53,7 +62,7 @@ def _curves(name: str, model: str, rows: Sequence[Summary]) -> Drawing:
         axes.plot(places, [row["paper_bytes"] / GB for row in own], color=colour, linestyle=dash, linewidth=1.2)
         for row in own:
             whole = row["extrapolated"] is None
-            axes.plot(row["world_size"], row["state_bytes_total"] / GB, marker=marker, markersize=8, color=colour,
+            axes.plot(row["world_size"], state_bytes(row) / GB, marker=marker, markersize=8, color=colour,
                       markerfacecolor=colour if whole else "white", linestyle="none", zorder=4)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -74,7 +83,7 @@ def _curves(name: str, model: str, rows: Sequence[Summary]) -> Drawing:
     handles += [Line2D([], [], color=QUIET, marker="o", linestyle="none", markerfacecolor=QUIET if whole else "white",
                        label=words[whole]) for whole in sorted(made, reverse=True)]  # fmt: skip
     legend_below(figure, handles, 3, columnspacing=1.3)
-    said = ", ".join(f"{row['strategy']} at {row['world_size']} {number(row['state_bytes_total'] / GB)} GB"
+    said = ", ".join(f"{row['strategy']} at {row['world_size']} {number(state_bytes(row) / GB)} GB"
                      f" (paper {number(row['paper_bytes'] / GB)})" for row in rows)  # fmt: skip
     return Drawing(name, f"{title}, {model}", f"{title}, {model}: {said}.", figure)
 
