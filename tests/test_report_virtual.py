@@ -71,7 +71,8 @@ def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Re
         assert line["Paper, GB"] == pytest.approx(paper / GB)
         assert line["Here, GB"] == pytest.approx(paper / GB, rel=1e-9)
         assert line["Difference"] == "+0.00%"
-    assert table["Made by"].tolist() == ["extrapolated from 2 and 3 of 36 layers; off by 0.0e+00 at 4", "measured"]
+    assert table["Made by"].tolist() == ["layers 2, 3 of 36", "measured"]
+    assert table["Line off by"].tolist() == ["0e+00 at 4", ""]
     (drawing,) = table1(records)
     assert "zero2 at 16 21.6 GB (paper 21.6)" in drawing.alt
     assert "zero3 at 64 1.88 GB (paper 1.88)" in drawing.alt
@@ -178,4 +179,6 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
     other = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
     assert "Table 1" in absent("table1", other)
     assert table1(other) == "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
-    assert absent("setting_effects", other) == "No virtual run here changed a setting of its strategy."
+    assert absent("setting_effects", other) == (
+        "No virtual run here changed a setting of its strategy beside one as shipped."
+    )

@@ -175,8 +175,8 @@ def _unsaid(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str,
     runs = records.runs
     lost = runs[runs["status_state"] != "ok"]
     details = [
-        f"{len(group)} x {model}: {state}: {reason}"
-        for (model, state, reason), group in lost.groupby(["model_name_or_path", "status_state", "status_reason"])
+        f"{len(group)} of {model} ended {state}, such as: {group['status_reason'].iloc[0]}."
+        for (model, state), group in lost.groupby(["model_name_or_path", "status_state"])
     ]
     if len(lost):
         models = sorted(set(lost["model_name_or_path"].dropna()))

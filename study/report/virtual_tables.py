@@ -136,7 +136,7 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Bytes per parameter, paper": papers_state_bytes(1, _STAGES[summary["strategy"]], summary["world_size"]),
             "Buffers beside the state, GB": buffer_bytes(summary) / GB,
             "Of it parameters kept whole, GB": kept_whole(summary) / GB,
-            "Made by": made_by(summary),
+            **made_by(summary),
         }
         for summary in table1_rows(records)
     ]
@@ -159,7 +159,7 @@ def settings_table(records: Records) -> pd.DataFrame:
             "Paper, x weights": papers_traffic(_STAGES.get(summary["strategy"], 0), summary["world_size"]),
             "Payload, x weights": _payloads(summary),
             "Calls": calls(summary),
-            "Made by": made_by(summary),
+            **made_by(summary),
         }
         for summary in summaries(records)
     ]
@@ -220,14 +220,6 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def has_table1(runs: pd.DataFrame) -> bool:
-    return bool(runs["model_name_or_path"].str.fullmatch(r"gpt-[\d.]+[bt](-\d+layers)?").any())
-
-
-def has_settings(runs: pd.DataFrame) -> bool:
-    return bool((runs["engine_override"].fillna("[]") != "[]").any())
-
-
 def sent(summary: Summary) -> float:
     """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
     return _sum(shares(summary, "wire_bytes_per_rank").values())
@@ -264,12 +256,16 @@ def _sum(sizes: Iterable[float | None]) -> float:
     return float(sum(math.nan if size is None else size for size in sizes))
 
 
-def made_by(summary: Summary) -> str:
+def made_by(summary: Summary) -> dict[str, str]:
+    """Two columns: whether it was measured or which layers the line goes through, and how far off that is."""
     fit = summary["extrapolated"]
     if fit is None:
-        return "measured"
-    depths = f"{fit['depths'][0]} and {fit['depths'][1]} of {fit['layers']} layers"
-    return f"extrapolated from {depths}; off by {fit['largest_residual_of_state']:.1e} at {fit['checked_at_depth']}"
+        return {"Made by": "measured", "Line off by": ""}
+    first, second = fit["depths"]
+    return {
+        "Made by": f"layers {first}, {second} of {fit['layers']}",
+        "Line off by": f"{fit['largest_residual_of_state']:.0e} at {fit['checked_at_depth']}",
+    }
 
 
 def _payloads(summary: Summary) -> str:
