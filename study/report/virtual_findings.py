@@ -137,7 +137,7 @@ def _traffic_of(strategy: str, found: Sequence[Summary]) -> Iterator[str]:
     ratios = [sent(one) / papers_traffic(_STAGES[strategy], one["world_size"]) for one in rows]
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
     if known:
-        yield f"`{strategy}` as shipped sends {_range(known)} times what the paper says ({_count(known, 'model')})."
+        yield f"`{strategy}` as shipped sends {_range(known)} times what the paper says ({_count(known, 'case')})."
 
 
 def _effect(strategy: str, setting: str, pairs: Sequence[tuple[Summary, Summary]]) -> str:
@@ -158,7 +158,7 @@ def _effect(strategy: str, setting: str, pairs: Sequence[tuple[Summary, Summary]
         if _moves(figures):
             said.append(f"{name} {_from_to(figures)}")
     what = "; ".join(said) if said else "nothing moves by more than 1 %"
-    return f"`{strategy}` with `{setting}`: {what} ({_count(pairs, 'comparison')})."
+    return f"`{strategy}` with `{setting}`: {what} ({_count(pairs, 'case')})."
 
 
 def _unsaid(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:
@@ -166,11 +166,13 @@ def _unsaid(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str,
     fits = [one for one in found if one["extrapolated"] is not None]
     if fits:
         largest = max(one["extrapolated"]["largest_residual_of_state"] for one in fits)
-        bent = sorted({name for one in fits for name in one["extrapolated"]["not_linear"]})
+        bent = sorted({_family(name) for one in fits for name in one["extrapolated"]["not_linear"]})
+        crossed = sorted({name for one in fits for name in one["extrapolated"]["crossed"]})
         lines.append(
             f"{len(fits)} of {len(found)} models are extrapolated over layers; at the third depth their state is off by"
             f" {largest:.1e} at most."
-            + (f" No line holds for {', '.join(bent)} everywhere, which then have no figure." if bent else "")
+            + (f" Where no line holds there is no figure; that happens to: {', '.join(bent)}." if bent else "")
+            + (f" Thresholds between the depths and the model: {', '.join(crossed)}." if crossed else "")
         )
     runs = records.runs
     lost = runs[runs["status_state"] != "ok"]
@@ -182,6 +184,11 @@ def _unsaid(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str,
         models = sorted(set(lost["model_name_or_path"].dropna()))
         lines.append(f"{len(lost)} of {len(runs)} runs did not end well: {', '.join(models)}.")
     return "\n".join(lines), tuple(details)
+
+
+def _family(figure: str) -> str:
+    """A collective's or a buffer's name without what was counted of it."""
+    return figure.rsplit(".", 1)[0] if "." in figure else figure
 
 
 def _name(one: Summary) -> str:

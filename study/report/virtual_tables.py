@@ -18,7 +18,7 @@ import pandas as pd
 from study.records import STATE_KINDS, STATE_PLACES
 from study.report.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
-from study.virtual_figures import COUNTS, PEAKS, extrapolate, total_state_bytes
+from study.virtual_figures import COUNTS, PEAKS, SENT, extrapolate, total, total_state_bytes
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -76,6 +76,7 @@ def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
 def _summary(row: Mapping[Any, Any], model: str) -> Summary:
     """A row of the table of runs in the form that extrapolation takes."""
     known = {key: None if pd.isna(row[key]) else row[key] for key in (*PEAKS, *COUNTS)}
+    collectives = json.loads(row["collectives"])
     state = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
     return {
         **known,
@@ -95,7 +96,9 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         "state_bytes_per_rank": state,
         "state_bytes_total": total_state_bytes(state),
         "buffer_bytes": json.loads(row["buffers"]) if isinstance(row["buffers"], str) else {},
-        "collectives": json.loads(row["collectives"]),
+        "collectives": collectives,
+        SENT: total(counts["wire_bytes_per_rank"] for counts in collectives.values()),
+        "buckets": json.loads(row["buckets"]) if isinstance(row["buckets"], str) else {},
         "run_dir": row["run"],
         "extrapolated": None,
     }
@@ -222,7 +225,7 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
 
 def sent(summary: Summary) -> float:
     """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
-    return _sum(shares(summary, "wire_bytes_per_rank").values())
+    return _sum([summary[SENT]]) / _weights(summary)
 
 
 def calls(summary: Summary) -> float:
