@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import shlex
+import subprocess
 import sys
 import typing
 from collections import Counter
@@ -31,6 +32,7 @@ _RESUME = """\
 Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
 again with --retry only; interrupted and failed ones are run again by every call. Ctrl-C or a crash loses at most the
 cell at work. A search chooses each probe from the records of those before it, and goes on from them.
+ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less than it can have.
 """
 
 
@@ -49,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False)
         command.add_arguments(subparser)
     try:
-        options = parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return COMMANDS[options.command].run(options)
     except UserError as refusal:
         print(f"error: {refusal.problem}. To mend it: {refusal.mend}.", file=sys.stderr)
@@ -70,7 +74,14 @@ class _Parser(argparse.ArgumentParser):
 def _suite_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
-    parser.add_argument("--only", metavar="GLOB", help="only the cells whose id matches, such as '*-zero3-*'")
+    parser.add_argument(
+        "--only",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="only the cells whose id matches, such as '*-zero3-*', or a flag of theirs, such as seed=42 or repeat=1; "
+        "given again, both must",
+    )
     parser.add_argument(
         "--rehearse",
         action="store_true",
@@ -142,6 +153,22 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
     print(shlex.join(launch_command(probe, root / probe.id)))
 
 
+def _weights(options: argparse.Namespace) -> int:
+    """Each set in a process of its own, which is all that holds the model and its libraries."""
+    suite, cells, root = _plan(options)
+    sets: dict[tuple[str, ...], Cell] = {}
+    for cell in cells:
+        for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
+            config = one.config
+            if not config.virtual_world_size:
+                sets.setdefault((config.task, config.model_name_or_path, config.weights, str(config.seed)), one)
+    if not sets:
+        print(f"{suite.name} starts from no weights: all of its ranks are virtual")
+    command = [sys.executable, "-m", "study.weights"]
+    statuses = [subprocess.run([*command, *one.flags(root / one.id)], check=False).returncode for one in sets.values()]
+    return 1 if any(statuses) else 0
+
+
 def _status(options: argparse.Namespace) -> int:
     _, cells, root = _plan(options)
     print(status_table(standings_of(cells, root), [cell for cell in cells if isinstance(cell, Search)], root))
@@ -164,6 +191,9 @@ def _name_of(suite: str, runs_dir: Path) -> str:
 
 COMMANDS = {
     "run": Command("run a suite: every cell that is not done yet", _run_arguments, _run, _RESUME),
+    "weights": Command(
+        "draw the initial weights of a suite, so that no run's time pays for it", _suite_arguments, _weights
+    ),
     "status": Command("where each cell of a suite stands, and why", _suite_arguments, _status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
     "report": Command("build the report of a suite's records", report.add_arguments, _report),

@@ -199,6 +199,7 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 # Gemma-2-9B was trained at 2048 tokens in bf16; nothing else in the documents asks for its own defaults.
 _MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048, "precision": "bf16"}}
 LARGEST_WORLD = 1024
+STEPS_UNTIL_ALIKE = 3
 
 
 def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
@@ -209,21 +210,22 @@ def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     model = asked.get("model_name_or_path", defaults["model_name_or_path"])
     defaults = defaults | _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
     if config.virtual_world_size:
-        defaults = defaults | _virtual_defaults(asked, scale)
+        defaults = defaults | _virtual_defaults(asked, scale, accelerator_visible)
     config = RunConfig(**(defaults | asked | {"scale": scale}))
     _check(config)
     return config
 
 
-def _virtual_defaults(asked: dict[str, Any], scale: str) -> dict[str, Any]:
+def _virtual_defaults(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
     """Nothing is learned, so nothing is downloaded or judged: one sample per rank, and steps until they are alike.
 
     The third step is like every later one: the first makes the optimizer's state, and over the first two ZeRO-3 learns
-    and agrees on the order of the layers.
+    and agrees on the order of the layers. On a GPU, whose time is a figure, some more follow after the warm-up.
     """
     samples = asked["virtual_world_size"] * asked.get("per_device_train_batch_size", 1)
     return {
-        "weights": "random", "data": "builtin", "global_batch_size": samples, "max_steps": 3, "eval_samples": 8,
+        "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
+        "max_steps": 8 if accelerator_visible else STEPS_UNTIL_ALIKE,
         "train_samples": asked.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
         "virtual_rank": 0,
         # Without a GPU the sequences are short: what is held of the model's state does not depend on them.
@@ -251,10 +253,16 @@ def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
     for name, without, why in (
         ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
-        ("resume_from_checkpoint", None, "goes on from nothing"),
+        ("resume_from_checkpoint", None, "goes on from nothing"), ("eval_steps", 0, "has no losses to judge"),
     ):  # fmt: skip
         if getattr(config, name) not in (None, without):
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
+    steps = config.total_steps(config.train_samples or config.global_batch_size)
+    if steps < STEPS_UNTIL_ALIKE:
+        raise UserError(
+            f"a virtual run of {steps} step{'s'[: steps > 1]} would watch one that is not like all later ones",
+            f"use --max_steps {STEPS_UNTIL_ALIKE} or more, or leave it out",
+        )
 
 
 def _check(config: RunConfig) -> None:

@@ -107,7 +107,11 @@ def make_accelerator(config: RunConfig, launch: Launch, plan: BatchPlan, output_
 
         # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
-    return Accelerator(**arguments)
+    accelerator = Accelerator(**arguments)
+    if config.torch_compile:
+        # Accelerate turns TF32 on where it compiles without autocast: fp32 would no longer mean fp32.
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return accelerator
 
 
 def prepare(
@@ -116,7 +120,9 @@ def prepare(
     """Accelerate's `prepare`, with what its FSDP2 path leaves undone; the first forward pass proves the precision."""
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, model)
-    check_compute_dtype(model, config.precision)
+    if not config.torch_compile:
+        # Its hook would cut the compiled graph in pieces; the same run without compilation makes the check.
+        check_compute_dtype(model, config.precision)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 
+from study.errors import UserError
 from study.strategies import Strategy
 
+# Overrides how much memory the box seems to have.
+HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
 _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
 # malloc.h's numbers for these, and the largest threshold that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
+
+
+def stated_host_memory_gib() -> float | None:
+    """What the user says of this box; a virtual machine that grows shows less than it will have."""
+    text = os.environ.get(HOST_MEMORY_VARIABLE)
+    if text is None:
+        return None
+    try:
+        stated = float(text)
+    except ValueError:
+        stated = 0.0
+    if not 0 < stated < float("inf"):
+        raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
+    return stated
 
 
 def can_lock(size: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -27,8 +28,10 @@ def importing() -> Iterator[None]:
 
 def import_libraries(strategy: Strategy) -> None:
     # transformers and evaluate take parts of scipy along where they find it, for losses and tests nobody here asks for.
-    # It is a library of the report's; to a run it is not there.
-    sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
+    # It is a library of the report's; to a run it is not there. But scikit-learn is built on it, and some versions of
+    # transformers import that wherever they find it.
+    if importlib.util.find_spec("sklearn") is None:
+        sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
     with importing():
         for library in ("accelerate", "transformers.modeling_utils", "transformers.generation"):
             importlib.import_module(library)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from study.errors import RunFailed, UserError
+from study.out_of_memory import OF_THE_GPU, line_of
 from study.records import State
 
 
@@ -27,19 +28,19 @@ def raise_on_termination() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def classify(error: BaseException) -> tuple[State, str, str]:
-    """State, one-line reason and one-line hint for status.json."""
+def classify(error: BaseException, alone: bool = False) -> tuple[State, str, str]:
+    """State, one-line reason and one-line hint for status.json; `alone` where the run is a single process."""
     import torch
 
     if isinstance(error, RunFailed):
         return "failed", error.reason, error.hint
     if isinstance(error, UserError):
         return "failed", error.problem, error.mend
-    # Pinning host memory and NCCL report a full GPU as an error of their own.
-    if isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
-    ):
-        return "oom", _first_line(error), "use a smaller --per_device_train_batch_size, or a strategy that shards more"
+    # Pinning host memory, cuBLAS and NCCL report a full GPU as errors of their own.
+    found = OF_THE_GPU.search(str(error)) if isinstance(error, RuntimeError) else None
+    if found or isinstance(error, torch.OutOfMemoryError):
+        reason = _first_line(error) if found is None else line_of(str(error), found)
+        return "oom", reason, "use a smaller --per_device_train_batch_size, or a strategy that shards more"
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     ):
@@ -47,7 +48,8 @@ def classify(error: BaseException) -> tuple[State, str, str]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "stopped from the keyboard", "run it again"
     if isinstance(error, Terminated):
-        return "interrupted", "ended by SIGTERM: a launcher sends it when another rank has died", "run it again"
+        sender = "from outside" if alone else "a launcher sends it when another rank has died"
+        return "interrupted", f"ended by SIGTERM: {sender}", "run it again"
     return "failed", f"{type(error).__name__}: {_first_line(error)}", "the traceback is in log.txt"
 
 

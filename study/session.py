@@ -104,7 +104,8 @@ class Session:
         watched = traffic or {"step": None, "world_size": self.launch.world_size, "collectives": {}}
         self.record.write("memory.json", memory_document(ranks))
         self.record.write("traffic.json", watched)
-        self.record.write("summary.json", summarize(accelerator, self.config, ranks, traffic, log, evaluation, timing))
+        world_size = accelerator.num_processes
+        self.record.write("summary.json", summarize(world_size, self.config, ranks, traffic, log, evaluation, timing))
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
@@ -232,7 +233,7 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
                 session.record.write("environment.json", describe_environment())
             train(session)
     except BaseException as error:
-        state, reason, hint = classify(error)
+        state, reason, hint = classify(error, alone=launch.virtual or launch.world_size == 1)
         traceback.print_exc()
         if console.log_path is None and output_dir.is_dir():
             console.log_to(output_dir / "log.txt")

@@ -9,8 +9,6 @@ from study.config import RunConfig
 from study.records import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from study.steplog import StepLog
 
 GIB = 2**30
@@ -37,7 +35,7 @@ def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarize(
-    accelerator: Accelerator,
+    world_size: int,
     config: RunConfig,
     ranks: list[dict[str, Any]],
     traffic: dict[str, Any] | None,
@@ -50,7 +48,6 @@ def summarize(
     from study.theory.hardware import mfu
 
     time = ranks[0]["time"]
-    world_size = accelerator.num_processes
     virtual = bool(config.virtual_world_size)
     # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.
     steps_per_s = time["window_steps"] / time["window_s"] if time["window_steps"] and not virtual else None
@@ -84,7 +81,9 @@ def summarize(
         "host_peak_rss_gib": _peak_gib(ranks, "host"),
         "state_bytes_per_rank": {
             kind: {
-                place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks) for place in STATE_PLACES
+                # Where a loss scaler skipped the watched step and all after it, nobody has read any.
+                place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
+                for place in STATE_PLACES
             }
             for kind in STATE_KINDS
         },

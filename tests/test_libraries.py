@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import subprocess
 import sys
 
@@ -41,5 +43,18 @@ def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy, with_
     assert collects == "True"
     assert "'transformers'" in packages
     assert ("'deepspeed'" in packages) is with_deepspeed
-    assert "'scipy'" not in packages
+    assert importlib.util.find_spec("sklearn") or "'scipy'" not in packages
     assert "'matplotlib'" not in packages
+
+
+def test_scikit_learn_finds_the_scipy_that_it_is_built_on(tmp_path):
+    """Some versions of transformers import it with their generation code, wherever they find it."""
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn/__init__.py").write_text("")
+    (tmp_path / "sklearn/metrics.py").write_text("import scipy.sparse\n")
+    code = (
+        "from study.libraries import import_libraries\nfrom study.strategies import read_strategy\n"
+        "import_libraries(read_strategy('single'))\nimport sklearn.metrics"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120, check=True)

@@ -5,6 +5,8 @@ import hashlib
 import http.server
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -14,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
+from study import engine
 from study.config import RunConfig, Task, resolved
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.tasks.models import (
     RECORD_NAME,
     InitialWeights,
@@ -445,7 +450,7 @@ def small_hub() -> Iterator[str]:
 ASK_HUB = """
 import json, pathlib, sys, time
 from study.config import RunConfig, resolved
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.tasks import models
 def ask(do, task, model, **asked):
     config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
@@ -510,3 +515,55 @@ def test_what_the_hub_refuses_is_said_as_it_is(small_hub: str, tmp_path: Path) -
     assert "hf auth login" in gated[0]
     assert "cannot load the" in gated_weights[0] or "no tokenizer vocabulary" in gated_weights[0]
     assert "publishes no safetensors" in pickled[0]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("task", TINY)
+def test_a_compiled_forward_pass_is_one_graph(task: Task, accelerator: Accelerator, tmp_path: Path) -> None:
+    config = run_config(TINY[task], task, torch_compile=True)
+    model = load_initial_model(config, materialize_initial_weights(config, tmp_path))
+    engine.prepare(accelerator, model, torch.optim.AdamW(model.parameters()), config)
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    labels = tokens if task == "gpt-wikitext" else torch.zeros(2, dtype=torch.long)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(model)(input_ids=tokens, attention_mask=tokens, labels=labels)
+    torch._dynamo.reset()
+    assert explained.graph_count == 1, explained.break_reasons
+
+
+def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
+    config = run_config("gpt-tiny")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        with pytest.raises(Exception, match=r"File too large|os error 27"):
+            materialize_initial_weights(config, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
+    assert materialize_initial_weights(config, tmp_path).path.is_dir()
+
+
+def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"gpt-1t take 4233\.8 GB, and .* GB free"):
+        materialize_initial_weights(run_config("gpt-1t"), tmp_path)
+
+
+def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) -> None:
+    config = run_config("gpt-tiny", seed=7)
+    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--weights", "random"]
+    command = [sys.executable, "-m", "study.weights", *flags, "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
+    environment = {**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())
+    written = drawn.stat().st_ctime_ns
+    assert str(drawn) in result.stdout
+    assert materialize_initial_weights(config, tmp_path).path == drawn
+    assert drawn.stat().st_ctime_ns == written

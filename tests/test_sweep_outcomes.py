@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from study.outcome import classify
 from study.sweep.cgroups import OomCounts, oom_counts
 from study.sweep.outcome import ANSWERED, Evidence, judge, last_lines
 
@@ -15,6 +17,12 @@ Root Cause (first observed failure):
   rank      : 1 (local_rank: 1)
   exitcode  : -9 (pid: 7)
   traceback : Signal 9 (SIGKILL) received by PID 7
+"""
+NCCL_OOM = """\
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.28.9
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'
 """
 SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
 SIGTERM_BY_LAUNCHER = (
@@ -65,6 +73,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
         (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "CUDA out of memory"),
+        (evidence(OPEN, ended=False, log=NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         # Refusals.
         (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "mend": "install"}), "unsupported", "no aio"),
         (evidence(refusal={"kind": "CannotBeHeld", "problem": "20 B", "mend": "smaller"}), "unsupported", "20 B"),
@@ -80,6 +89,24 @@ def test_the_evidence_tells_how_a_run_ended(given, state, says):
     assert ending.state == state
     assert says in ending.reason
     assert ending.hint or state in ("ok", "failed", "oom")
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB"), "oom", "CUDA out of memory. Tried to get"),
+        (torch.distributed.DistBackendError(NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "oom", "CUBLAS"),
+        (RuntimeError("no\nDefaultCPUAllocator: can't allocate memory: you tried"), "oom", "the host's memory"),
+        (RuntimeError("NCCL error: unhandled system error"), "failed", "RuntimeError: NCCL error"),
+        (ValueError("CUDA out of memory"), "failed", "ValueError"),
+    ],
+)
+def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):
+    found, reason, _ = classify(error)
+    assert found == state
+    assert says in reason
+    assert "\n" not in reason
 
 
 def test_last_lines_leave_out_frames_and_the_launchers_chatter():

@@ -7,12 +7,14 @@ import shlex
 from collections import Counter
 
 import pytest
+import yaml
 
 from study import cli
+from study.capacity import available_host_bytes
 from study.config import parse_command_line, resolved
 from study.errors import UserError
 from study.strategies import STRATEGY_NAMES
-from study.sweep.box import Box, _visible, check_requirements
+from study.sweep.box import Box, _visible, check_requirements, gpu_processes, this_box
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.process import launch_command
@@ -22,6 +24,7 @@ from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 from sweeps import ROOT, TINY, write_suite
 
 CPU_BOX = Box((), 16.0)
+README = (ROOT / "README.md").read_text()
 SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml"))
 
 
@@ -29,7 +32,7 @@ def box_with(gpus: int) -> Box:
     return Box((80.0,) * gpus, 1024.0)
 
 
-def plan(file, box=CPU_BOX, only=None):
+def plan(file, box=CPU_BOX, only=()):
     return plan_cells(read_suite(file), box, only)
 
 
@@ -166,9 +169,24 @@ def test_another_order_seed_is_another_order(tmp_path):
 def test_only_keeps_the_order_and_refuses_what_matches_nothing(tmp_path):
     file = write_suite(tmp_path, {"strategy": "all"})
     everything = plan(file)
-    assert plan(file, only="*-zero3*") == [cell for cell in everything if "-zero3" in cell.id]
+    assert plan(file, only=["*-zero3*"]) == [cell for cell in everything if "-zero3" in cell.id]
     with pytest.raises(UserError, match="matches no cell"):
-        plan(file, only="zero9")
+        plan(file, only=["zero9"])
+
+
+def test_only_takes_a_flag_s_value_and_several_patterns_at_once(tmp_path):
+    file = write_suite(
+        tmp_path, {"strategy": ["ddp", "zero3", "zero3_cpu"], "seed": [1, 2], "precision": ["fp32", "bf16"]}, repeats=2
+    )
+    chosen = plan(file, only=["seed=2", "strategy=zero3*", "repeat=1", "precision=BF16"])
+    assert [(cell.config.seed, cell.repeat, cell.config.precision) for cell in chosen] == [(2, 1, "bf16")] * 2
+    assert {cell.strategy for cell in chosen} == {"zero3", "zero3_cpu"}
+    assert plan(file, only=["*-ddp-*", "seed=2"]) == [cell for cell in plan(file, only=["*-ddp-*"])
+                                                      if cell.config.seed == 2]  # fmt: skip
+    with pytest.raises(UserError, match="no run has a sead"):
+        plan(file, only=["sead=2"])
+    with pytest.raises(UserError, match=r"--only \*-ddp-\* --only seed=3 matches no cell"):
+        plan(file, only=["*-ddp-*", "seed=3"])
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
@@ -259,15 +277,26 @@ def kind_of(cell):
     return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
 
 
-def test_the_readme_says_what_each_rented_slice_takes_as_the_suites_estimate_it(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| `(h200_\w+)` \|.*\| (\d+) min \|$", readme, re.MULTILINE))
+def estimated_minutes(name, only=()):
+    cells = plan_cells(read_suite(find_suite(name)), box_with(1), only)
+    seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
+    seconds += sum(PROBES_OF_A_SEARCH * expected_s(cell.first, {}) for cell in cells if isinstance(cell, Search))
+    return round(seconds / 60)
+
+
+def test_the_readme_says_what_each_rented_suite_takes_as_it_estimates_it():
+    rows = dict(re.findall(r"^\| `(h200_\w+)` \|.*\| (\d+) min \|$", README, re.MULTILINE))
     assert sorted(rows) == [name for name in SHIPPED if name.startswith("h200")]
-    for name, minutes in rows.items():
-        cells = plan_cells(read_suite(find_suite(name)), box_with(1))
-        seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
-        seconds += sum(PROBES_OF_A_SEARCH * expected_s(cell.first, {}) for cell in cells if isinstance(cell, Search))
-        assert int(minutes) == round(seconds / 60), name
+    assert {name: int(minutes) for name, minutes in rows.items()} == {name: estimated_minutes(name) for name in rows}
+
+
+def test_the_readme_s_slices_fit_ten_minutes_and_take_what_it_says():
+    slices = re.findall(r"^(h200_\w+)((?: --only \S+)*) +# (\d+) min$", README, re.MULTILINE)
+    assert len(slices) > 10
+    for name, flags, minutes in slices:
+        assert (name, flags, int(minutes)) == (name, flags, estimated_minutes(name, flags.split()[1::2]))
+        # What is left of ten minutes after the way there and back.
+        assert int(minutes) <= 8
 
 
 def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
@@ -281,6 +310,24 @@ def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
 def test_a_box_that_lacks_what_the_suite_needs_is_told_so():
     with pytest.raises(UserError, match="needs 8 GPUs, and this box shows 1"):
         check_requirements(read_suite(find_suite("h100x8")), box_with(1))
+
+
+def test_the_user_may_say_how_much_memory_a_box_that_grows_will_have(monkeypatch):
+    monkeypatch.setenv("ZERO_STUDY_HOST_MEMORY_GIB", "2048")
+    assert this_box().host_memory_gib == 2048
+    assert available_host_bytes() == pytest.approx(0.85 * 2048 * 2**30)
+    monkeypatch.setenv("ZERO_STUDY_HOST_MEMORY_GIB", "much")
+    with pytest.raises(UserError, match="HOST_MEMORY_GIB is 'much'"):
+        this_box()
+
+
+def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+    # Asked without nvmlInit, or of no GPU, NVML itself refuses.
+    monkeypatch.setattr("study.sweep.box._nvml", lambda: (pynvml, [None]))
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlDeviceGetComputeRunningProcesses(None)
+    assert gpu_processes() == []
 
 
 @pytest.mark.parametrize(
@@ -321,3 +368,26 @@ def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])
 def test_a_time_budget_is_read_as_people_write_it(text, seconds):
     assert cli._duration(text) == seconds
+
+
+def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_come_by(tmp_path, monkeypatch, capfd):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(cache))
+    file = write_suite(tmp_path, {"strategy": ["single", "zero3"], "precision": ["fp32", "bf16"]})
+    document = yaml.safe_load(file.read_text())
+    document["grids"].append(
+        {"axes": {"strategy": "single"}, "search": {"largest_model": ["gpt-tiny-1layers", "gpt-tiny"]}}
+    )
+    file.write_text(yaml.safe_dump(document))
+    assert cli.main(["weights", str(file)]) == 0
+    folders = sorted(folder.name for folder in (cache / "initial_weights").iterdir() if folder.is_dir())
+    assert [re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders] == [
+        "gpt-wikitext-gpt-tiny-1layers-random-seed42", "gpt-wikitext-gpt-tiny-random-seed42"
+    ]  # fmt: skip
+    assert len([line for line in capfd.readouterr().out.splitlines() if line.startswith("gpt-tiny")]) == 2
+
+
+def test_a_suite_of_virtual_ranks_starts_from_no_weights(tmp_path, capsys):
+    fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
+    assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
+    assert "starts from no weights" in capsys.readouterr().out

@@ -56,6 +56,16 @@ def test_the_supervisor_passes_the_exit_status_on(code, status):
     assert process.wait(30) == status
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's OOM killer")
+def test_the_run_is_what_the_kernel_ends_first_where_memory_runs_out():
+    code = "import sys; sys.exit(open('/proc/self/oom_score_adj').read() != '1000\\n')"
+    process = subprocess.Popen(
+        [sys.executable, "-ES", supervise.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE
+    )
+    assert process.wait(30) == 0
+    assert Path("/proc/self/oom_score_adj").read_text() != "1000\n"
+
+
 def test_an_allocation_beyond_a_real_limit_is_oom_and_the_host_s(tmp_path):
     # Attention over 1024 x 1024 scores for 128 samples: beyond what a process may have here.
     fixed = {

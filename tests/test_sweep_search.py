@@ -89,7 +89,7 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
     searches = plan_cells(read_suite(file), CPU_BOX)
     assert len({search.id for search in searches}) == 6
     assert {search.label for search in searches} == {"seq_length 16", "seq_length 32"}
-    chosen = plan_cells(read_suite(file), CPU_BOX, only="*-zero2-*")
+    chosen = plan_cells(read_suite(file), CPU_BOX, only=["*-zero2-*"])
     assert {search.first.strategy for search in chosen} == {"zero2"}
     assert len(chosen) == 2
 

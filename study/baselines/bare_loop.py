@@ -153,7 +153,9 @@ def train(session: Session) -> None:
     model: Any = load_initial_model(config, session.initial).to(process.device)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_compute_dtype(model, config.precision)
+    if not config.torch_compile:
+        # As in study/engine.py: a hook would cut the compiled graph in pieces.
+        check_compute_dtype(model, config.precision)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
     )

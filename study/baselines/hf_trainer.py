@@ -59,6 +59,8 @@ def training_arguments(session: Session) -> TrainingArguments:
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         torch_compile=config.torch_compile,
+        # By default the Trainer turns TF32 on where it compiles; no other loop here multiplies fp32 that way.
+        tf32=False,
         seed=config.seed,
         # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
         ddp_find_unused_parameters=False,
@@ -101,7 +103,9 @@ def train(session: Session) -> None:
     model = load_initial_model(config, session.initial)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_compute_dtype(model, config.precision)
+    if not config.torch_compile:
+        # As in study/engine.py: a hook would cut the compiled graph in pieces.
+        check_compute_dtype(model, config.precision)
     # The model's forward takes **kwargs, so the Trainer believes that it divides its loss by the items of the whole
     # step. BERT does not, and its loss would grow with accumulation steps and ranks; this asks for plain means.
     model.accepts_loss_kwargs = False

@@ -83,6 +83,11 @@ class TrafficWatch(TorchDispatchMode):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.collectives: defaultdict[str, Collective] = defaultdict(Collective)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A mode that says no here makes Dynamo give up whatever it compiled, for the watched step and all after it."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from study.errors import UserError
+from study.host_limits import HOST_MEMORY_VARIABLE, stated_host_memory_gib
 from study.strategies import REPOSITORY
 from study.sweep.suite_file import Requirements, Suite
 
@@ -41,7 +42,7 @@ def this_box() -> Box:
     if found is not None:
         nvml, handles = found
         memory = [nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles]
-    return Box(tuple(memory), psutil.virtual_memory().total / 2**30)
+    return Box(tuple(memory), stated_host_memory_gib() or psutil.virtual_memory().total / 2**30)
 
 
 def check_requirements(suite: Suite, box: Box) -> None:
@@ -60,7 +61,7 @@ def check_requirements(suite: Suite, box: Box) -> None:
     if box.host_memory_gib < wanted.host_memory_gib:
         raise UserError(
             f"{suite.name} needs {wanted.host_memory_gib:g} GiB of host memory, and here are {box.host_memory_gib:.0f}",
-            "run it where there is more, or use --dry-run to see what it would do",
+            f"run it where there is more, or let {HOST_MEMORY_VARIABLE} say how much this box can have",
         )
 
 
@@ -70,11 +71,15 @@ def gpu_processes() -> list[GpuProcess]:
     if found is None:
         return []
     nvml, handles = found
-    return [
-        GpuProcess(gpu, process.pid, process.usedGpuMemory / 2**30 if process.usedGpuMemory else None)
-        for gpu, handle in enumerate(handles)
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    ]
+    try:
+        return [
+            GpuProcess(gpu, process.pid, process.usedGpuMemory / 2**30 if process.usedGpuMemory else None)
+            for gpu, handle in enumerate(handles)
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ]
+    except nvml.NVMLError:
+        # Some boxes do not let a guest ask, and no run depends on the answer.
+        return []
 
 
 def matmul_rates(box: Box) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from study.out_of_memory import OF_THE_GPU, OF_THE_HOST, line_of
 from study.records import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
 from study.sweep.cgroups import OomCounts
 
@@ -18,16 +19,8 @@ _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
-_OUT_OF_GPU = re.compile(
-    r"CUDA out of memory|CUDA (driver )?error: out of memory|torch\.(cuda\.)?OutOfMemoryError|"
-    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation"
-)
 # What study/train.py says of a box that cannot do what is asked, and not of a request that is wrong.
 _OF_THE_BOX = {"Unsupported", "CannotBeHeld"}
-_OUT_OF_HOST = re.compile(
-    r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
-    r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
-)
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
 SMALLER = "use a smaller batch, or a strategy that shards or offloads more"
@@ -97,11 +90,11 @@ def _sigkilled(ooms: OomCounts) -> Ending:
 
 
 def _memory_ran_out(text: str) -> Ending | None:
-    if found := _OUT_OF_GPU.search(text):
-        return Ending("oom", f"CUDA out of memory ({_line_of(text, found)})", SMALLER)
-    if found := _OUT_OF_HOST.search(text):
+    if found := OF_THE_GPU.search(text):
+        return Ending("oom", f"CUDA out of memory ({line_of(text, found)})", SMALLER)
+    if found := OF_THE_HOST.search(text):
         return Ending(
-            "oom", f"the host refused an allocation, or a limit on the process did ({_line_of(text, found)})", SMALLER
+            "oom", f"the host refused an allocation, or a limit on the process did ({line_of(text, found)})", SMALLER
         )
     return None
 
@@ -110,11 +103,6 @@ def _signals(printed: str, launcher_status: int) -> set[int]:
     """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
     numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
     return numbers | ({-launcher_status} if launcher_status < 0 else set())
-
-
-def _line_of(text: str, found: re.Match[str]) -> str:
-    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
-    return text[start : end if end >= 0 else None].strip()[:200]
 
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:

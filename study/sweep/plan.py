@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Cell:
         return [*flags, "--output_dir", str(output_dir)]
 
 
-def plan_cells(suite: Suite, box: Box, only: str | None = None) -> list[Cell | Search]:
+def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | Search]:
     """Blocks of a repeat and a seed, each holding every arm once in an order of its own.
 
     So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
@@ -92,12 +92,27 @@ def plan_cells(suite: Suite, box: Box, only: str | None = None) -> list[Cell | S
     for block in blocks.values():
         order.shuffle(block)
     planned = list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
-    if only is None:
-        return planned
-    chosen = [cell for cell in planned if fnmatch(cell.id, only)]
+    chosen = [cell for cell in planned if all(_is_meant(cell, pattern) for pattern in only)]
     if not chosen:
-        raise UserError(f"--only {only} matches no cell of {suite.name}", f"an id looks like {planned[0].id}")
+        raise UserError(
+            f"--only {' --only '.join(only)} matches no cell of {suite.name}", f"an id looks like {planned[0].id}"
+        )
     return chosen
+
+
+def _is_meant(cell: Cell | Search, pattern: str) -> bool:
+    """A pattern of ids, or KEY=PATTERN for a flag of the run or what else a cell is made of."""
+    key, is_about_a_key, wanted = pattern.partition("=")
+    if not is_about_a_key:
+        return fnmatch(cell.id, pattern)
+    one = cell.first if isinstance(cell, Search) else cell
+    values = one.config.to_dict() | {
+        "strategy": one.strategy, "trainer": one.trainer, "world_size": one.world_size, "repeat": one.repeat,
+    }  # fmt: skip
+    if key not in values:
+        raise UserError(f"--only {pattern}: no run has a {key}", "use a flag of study/train.py, strategy or repeat")
+    value = values[key]
+    return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), wanted.lower())
 
 
 def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:

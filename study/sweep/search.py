@@ -106,6 +106,12 @@ class Search:
     def last(self) -> int:
         return len(self.rungs) - 1
 
+    def distinct_models(self) -> list[Cell]:
+        """A probe for every model that the search may come by."""
+        return (
+            [self.probe_of(place) for place in range(len(self.rungs))] if self.axis == "largest_model" else [self.first]
+        )
+
     def records(self, root: Path) -> list[tuple[Cell, Standing]]:
         return [(self.probe_of(place), standing) for place, standing in self.standings(root).items()]
 

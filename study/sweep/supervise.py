@@ -31,7 +31,7 @@ def main(command: list[str]) -> int:
     # The sweep alone decides: it closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_default_signals)
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_the_launcher)
     ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(launcher.wait()), daemon=True).start()
     threading.Thread(target=_wait_for_the_sweep, args=(ended,), daemon=True).start()
@@ -47,9 +47,12 @@ def _wait_for_the_sweep(ended: queue.SimpleQueue[int | None]) -> None:
     ended.put(None)
 
 
-def _default_signals() -> None:
+def _as_the_launcher() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    # Where the host's memory runs out the kernel shall end the run, and neither the sweep nor anybody else's work.
+    with contextlib.suppress(OSError):
+        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
 
 
 def _end_all_below() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config import RunConfig
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.tasks.hub import first_line, from_folder, from_hub, hub_files
 from study.tasks.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "initial_weights.json"
 STAND_IN_WEIGHT = 0.01
+# On disk, for each parameter: fp32, and a little for what stands around it.
+WEIGHT_FILE_BYTES = 4.2
 _OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
 _NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
 _OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
@@ -100,6 +102,10 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys.get(kind):
             raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
+    if FAMILY_OF_TASK[config.task] == "causal-lm":
+        # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it inside
+        # the forward pass, which cuts a compiled graph in two.
+        model.loss_type = "ForCausalLM"
     return model
 
 
@@ -273,19 +279,40 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
     shutil.rmtree(partial, ignore_errors=True)
     # Only the host's stream is used, and it is put back: a rank that draws and one that does not must go on alike.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        _refuse_full_disk(config, folder)
         torch.default_generator.manual_seed(config.seed)
         model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
-    # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
-    model.save_pretrained(partial, max_shard_size="2GB")
-    files = _safetensors_in(partial)
-    record = {
-        "sha256": _sha256(files),
-        "bytes": {file.name: file.stat().st_size for file in files},
-        "made_from": made_from,
-        "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
-    partial.rename(folder)
+    try:
+        # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
+        model.save_pretrained(partial, max_shard_size="2GB")
+        files = _safetensors_in(partial)
+        record = {
+            "sha256": _sha256(files),
+            "bytes": {file.name: file.stat().st_size for file in files},
+            "made_from": made_from,
+            "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+        (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
+        partial.rename(folder)
+    except BaseException:
+        # Half of a large model would keep the disk full for every run after this one.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
+    """Before minutes are spent on drawing what cannot be kept."""
+    import torch
+
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
+    needed, free = WEIGHT_FILE_BYTES * parameters, shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise Unsupported(
+            f"the initial weights of {_model_name(config)} take {needed / 1e9:.1f} GB, and {folder.parent} has"
+            f" {free / 1e9:.1f} GB free",
+            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
+        )
 
 
 def _pretrained(config: RunConfig) -> PreTrainedModel:

@@ -7,16 +7,17 @@ import dataclasses
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from study.errors import CannotBeHeld, Unsupported
+from study.errors import CannotBeHeld, Unsupported, UserError
 from study.records import write_json
 from study.sweep.box import Box, this_box
 from study.sweep.lock import only_sweep
 from study.sweep.plan import Cell
 from study.virtual import show
 from study.virtual.execute import VirtualRunFailed, run_rank
-from study.virtual.request import Request, add_arguments, base_model, read_request
+from study.virtual.request import Request, add_arguments, base_model, depth_of, read_request
 from study.virtual_figures import extrapolate, summary_of
 
 __all__ = ["add_arguments", "run"]
@@ -37,34 +38,55 @@ class _Study:
         """Of the whole model where this box holds it, else of the line over three depths."""
         cell = self.request.cell(strategy, self.box)
         if self.request.depths:
-            return self.extrapolated(cell, self.request.depths)
+            return self.kept(cell, self.line(cell, self.request.depths))
         try:
-            return self.measured(cell)
+            return summary_of(self.run(cell))
         except CannotBeHeld as refusal:
-            depths = _depths_up_to(refusal.layers_that_fit)
-            if depths is None:
+            largest, ended = refusal.layers_that_fit, {"state": "unsupported", "reason": refusal.problem}
+            if _depths_up_to(largest) is None:
                 raise
-            _say(f"{refusal.problem}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
-            return self.extrapolated(cell, depths)
         except VirtualRunFailed as failure:
-            if failure.state != "oom" or not self.box.gpus:
+            # How much less does fit nobody knows there: the smallest depths are tried first.
+            largest, ended = (depth_of(cell.config) or 0) - 1, {"state": failure.state, "reason": failure.reason}
+            if failure.state != "oom" or not self.box.gpus or _depths_up_to(largest) is None:
                 raise
-            _say(f"{cell.config.model_name_or_path} does not fit on the device: extrapolating over 2, 4 and 6 layers")
-            return self.extrapolated(cell, (2, 4, 6))
+        summary = self.line_within(cell, largest, ended["reason"])
+        summary["extrapolated"]["whole_model"] = ended
+        return self.kept(cell, summary)
 
-    def measured(self, cell: Cell) -> dict[str, Any]:
-        return summary_of(self.run(cell))
+    def line_within(self, cell: Cell, largest: int, why: str) -> dict[str, Any]:
+        """Over small depths; where a threshold lies between these and the model, over some beyond it if they fit."""
+        depths = _depths_up_to(largest)
+        assert depths is not None
+        _say(f"{why}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
+        summary = self.line(cell, depths)
+        beyond = {name: at for name, at in summary["extrapolated"]["depths_beyond"].items() if at + 2 <= largest}
+        if not beyond:
+            return summary
+        start = max(beyond.values())
+        _say(
+            f"{' and '.join(beyond)} between {depths[0]} layers and the model: anew over {start} to {start + 2} layers"
+        )
+        try:
+            deeper = self.line(cell, (start, start + 1, start + 2))
+        except (VirtualRunFailed, CannotBeHeld) as failure:
+            _say(f"{failure}: keeping the line over {depths[0]} to {depths[2]} layers")
+            return summary
+        return min(deeper, summary, key=lambda one: len(one["extrapolated"]["not_linear"]))
 
-    def extrapolated(self, cell: Cell, depths: tuple[int, int, int]) -> dict[str, Any]:
-        base, said = base_model(cell.config)
+    def line(self, cell: Cell, depths: tuple[int, int, int]) -> dict[str, Any]:
+        base, layers = base_model(cell.config), depth_of(cell.config)
+        assert layers is not None
+        _folder_of_lines(self.request.runs_dir)
         cells = [self.request.cell(cell.strategy, self.box, f"{base}-{depth}layers") for depth in depths]
-        runs = [self.run(one) for one in cells]
-        layers = int(said) if said else runs[0].engine["preset_layers"]
-        summary = extrapolate([summary_of(run) for run in runs], depths, layers)
+        summary = extrapolate([summary_of(self.run(one)) for one in cells], depths, layers)
         summary["model_name_or_path"] = cell.config.model_name_or_path
-        folder = self.request.runs_dir / "extrapolated"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"{cell.id}.json", summary)
+        # How it ended, where it was tried.
+        summary["extrapolated"]["whole_model"] = None
+        return summary
+
+    def kept(self, cell: Cell, summary: dict[str, Any]) -> dict[str, Any]:
+        write_json(_folder_of_lines(self.request.runs_dir) / f"{cell.id}.json", summary)
         return summary
 
     def run(self, cell: Cell) -> Any:
@@ -79,8 +101,11 @@ def run(options: argparse.Namespace) -> int:
     study = _Study(request, this_box())
     # Whatever is wrong with the request is found before the first of several runs.
     for strategy in request.strategies:
-        request.cell(strategy, study.box)
-    summaries, failed = [], []
+        cell = request.cell(strategy, study.box)
+        if request.depths:
+            base_model(cell.config)
+    summaries: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
     with only_sweep(request.runs_dir):
         for strategy in request.strategies:
             try:
@@ -89,14 +114,31 @@ def run(options: argparse.Namespace) -> int:
                 hint = f" ({failure.hint})" if failure.hint else ""
                 _say(f"{strategy}: {failure.state}: {failure.reason}{hint}")
                 failed.append({"strategy": strategy, "state": failure.state, "reason": failure.reason})
-            except Unsupported as refusal:
+            except UserError as refusal:
                 if len(request.strategies) == 1:
                     raise
-                # What this box lacks for one strategy is no reason to leave the others out.
-                _say(f"{strategy}: unsupported: {refusal.problem}. To mend it: {refusal.mend}.")
-                failed.append({"strategy": strategy, "state": "unsupported", "reason": refusal.problem})
+                # What is wrong with one strategy is no reason to leave the others out.
+                state = "unsupported" if isinstance(refusal, Unsupported) else "refused"
+                _say(f"{strategy}: {state}: {refusal.problem}. To mend it: {refusal.mend}.")
+                failed.append({"strategy": strategy, "state": state, "reason": refusal.problem})
+            except KeyboardInterrupt:
+                _say(f"{strategy}: stopped from the keyboard; nothing of it runs on")
+                failed.append({"strategy": strategy, "state": "interrupted", "reason": "stopped from the keyboard"})
+                break
     _print(request, summaries, failed, options.json)
     return 1 if failed else 0
+
+
+def _folder_of_lines(runs_dir: Path) -> Path:
+    """Made before what would be lost without it."""
+    folder = runs_dir / "extrapolated"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be a folder ({error.strerror})", "move it away, or name another --runs-dir"
+        ) from None
+    return folder
 
 
 def _print(request: Request, summaries: list[dict[str, Any]], failed: list[dict[str, Any]], as_json: bool) -> None:
@@ -110,7 +152,7 @@ def _print(request: Request, summaries: list[dict[str, Any]], failed: list[dict[
     if len(summaries) > 1:
         print("\n".join(show.table(summaries)), end="\n\n")
     if summaries:
-        print("GB are 1e9 bytes, GiB 2**30. Losses of a virtual rank mean nothing and are not kept.")
+        print(show.LEGEND)
 
 
 def _depths_up_to(layers: int) -> tuple[int, int, int] | None:

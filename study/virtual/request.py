@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from study.config import (
+    LARGEST_WORLD,
     Precision,
     RunConfig,
     Task,
     add_flags,
     config_from_flags,
-    parse_command_line,
     refuse_what_no_virtual_run_has,
     resolved,
 )
@@ -51,6 +51,7 @@ class Request:
         )
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
+        _check_engine(strategy, config)
         config.batch_plan(self.world_size)
         asked = dataclasses.replace(asked, scale=config.scale)
         return Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
@@ -80,28 +81,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run these depths; the line through the first two is extrapolated, the third checks it",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs/virtual"), metavar="DIR", help="for the records")
+    parser.add_argument(
+        "--runs-dir",
+        type=Path,
+        default=Path("runs/virtual"),
+        metavar="DIR",
+        help="for the records; one that is made again takes the place of the earlier one, also where it then fails",
+    )
     add_flags(parser, without=OWN_FLAGS)
-    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="more flags of study/train.py")
 
 
 def read_request(options: argparse.Namespace) -> Request:
+    if options.model_name_or_path == "":
+        raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
+    _check_job(options.world_size, options.rank)
     options.task = options.task or task_of(options.model_name_or_path)
-    config = _merged(config_from_flags(options), parse_command_line(options.flags))
-    request = Request(
+    return Request(
         strategies=_strategies(options.strategy),
         world_size=options.world_size,
         rank=options.rank,
         precision=options.precision,
-        config=config,
+        config=_with_absolute_paths(config_from_flags(options)),
         depths=options.layers_fit,
         runs_dir=options.runs_dir.absolute(),
     )
-    if request.precision == "bf16-engine":
-        for strategy in request.strategies:
-            if not read_strategy(strategy).deepspeed:
-                raise UserError(f"--precision bf16-engine is DeepSpeed's, and {strategy} runs without it", "use bf16")
-    return request
+
+
+def _check_job(world_size: int, rank: int) -> None:
+    """By the names that these two have here."""
+    if not 2 <= world_size <= LARGEST_WORLD:
+        raise UserError(
+            f"--world-size {world_size} is out of range",
+            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
+        )
+    if not 0 <= rank < world_size:
+        raise UserError(f"--rank {rank} is none of {world_size} ranks", f"use 0 to {world_size - 1}")
+
+
+def _check_engine(strategy: str, config: RunConfig) -> None:
+    if read_strategy(strategy).deepspeed:
+        return
+    if config.precision == "bf16-engine":
+        raise UserError(f"--precision bf16-engine is DeepSpeed's, and {strategy} runs without it", "use bf16")
+    if config.engine_override:
+        raise UserError(
+            f"--engine_override sets DeepSpeed keys, and {strategy} runs without it",
+            "leave it out, or name the zero* strategies only",
+        )
 
 
 def task_of(model: str | None) -> str:
@@ -113,36 +139,56 @@ def task_of(model: str | None) -> str:
     return next((task for task, asked in FAMILY_OF_TASK.items() if asked == family), RunConfig.task)
 
 
-def base_model(config: RunConfig) -> tuple[str, str | None]:
-    """A preset's name without its depth, and the depth where the name says one."""
+def base_model(config: RunConfig) -> str:
+    """A preset's name without its depth; of nothing else can the number of layers be changed."""
+    from study.tasks.presets import find_model, without_depth
+
     name = config.model_name_or_path
-    if Path(name).is_dir():
+    base = without_depth(name)
+    if base is None:
+        find_model(name)
         raise UserError(f"{name} has one depth", "extrapolate a preset, whose number of layers can be changed")
-    found = re.fullmatch(r"(.+)-(\d+)layers", name)
-    # A preset goes by its hub id as well.
-    return (found[1], found[2]) if found else (name.rsplit("/", 1)[-1].lower(), None)
+    return base
 
 
-def _merged(first: RunConfig, second: RunConfig) -> RunConfig:
-    said = {
-        field.name: getattr(second, field.name)
-        for field in dataclasses.fields(RunConfig)
-        if getattr(second, field.name) != field.default
-    }
-    return dataclasses.replace(first, **said)
+def depth_of(config: RunConfig) -> int | None:
+    """How many layers a preset is asked for; None of any other model."""
+    from study.tasks.presets import preset_layers
+
+    said = re.search(r"-(\d+)layers$", config.model_name_or_path)
+    layers = preset_layers(config.model_name_or_path)
+    return int(said[1]) if said and layers else layers
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Every run starts in the repository, and a relative path is meant from where the command was typed."""
+    from study.tasks.presets import without_depth
+
+    kept = {"hub", "builtin"}
+    if config.model_name_or_path and without_depth(config.model_name_or_path):
+        kept.add(config.model_name_or_path)
+    paths: dict[str, Any] = {}
+    for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
+        value = getattr(config, name)
+        # A folder for the drive is made where there is none yet.
+        if value and value not in kept and (name == "nvme_path" or Path(value).expanduser().exists()):
+            paths[name] = str(Path(value).expanduser().absolute())
+    return dataclasses.replace(config, **paths)
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    if text == "all":
-        return tuple(name for name in STRATEGY_NAMES if name != "single")
-    names = tuple(text.split(","))
-    for name in names:
-        read_strategy(name)
+    """Each once, however often it is named."""
+    every = tuple(name for name in STRATEGY_NAMES if name != "single")
+    names: list[str] = []
+    for name in text.split(","):
         if name == "single":
             raise UserError(
                 "--strategy single is one rank alone, and cannot be one of many", "use ddp, zero0 to zero3, or fsdp2"
             )
-    return names
+        if name != "all":
+            read_strategy(name)
+        names += every if name == "all" else [name]
+    return tuple(dict.fromkeys(names))
 
 
 def _depths(text: str) -> tuple[int, int, int]:

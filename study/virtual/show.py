@@ -6,60 +6,99 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.records import STATE_KINDS, STATE_PLACES
+from study.virtual_figures import total
 
-GIB = 2**30
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+LEGEND = """\
+GB are 1e9 bytes, GiB 2**30; ? is a figure of which no line over layers holds. Sent is what leaves a rank under the best
+algorithm for each collective; payload counts an all-reduce once, and a gather by what it puts out. Losses of a virtual
+rank mean nothing and are not kept."""
 
 
 def describe(summary: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{summary['strategy']}: rank {summary['rank']} of {summary['world_size']}, {summary['model_name_or_path']},"
-        f" {summary['precision']}"
+        f" {summary['precision']}, {_step_of_one_rank(summary)}"
     )
-    if fit := summary["extrapolated"]:
-        yield (
-            f"  EXTRAPOLATED to {fit['layers']} layers from {fit['depths'][0]} and {fit['depths'][1]};"
-            f" at {fit['checked_at_depth']} the line is off by {fit['largest_residual_of_state']:.2%} of state at most"
-        )
+    if summary["extrapolated"]:
+        yield from _line(summary["extrapolated"])
     yield f"  model state  {gb(summary['state_bytes_total'])}"
     for kind in STATE_KINDS:
-        held = summary["state_bytes_per_rank"][kind]
-        places = [f"{gb(held[place])} on {place}" for place in STATE_PLACES if held[place]]
-        yield f"    {kind:<10} {', '.join(places) or '0'}"
-    buffers = {name: size for name, size in (summary["buffer_bytes"] or {}).items() if size is not None}
+        yield f"    {kind:<10} {_by_place(summary['state_bytes_per_rank'][kind])}"
+    buffers = summary["buffer_bytes"] or {}
     if buffers:
-        largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
+        largest = sorted(buffers.items(), key=lambda item: -(item[1] or 0))[:3]
         named = ", ".join(f"{name} {gb(size)}" for name, size in largest)
-        yield f"  buffers      {gb(sum(buffers.values()))} ({named})"
+        yield f"  buffers      {gb(total(buffers.values()))} ({named})"
     yield from _peaks(summary)
-    yield f"  sent per step  {gb(summary['comm_bytes_per_step'])} in {_count(summary['comm_calls_per_step'])} calls"
+    yield (
+        f"  sent per step  {gb(summary['sent_bytes_per_step'])} in {_count(summary['comm_calls_per_step'])} calls,"
+        f" payload {gb(summary['comm_bytes_per_step'])}"
+    )
     for name, counts in summary["collectives"].items():
-        yield f"    {name:<15} {gb(counts['payload_bytes'])} in {_count(counts['calls'])} calls"
-    if summary.get("step_time_s_median") is not None:
+        yield (
+            f"    {name:<15} {gb(counts['wire_bytes_per_rank'])} in {_count(counts['calls'])} calls,"
+            f" payload {gb(counts['payload_bytes'])}"
+        )
+    if summary["step_time_s_median"] is not None:
         yield f"  step time    {summary['step_time_s_median']:.4f} s of compute alone"
+
+
+def _step_of_one_rank(summary: Mapping[str, Any]) -> str:
+    micro, times = summary["per_device_train_batch_size"], summary["gradient_accumulation_steps"]
+    samples = f"{micro} x {times}" if times > 1 else f"{micro}"
+    return f"{samples} sample{'s'[: micro * times > 1]} of {summary['seq_length']} tokens a step"
+
+
+def _line(fit: Mapping[str, Any]) -> Iterator[str]:
+    first, second = fit["depths"]
+    yield (
+        f"  EXTRAPOLATED to {fit['layers']} layers from {first} and {second}; going by {fit['checked_at_depth']} layers"
+        f" no figure is off by more than {fit['largest_residual_at_target']:.2%}"
+        + (f" ({fit['furthest_figure']})" if fit["largest_residual_at_target"] else "")
+    )
+    if fit["crossed"]:
+        beyond = {name: at for name, at in fit["depths_beyond"].items() if at + 2 < fit["layers"]}
+        start = max(beyond.values(), default=0)
+        yield (
+            f"  on the way the engine crosses {', '.join(fit['crossed'])}: what depends on it has no figure"
+            + (f"; --layers-fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}" if beyond else "")
+        )
+    if fit.get("whole_model"):
+        yield f"  the whole model: {fit['whole_model']['state']}: {fit['whole_model']['reason']}"
+
+
+def _by_place(held: Mapping[str, float | None]) -> str:
+    places = [f"{gb(held[place])} on {place}" for place in STATE_PLACES if held[place] != 0]
+    return ", ".join(places) or "0"
 
 
 def _peaks(summary: Mapping[str, Any]) -> Iterator[str]:
     emulated = summary["emulated_device_memory_gib"]
     label = f" (emulated: held to {emulated} GiB)" if emulated else ""
-    phases = summary.get("memory_gib_by_phase")
-    if phases is None:
-        yield f"  peak memory  host {_gib(summary['host_peak_rss_gib'])}"
-        return
-    for phase, figures in phases.items():
-        said = ", ".join(f"{name} {_gib(size)}" for name, size in figures.items() if size is not None)
+    bent = (summary["extrapolated"] or {}).get("not_linear", ())
+    for phase, figures in summary["memory_gib_by_phase"].items():
+        said = ", ".join(
+            f"{name} {_gib(size)}"
+            for name, size in figures.items()
+            if size is not None or f"phase.{phase}.{name}" in bent
+        )
         yield f"  peak in {phase:<12}{said}{label}"
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One line per strategy."""
-    row = "{:<20} {:>11} {:>11} {:>11} {:>11} {:>12} {:>7}  {}"
-    yield row.format("strategy", "params", "grads", "optimizer", "state", "sent/step", "calls", "")
+    row = "{:<20} {:<11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9} {:>6}  {}"
+    yield row.format(
+        "strategy", "precision", "params", "grads", "optimizer", "state", "sent/step", "payload", "calls", ""
+    ).rstrip()
     for summary in summaries:
         state = summary["state_bytes_per_rank"]
-        kinds = [gb(sum(state[kind][place] or 0 for place in STATE_PLACES)) for kind in STATE_KINDS]
+        kinds = [gb(total(state[kind].values())) for kind in STATE_KINDS]
         label = "extrapolated" if summary["extrapolated"] else ""
         yield row.format(
-            summary["strategy"], *kinds, gb(summary["state_bytes_total"]), gb(summary["comm_bytes_per_step"]),
+            summary["strategy"], summary["precision"], *kinds, gb(summary["state_bytes_total"]),
+            gb(summary["sent_bytes_per_step"]), gb(summary["comm_bytes_per_step"]),
             _count(summary["comm_calls_per_step"]), label,
         ).rstrip()  # fmt: skip
 
@@ -69,10 +108,12 @@ def _count(number: float | None) -> str:
 
 
 def gb(size: float | None) -> str:
-    """The papers count in GB of 1e9 bytes, and these figures stand beside theirs; ? where no line could be drawn."""
+    """In units of 1e9 bytes as the papers', to four digits; ? where no line could be drawn."""
     if size is None:
         return "?"
-    return f"{size / 1e9:.3f} GB" if size >= 1e7 else f"{size / 1e6:.3f} MB"
+    unit, name = next((known for known in _UNITS if size >= known[0]), _UNITS[-1])
+    value = size / unit
+    return f"{value:.0f} {name}" if unit == 1 or value >= 1e4 else f"{value:#.4g} {name}".replace(". ", " ")
 
 
 def _gib(size: float | None) -> str:

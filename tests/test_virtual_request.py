@@ -1,0 +1,189 @@
+"""What `study virtual` takes, what it refuses before the first rank starts, and what a run alone says of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from study.capacity import layers_within, needed_host_bytes, shape_of
+from study.cli import main
+from study.config import RunConfig, refuse_what_no_virtual_run_has, resolved
+from study.errors import UserError
+from study.measure.clock import WARMUP_STEPS
+from study.outcome import Terminated, classify
+from study.records import STATE_KINDS, STATE_PLACES
+from study.steplog import StepLog
+from study.strategies import STRATEGY_NAMES, Launch, read_strategy
+from study.summary import memory_document, summarize
+from study.sweep.box import Box
+from study.virtual.request import Request, _strategies, _with_absolute_paths, base_model, depth_of
+
+NO_GPU = Box((), 16)
+ZERO3 = ("--strategy", "zero3", "--world-size", "4")
+OVERRIDE = ("--engine_override", "zero_optimization.reduce_bucket_size=5000000")
+
+REFUSALS = {
+    "one rank": (("--strategy", "zero3", "--world-size", "1"), "--world-size 1 is out of range"),
+    "fewer than none": (("--strategy", "zero3", "--world-size", "-4"), "--world-size -4 is out of range"),
+    "too many": (("--strategy", "zero3", "--world-size", "1025"), "--world-size 1025 is out of range"),
+    "no such rank": ((*ZERO3, "--rank", "4"), "--rank 4 is none of 4"),
+    "single": (("--strategy", "single", "--world-size", "4"), "single is one rank alone"),
+    "no such strategy": (("--strategy", "zero4", "--world-size", "4"), "no strategy is called 'zero4'"),
+    "all and none": (("--strategy", "all,zero4", "--world-size", "4"), "no strategy is called 'zero4'"),
+    "unknown flag": ((*ZERO3, "--nonsense", "1"), "--nonsense"),
+    "the rank by its other name": ((*ZERO3, "--virtual_rank", "1"), "--virtual_rank"),
+    "flags behind a dash": ((*ZERO3, "--", "--output_dir", "x"), "--output_dir"),
+    "weights": ((*ZERO3, "--weights", "pretrained"), "loads no weights"),
+    "tracker": ((*ZERO3, "--report_to", "tensorboard"), "no losses to report"),
+    "evaluation": ((*ZERO3, "--eval_steps", "1"), "--eval_steps 1: a virtual run has no losses to judge"),
+    "two steps": ((*ZERO3, "--max_steps", "2"), "a virtual run of 2 steps would watch one that is not like"),
+    "one epoch": ((*ZERO3, "--max_steps", "0"), "a virtual run of 1 step would watch"),
+    "depths": ((*ZERO3, "--layers-fit", "3,2,4"), "does not rise"),
+    "no model": ((*ZERO3, "--model_name_or_path", ""), "--model_name_or_path is empty"),
+    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers-fit", "1,2,3"), "has one depth"),
+    "no layers": (
+        (*ZERO3, "--model_name_or_path", "gpt-tiny-0layers", "--layers-fit", "1,2,3"), "unknown model 'gpt-tiny-0",
+    ),
+    "a setting of another engine": (
+        ("--strategy", "zero0,ddp", "--world-size", "4", *OVERRIDE), "--engine_override sets DeepSpeed keys, and ddp",
+    ),
+    "a precision of another engine": (
+        ("--strategy", "zero0,fsdp2", "--world-size", "4", "--precision", "bf16-engine"), "and fsdp2 runs without it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", REFUSALS.values(), ids=REFUSALS)
+def test_a_misuse_is_one_line_before_anything_runs(
+    arguments: tuple[tuple[str, ...], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, says = arguments
+    assert main(["virtual", *asked, "--runs-dir", str(tmp_path / "runs")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert says in line
+    assert ". To mend it: " in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "extrapolated").touch()
+    assert main(["virtual", *ZERO3, "--layers-fit", "1,2,3", "--runs-dir", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'extrapolated'} cannot be a folder" in line
+
+
+def test_each_strategy_is_run_once() -> None:
+    every = tuple(name for name in STRATEGY_NAMES if name != "single")
+    assert _strategies("zero0,zero0") == ("zero0",)
+    assert set(_strategies("zero1,all")) == set(_strategies("all")) == set(every)
+
+
+def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() -> None:
+    asked = RunConfig(virtual_world_size=8, scale="laptop")
+    assert resolved(asked, accelerator_visible=True).max_steps > WARMUP_STEPS + 1
+    # Without one no time is taken, and three steps are the fewest of which the last is like all later ones.
+    shortest = resolved(asked, accelerator_visible=False)
+    assert shortest.max_steps == 3
+    refuse_what_no_virtual_run_has(shortest)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "layers"),
+    [("gpt-7.5b", "gpt-7.5b", 36), ("gpt-7.5b-5layers", "gpt-7.5b", 5), ("openai-community/gpt2-xl", "gpt2-xl", 48)],
+)
+def test_a_preset_is_known_by_each_of_its_names(name: str, base: str, layers: int) -> None:
+    config = RunConfig(model_name_or_path=name)
+    assert (base_model(config), depth_of(config)) == (base, layers)
+
+
+def test_a_folder_called_like_a_preset_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt-tiny").mkdir()
+    config = RunConfig(model_name_or_path="gpt-tiny")
+    assert base_model(_with_absolute_paths(config)) == "gpt-tiny"
+
+
+def test_a_relative_path_is_meant_from_where_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mymodel", "reviews", "builtin"):
+        (tmp_path / name).mkdir()
+    config = RunConfig(model_name_or_path="./mymodel", data="reviews", nvme_path="drive", tokenizer_name="some/hub-id")
+    found = _with_absolute_paths(config)
+    assert (found.model_name_or_path, found.data) == (str(tmp_path / "mymodel"), str(tmp_path / "reviews"))
+    assert (found.nvme_path, found.tokenizer_name) == (str(tmp_path / "drive"), "some/hub-id")
+    assert _with_absolute_paths(RunConfig(data="builtin")).data == "builtin"
+
+
+def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
+    overrides = ("zero_optimization.reduce_bucket_size=5", "zero_optimization.stage3_max_live_parameters=7")
+    request = Request(("zero3",), 4, 1, "bf16", RunConfig(engine_override=overrides), None, tmp_path)
+    cell = request.cell("zero3", NO_GPU)
+    flags = cell.flags(tmp_path / "run")
+    assert [flag for flag in flags if flag.startswith("--engine_override")] == [
+        f"--engine_override={item}" for item in overrides
+    ]
+    assert (cell.config.virtual_world_size, cell.config.virtual_rank) == (4, 1)
+    assert cell.config.precision == "bf16-engine"
+
+
+def launch_of(strategy: str, ranks: int) -> Launch:
+    return Launch(read_strategy(strategy), ranks, 0, 0, 1, virtual=True)
+
+
+def config_of(model: str, ranks: int) -> RunConfig:
+    asked = RunConfig(
+        task="gpt-wikitext", scale="laptop", model_name_or_path=model, precision="bf16-engine", virtual_world_size=ranks
+    )
+    return resolved(asked, accelerator_visible=False)
+
+
+def test_what_is_offloaded_is_host_memory_beside_a_gpu_too() -> None:
+    config = config_of("gpt-20b", 2)
+    shape = shape_of(config)
+    offloaded, kept, on_nvme = (
+        needed_host_bytes(config, launch_of(name, 2), shape, on_gpu=True)
+        for name in ("zero3_cpu", "zero3", "zero3_nvme")
+    )
+    # Half of the model in bf16, its gradients, and fp32 weights with two moments: 16 bytes of each parameter.
+    assert offloaded - kept > 16 * 19.9e9 / 2
+    assert kept < on_nvme < offloaded
+
+
+def test_a_need_that_no_depth_lowers_leaves_no_layers() -> None:
+    config, launch = config_of("gpt-1t", 64), launch_of("zero3", 64)
+    assert layers_within(2**30, config, launch, on_gpu=True) == 0
+    assert layers_within(2**40, config, launch, on_gpu=False) > 0
+
+
+def test_a_run_alone_that_is_ended_blames_no_other_rank() -> None:
+    assert "another rank" in classify(Terminated())[1]
+    assert classify(Terminated(), alone=True)[:2] == ("interrupted", "ended by SIGTERM: from outside")
+
+
+def test_an_epoch_of_enough_steps_is_no_misuse() -> None:
+    asked = RunConfig(virtual_world_size=4, max_steps=0, num_train_epochs=1, train_samples=12, global_batch_size=4)
+    refuse_what_no_virtual_run_has(resolved(asked, accelerator_visible=False))
+    with pytest.raises(UserError, match="2 steps"):
+        refuse_what_no_virtual_run_has(
+            resolved(RunConfig(virtual_world_size=4, max_steps=2), accelerator_visible=False)
+        )
+
+
+def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
+    config = resolved(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
+    figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 2**30}
+    time = dict.fromkeys(("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps"))
+    memory = {"phases": {"steady": figures}, "device_mean_over_steps": None}
+    rank = {"rank": 0, "memory": memory, "time": time, "state": None}
+    log, timing = StepLog(None, None, 64, virtual=True), {"runtime_s": 1.0, "startup_s": 1.0}
+    summary = summarize(4, config, [rank], None, log, {}, timing)
+    assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
+    assert summary["host_peak_rss_gib"] == 1.0
+    assert memory_document([rank])["ranks"][0]["state"] is None
