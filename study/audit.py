@@ -85,6 +85,8 @@ def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
             " every weight, and what it receives is its own data"
         )
+        if torch.cuda.is_available():
+            warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
     if config.device_memory_cap_gib is not None:
         warnings.append(
             f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"

@@ -133,6 +133,8 @@ def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, pe
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + per_weight + 16) * elements / ranks
     if strategy.zero_stage == 3:
+        # Gloo, or who stands for it, scatters out of a copy.
+        bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + bucket + per_weight * (live + 3 * shape.largest_parameter)
     return shard + max(built + per_weight * elements, 2 * per_weight * elements + bucket)

@@ -2,18 +2,29 @@
 
 PyTorch's fake backend takes every collective and returns at once. A gather is filled with copies of this rank's own
 part, all other buffers keep what they held. So what a rank allocates and sends is real, and what it computes on is not.
+Without a GPU a real rank is one of gloo, and gloo allocates too: that is held here for as long as gloo holds it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from study.strategies import Launch
 
+# Smaller blocks may stay with the C library when they are freed; study/host_limits.py.
+LARGEST_KEPT_BYTES = 32 * 2**20
+
 
 def join_virtual_group(launch: Launch) -> None:
     """Become rank R of N. Before the Accelerator: it takes the group that is there."""
+    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,6 +32,8 @@ def join_virtual_group(launch: Launch) -> None:
     here = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in here.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
+    if not torch.cuda.is_available():
+        _hold_what_gloo_would()
     if launch.strategy.deepspeed is not None and launch.rank:
         _take_own_word_for_rank_0s()
 
@@ -44,6 +57,57 @@ def let_ddp_go_on(model: Any) -> None:
     if isinstance(model, DistributedDataParallel):
         # Without annotations: DDP compares them, and cannot read postponed ones.
         model.register_comm_hook(model.process_group, lambda group, bucket: reduce_bucket(group, bucket))
+
+
+@functools.cache
+def _hold_what_gloo_would() -> Any:
+    """Gloo gathers into a copy of the whole result, and reduces in a copy of the whole input before it scatters.
+
+    ProcessGroupGloo.cpp: AsyncAllgatherWork::allgather (`flatOutputTensor`) and reduce_scatter_tensor_coalesced
+    (`buffers`). NCCL and the fake backend have no such copies.
+    """
+    import torch
+
+    overrides = torch.library.Library("c10d", "IMPL")
+
+    def around(operator: str, whole: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        backends = torch.library.get_kernel(f"c10d::{operator}", "CPU")
+
+        def with_copy(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+            group = torch.distributed.ProcessGroup.unbox(arguments[2]).group_name
+            held = copy(arguments[whole], group) if _may_be_the_peak(arguments[whole].nbytes) else None
+            result = backends.call_boxed(keys, *arguments)
+            del held
+            return result
+
+        overrides.impl(operator, with_copy, "CPU", with_keyset=True, allow_override=True)
+
+    with warnings.catch_warnings():
+        # That a kernel is replaced is what this does.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        around(
+            "_allgather_base_", 0, lambda whole, group: next(_threads_of(group)).submit(torch.ones_like, whole).result()
+        )
+        around("_reduce_scatter_base_", 1, lambda whole, _: whole.clone())
+    # Registrations live as long as this does.
+    return overrides
+
+
+@functools.cache
+def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
+    """The two threads of a gloo group, which take turns. Each has a heap of its own, and keeps what it freed there."""
+    return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
+
+
+def _may_be_the_peak(copied_bytes: int) -> bool:
+    """A large copy that stays below the peak of its phase leaves no trace, and all its pages would have to be made."""
+    status = Path("/proc/self/status")
+    if copied_bytes < LARGEST_KEPT_BYTES or not status.exists():
+        return True
+    sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    # The tensor itself may be all new pages as well.
+    return resident + 2 * copied_bytes > peak
 
 
 def _take_own_word_for_rank_0s() -> None:
