@@ -20,6 +20,8 @@ PEAKS = tuple(PEAKS_OF_PHASES)
 COUNTS = (
     "comm_bytes_per_step", "comm_calls_per_step", "grads_in_bucket_bytes", "kept_whole_bytes", "model_parameters",
 )  # fmt: skip
+# Gradients are read twice, and the larger figure counts. Which of the two that is may differ with the depth.
+MOMENTS = ("grads_after_backward", "grads_before_step")
 _TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
 
 # Right behind a threshold figures have not settled on their new line.
@@ -103,6 +105,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "buffer_bytes": state.get("buffer_bytes"),
         "grads_in_bucket_bytes": state.get("grads_in_bucket_bytes"),
         "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
+        "grads_by_moment": {moment: state.get(moment) for moment in MOMENTS},
         "memory_gib_by_phase": rank["phases"],
         "collectives": run.traffic["collectives"],
         "buckets": run.engine["buckets"],
@@ -170,6 +173,7 @@ def extrapolate(summaries: Sequence[Mapping[str, Any]], depths: tuple[int, int, 
     spoilt |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
     spoilt |= {key for key in carried if max(raw[key], carried[key]) > LINEAR_WITHIN}
     _peaks_of_phases(line, spoilt)
+    _larger_moment(figures, line, spoilt)
     at: dict[str, Any] = {key: None if key in spoilt else value for key, value in line.items()}
     shown = {key: off for key, off in carried.items() if at[key] is not None}
     return _document(summaries, at) | {
@@ -187,7 +191,7 @@ def extrapolate(summaries: Sequence[Mapping[str, Any]], depths: tuple[int, int, 
             "crossed": sorted(over),
             "depths_beyond": depths_beyond(summaries[0], line["model_parameters"], per_layer),
             "largest_residual_of_state": max(
-                (value for key, value in raw.items() if key.startswith("state.")), default=0.0
+                (value for key, value in raw.items() if key.startswith(("state.", "grads."))), default=0.0
             ),
             "largest_residual_at_target": max(shown.values(), default=0.0),
             "furthest_figure": max(shown, key=lambda key: shown[key], default=None),
@@ -212,6 +216,8 @@ def _figures_of(summaries: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     if any(key.startswith("phase.") for key in keys):
         # Those of the phases say more, see `_peaks_of_phases`.
         keys = dict.fromkeys(key for key in keys if key not in PEAKS)
+    if any(key.startswith("grads.") for key in keys):
+        keys = dict.fromkeys(key for key in keys if not key.startswith("state.grads."))
     found = {}
     for key in keys:
         absent = 0 if key.startswith(("collective.", "buffer.")) else None
@@ -228,6 +234,8 @@ def _line_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     figures |= {key: summary.get(key) for key in (*PEAKS, *COUNTS, *_TIMES)}
     figures[SENT] = _sent(summary["collectives"], summary["comm_bytes_per_step"])
     figures |= {f"buffer.{name}": size for name, size in (summary["buffer_bytes"] or {}).items()}
+    for moment, places in (summary.get("grads_by_moment") or {}).items():
+        figures |= {f"grads.{moment}.{place}": size for place, size in (places or {}).items()}
     for phase, peaks in (summary.get("memory_gib_by_phase") or {}).items():
         figures |= {f"phase.{phase}.{name}": size for name, size in peaks.items()}
     for name, counts in summary["collectives"].items():
@@ -252,6 +260,25 @@ def _peaks_of_phases(line: dict[str, float], spoilt: set[str]) -> None:
             spoilt.add(peak)
         elif keys:
             line[peak] = max(line[key] for key in keys)
+
+
+def _larger_moment(figures: Mapping[str, list[Any]], line: dict[str, float], spoilt: set[str]) -> None:
+    """A moment without a line counts only where it was the larger one at some depth.
+
+    After backward that is what happens to be reduced already, which goes by full buckets and never is more than the
+    whole part of the rank, held before the step; gradients that were kept whole stand beside it, and are a line.
+    """
+    for place in STATE_PLACES:
+        keys = [key for moment in MOMENTS if (key := f"grads.{moment}.{place}") in figures]
+        if any(None in figures[key] for key in keys):
+            spoilt.add(f"state.grads.{place}")
+            continue
+        known = [key for key in keys if key not in spoilt]
+        largest = [max(at) for at in zip(*(figures[key] for key in keys), strict=True)]
+        if known and largest == [max(at) for at in zip(*(figures[key] for key in known), strict=True)]:
+            line[f"state.grads.{place}"] = max(line[key] for key in known)
+        elif keys:
+            spoilt.add(f"state.grads.{place}")
 
 
 def _document(summaries: Sequence[Mapping[str, Any]], at: Mapping[str, Any]) -> dict[str, Any]:

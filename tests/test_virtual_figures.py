@@ -243,3 +243,29 @@ def test_a_line_says_what_it_crosses_and_how_the_whole_model_ended() -> None:
 )  # fmt: skip
 def test_a_size_has_four_digits(size: float | None, shown: str) -> None:
     assert gb(size) == shown
+
+
+def read_twice(layers: int, after: float, before: float) -> dict[str, Any]:
+    moments = {"grads_after_backward": after, "grads_before_step": before}
+    nothing = dict.fromkeys(STATE_PLACES, 0)
+    state = at_depth(layers)["state_bytes_per_rank"] | {"grads": nothing | {"device": max(moments.values())}}
+    return at_depth(
+        layers,
+        state_bytes_per_rank=state,
+        grads_by_moment={moment: nothing | {"device": size} for moment, size in moments.items()},
+    )
+
+
+def test_the_larger_moment_of_the_gradients_may_be_another_one_in_the_whole_model() -> None:
+    """One gradient is kept whole and outweighs the shards of three shallow models, but not those of forty layers."""
+    found = line(*(read_twice(layers, after=100, before=10 * layers) for layers in (2, 3, 4)))
+    assert found["state_bytes_per_rank"]["grads"]["device"] == 400
+    assert "state.grads.device" not in found["extrapolated"]["not_linear"]
+
+
+def test_what_is_reduced_by_chance_after_backward_is_no_obstacle_while_it_is_less() -> None:
+    found = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 17))))
+    assert found["state_bytes_per_rank"]["grads"]["device"] == 400
+    more = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 45))))
+    assert more["state_bytes_per_rank"]["grads"]["device"] is None
+    assert "state.grads.device" in more["extrapolated"]["not_linear"]

@@ -19,6 +19,7 @@ from study.config import RunConfig, parse_command_line, resolved
 from study.errors import UserError
 from study.records import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
 from study.strategies import STRATEGY_NAMES, read_strategy
+from study.virtual_figures import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
 FIGURES = ("allocated", "reserved", "device", "host")
@@ -77,6 +78,7 @@ RUN_COLUMNS: dict[str, str] = {
         ("buffer_bytes_device", "buffer_bytes_host", "grads_in_bucket_bytes", "kept_whole_bytes"), "float64"
     ),
     "other_tensor_bytes": "float64",
+    "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
     **dict.fromkeys(_FLOORS, "float64"),
@@ -244,6 +246,13 @@ def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             row[f"buffer_bytes_{place}"] = sum(sizes)
     for key in ("grads_in_bucket_bytes", "other_tensor_bytes"):
         row[key] = _largest(state.get(key) for state in states)
+    row["grads_by_moment"] = json.dumps(
+        {
+            moment: {place: _largest(state[moment].get(place) for state in states) for place in STATE_PLACES}
+            for moment in MOMENTS
+            if states and all(state.get(moment) for state in states)
+        }
+    )
     row["kept_whole_bytes"] = _largest(state.get("kept_whole", {}).get("bytes") for state in states)
     return row
 

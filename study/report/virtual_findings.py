@@ -57,7 +57,11 @@ def _holds(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, 
         models[summary["model"]].append(summary)
     lines, details = [], []
     for model, rows in models.items():
+        # A state of which no line holds is in the tables, as not known.
+        rows = [row for row in rows if not math.isnan(state_bytes(row))]
         off = {_name(row): state_bytes(row) / row["paper_bytes"] - 1 for row in rows}
+        if not off:
+            continue
         worst = max(off, key=lambda name: abs(off[name]))
         measured = sum(row["extrapolated"] is None for row in rows)
         lines.append(
@@ -92,7 +96,8 @@ def _state_of_others(found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:
     off = {}
     for row in rows:
         paper = papers_state_bytes(row["model_parameters"], _STAGES[row["strategy"]], row["world_size"])
-        off[f"{_name(row)}, {row['setting']}"] = state_bytes(row) / paper - 1
+        if not math.isnan(state_bytes(row)):
+            off[f"{_name(row)}, {row['setting']}"] = state_bytes(row) / paper - 1
     worst = max(off, key=lambda name: abs(off[name]))
     near = sum(abs(value) <= _NOTABLE for value in off.values())
     details = tuple(f"{name}: {value:+.2%}." for name, value in off.items() if abs(value) > _NOTABLE)

@@ -98,6 +98,7 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         "buffer_bytes": json.loads(row["buffers"]) if isinstance(row["buffers"], str) else {},
         "collectives": collectives,
         SENT: total(counts["wire_bytes_per_rank"] for counts in collectives.values()),
+        "grads_by_moment": json.loads(row["grads_by_moment"]) if isinstance(row["grads_by_moment"], str) else {},
         "buckets": json.loads(row["buckets"]) if isinstance(row["buckets"], str) else {},
         "run_dir": row["run"],
         "extrapolated": None,
