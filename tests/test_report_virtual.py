@@ -98,6 +98,9 @@ def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Re
     assert table["Sent, x weights"].isna().all()
     assert table["Payload, x weights"].tolist() == ["all_gather ?"]
     assert "that happens to: collective.all_gather" in findings(records)[2].answer
+    changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
+    (drawing,) = settings(together(records.runs, changed))
+    assert "as shipped" not in drawing.alt
 
 
 def test_the_line_is_held_against_the_whole_model_where_both_ran(blank: Records) -> None:
@@ -127,7 +130,7 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
     effects = TABLES["setting_effects"](records).set_index("Setting")
     assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
     assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""
-    (drawing,) = settings(records)
+    (drawing,) = settings(together(records.runs, row(blank, "zero2", 64)))
     assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
 
 

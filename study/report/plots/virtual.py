@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ from study.report.virtual_tables import (
     BOOKKEEPING,
     GB,
     Summary,
+    sent,
     shares,
     state_bytes,
     summaries,
@@ -95,11 +97,13 @@ def settings(records: Records) -> list[Drawing] | str:
         return NO_SETTINGS
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
     for one in found:
-        if one["strategy"] in _STAGES:
+        # Half a bar would be a figure of something else: where one collective has no line there is none.
+        if one["strategy"] in _STAGES and not math.isnan(sent(one)):
             grouped[one["model"], one["world_size"]].append(one)
+    compared = {key: rows for key, rows in grouped.items() if {row["setting"] for row in rows} != {AS_SHIPPED}}
     return [
         _bars(f"settings_{place}", f"{model}, one of {world} ranks{_how(rows)}", world, rows)
-        for place, ((model, world), rows) in enumerate(grouped.items(), 1)
+        for place, ((model, world), rows) in enumerate(compared.items(), 1)
     ]
 
 
@@ -136,7 +140,7 @@ def _bars(name: str, what: str, world: int, rows: list[Summary]) -> Drawing:
 
 
 def _wire(row: Summary) -> dict[str, float]:
-    """Of each collective that carries more than bookkeeping; one whose line does not hold is left out."""
+    """Of each collective that carries more than bookkeeping."""
     sizes = shares(row, "wire_bytes_per_rank").items()
     return {kind: size for kind, size in sizes if size is not None and size >= BOOKKEEPING}
 
