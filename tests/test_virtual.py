@@ -185,7 +185,11 @@ def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
 def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "study.cli", "virtual", "--strategy", "zero0", "--world-size", "2", "--max_steps",
                "100000", "--runs-dir", str(tmp_path)]  # fmt: skip
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A suite that runs in the background has it ignored, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not any(file.stat().st_size for file in tmp_path.glob("*/steps.jsonl")) and time.monotonic() < deadline:
         time.sleep(0.2)
