@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from study.report.findings import QUESTIONS, Finding, findings
+from study.report.finding import Finding
+from study.report.findings import QUESTIONS, findings
 from study.report.frames import read_records
 from synthetic_records import REPOSITORY, write_run
 

@@ -14,7 +14,8 @@ from study.report.findings import findings
 from study.report.frames import Records, read_records, read_runs, write_parquet
 from study.report.plots import settings, table1
 from study.report.tables import TABLES, absent
-from study.report.virtual_tables import summaries
+from study.report.virtual_tables import AS_SHIPPED, changes, sent, summaries
+from study.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
 from synthetic_records import write_run
 
@@ -46,7 +47,7 @@ def row(
     wire = traffic * 2 * parameters
     name = "gpt-7.5b" if layers == LAYERS else f"gpt-7.5b-{layers}layers"
     figures = {
-        "run": f"{strategy}-{ranks}-{layers}-{setting}", "strategy": strategy, "world_size": ranks,
+        "run": f"{strategy}-{ranks}-{layers}-{setting}", "strategy": strategy, "zero_stage": stage, "world_size": ranks,
         "model_name_or_path": name, "model_parameters": parameters, "model_layers": layers, "preset_layers": LAYERS,
         "engine_precision": "bf16-engine", "precision": "bf16-engine", "virtual_world_size": ranks, "virtual_rank": 0,
         "engine_override": json.dumps([setting] if setting else []), "comm_calls_per_step": 10.0 * layers,
@@ -185,3 +186,25 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
     assert absent("setting_effects", other) == (
         "No virtual run here changed a setting of its strategy beside one as shipped."
     )
+
+
+def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:
+    """Its sentences round; a record that says something else must not pass."""
+    records = read_records(REPOSITORY / "reports" / "virtual_settings")
+    beside = {one["strategy"]: [] for one in summaries(records)}
+    for one in summaries(records):
+        if one["setting"] == AS_SHIPPED:
+            beside[one["strategy"]].append(sent(one) / papers_traffic(one["stage"], one["world_size"]))
+    assert beside["zero1"] == pytest.approx([1.5] * 6, abs=0.005)
+    assert beside["zero2"] == pytest.approx([1.5] * 6, abs=0.005)
+    assert max(beside["zero3"]) < 1
+    reduced = [sent(after) / papers_traffic(after["stage"], after["world_size"]) for _, after in changes(records)
+               if "use_multi_rank_bucket_allreduce=false" in after["setting"]]  # fmt: skip
+    assert len(reduced) == 12
+    assert max(reduced) < 1.075
+
+
+def test_offload_is_held_against_the_stage_that_it_offloads(blank: Records) -> None:
+    offloaded = row(blank, "zero3", 8).assign(strategy="zero3_cpu")
+    (line,) = TABLES["settings"](together(offloaded)).to_dict("records")
+    assert line["Paper, x weights"] == papers_traffic(3, 8)

@@ -21,7 +21,7 @@ from study.report import page, tables
 from study.report.execute import NotebookFailed, execute
 from study.report.finding import Finding
 from study.report.findings import findings
-from study.report.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
+from study.report.frames import RUNS_FILE, STEPS_FILE, Records, only_virtual, write_parquet
 from study.report.show import METADATA_KEY
 from study.strategies import REPOSITORY
 
@@ -77,8 +77,7 @@ def build(
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
-        only_virtual = not records.runs.empty and bool(records.runs["virtual"].all())
-        names, table = (VIRTUAL_NAMES, "virtual_runs") if only_virtual else (NAMES, "summary")
+        names, table = (VIRTUAL_NAMES, "virtual_runs") if only_virtual(records) else (NAMES, "summary")
         answers = Answers(_facts(records), findings(records), tables.TABLES[table](records), records.refused)
         # Each notebook reads its own.
         del records

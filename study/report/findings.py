@@ -13,7 +13,7 @@ from study.report.arms import Arm, arms
 from study.report.bearing import claims_touched
 from study.report.effects import headline, memory_sentences, offload_sentences, time_sentence, traffic_sentence
 from study.report.finding import Finding
-from study.report.frames import Records, real
+from study.report.frames import Records, only_virtual, real
 from study.report.losses import compare_losses, losses_in_short
 from study.report.statistics import noise_floor
 from study.report.virtual_findings import virtual_findings
@@ -28,7 +28,7 @@ QUESTIONS = (
 
 
 def findings(records: Records) -> list[Finding]:
-    if not records.runs.empty and real(records).runs.empty:
+    if only_virtual(records):
         return virtual_findings(records)
     answers = (_effects, _claims, _advice)
     return [answer(question, records) for question, answer in zip(QUESTIONS, answers, strict=True)]
@@ -134,4 +134,4 @@ def _runs(count: int) -> str:
     return f"{count} run{'s'[: count > 1]}"
 
 
-__all__ = ["QUESTIONS", "Finding", "findings"]
+__all__ = ["QUESTIONS", "findings"]

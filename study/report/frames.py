@@ -124,6 +124,11 @@ def virtual(records: Records) -> Records:
     return _chosen(records, records.runs["virtual"])
 
 
+def only_virtual(records: Records) -> bool:
+    """A suite is of virtual ranks or of real ones."""
+    return not records.runs.empty and bool(records.runs["virtual"].all())
+
+
 def _chosen(records: Records, mask: pd.Series) -> Records:
     runs = records.runs[mask].reset_index(drop=True)
     steps = records.steps

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from study.report.frames import Records, read_parquet, real
+from study.report.frames import Records, only_virtual, read_parquet
 from study.report.virtual_tables import GB, Summary, state_bytes, table1_rows
 from study.strategies import REPOSITORY, STRATEGY_NAMES
 
@@ -26,7 +26,7 @@ _HEADINGS = (
 
 
 def table(records: Records) -> str:
-    return arms_table(records.runs) if len(real(records).runs) else table1(records)
+    return table1(records) if only_virtual(records) else arms_table(records.runs)
 
 
 def table1(records: Records) -> str:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from study.report.finding import Finding
 from study.report.frames import Records
 from study.report.virtual_tables import (
+    AS_SHIPPED,
     GB,
+    STAGES,
     Summary,
     bucket_gradients,
     buffer_bytes,
@@ -34,7 +36,6 @@ QUESTIONS = (
     "Where does the engine depart from the paper, and which setting does it?",
     "What do these records not say?",
 )
-_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 # Below this a difference in traffic or memory is padding and bookkeeping.
 _NOTABLE = 0.01
 
@@ -90,12 +91,12 @@ def _kept_whole(rows: Sequence[Summary], name: str) -> str:
 
 def _state_of_others(found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:
     """Against 16 bytes per parameter, which is what the paper counts in its mixed precision."""
-    rows = [one for one in found if one["strategy"] in _STAGES and one["precision"] == "bf16-engine"]
+    rows = [one for one in found if one["strategy"] in STAGES and one["precision"] == "bf16-engine"]
     if not rows:
         return "No run here is of a ZeRO stage in the paper's mixed precision.", ()
     off = {}
     for row in rows:
-        paper = papers_state_bytes(row["model_parameters"], _STAGES[row["strategy"]], row["world_size"])
+        paper = papers_state_bytes(row["model_parameters"], row["stage"], row["world_size"])
         if not math.isnan(state_bytes(row)):
             off[f"{_name(row)}, {row['setting']}"] = state_bytes(row) / paper - 1
     worst = max(off, key=lambda name: abs(off[name]))
@@ -123,7 +124,7 @@ def _line_against_whole(records: Records) -> Iterator[str]:
 
 
 def _departs(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str, ...]]:
-    lines = [line for strategy in _STAGES for line in _traffic_of(strategy, found)]
+    lines = [line for strategy in STAGES for line in _traffic_of(strategy, found)]
     moved: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
     for before, after in changes(records):
         moved[after["strategy"], after["setting"]].append((before, after))
@@ -132,14 +133,14 @@ def _departs(records: Records, found: Sequence[Summary]) -> tuple[str, tuple[str
         f"{_name(one)}, {one['setting']}: sends {sent(one):.2f} x its weights (paper {_paper(one):.2f})"
         f" in {calls(one):,.0f} calls."
         for one in found
-        if one["strategy"] in _STAGES and not math.isnan(sent(one) + calls(one))
+        if one["strategy"] in STAGES and not math.isnan(sent(one) + calls(one))
     ]
     return "\n".join(lines) or "No run here is of a ZeRO stage.", tuple(details)
 
 
 def _traffic_of(strategy: str, found: Sequence[Summary]) -> Iterator[str]:
-    rows = [one for one in found if one["strategy"] == strategy and one["setting"] == "as shipped"]
-    ratios = [sent(one) / papers_traffic(_STAGES[strategy], one["world_size"]) for one in rows]
+    rows = [one for one in found if one["strategy"] == strategy and one["setting"] == AS_SHIPPED]
+    ratios = [sent(one) / _paper(one) for one in rows]
     known = [ratio for ratio in ratios if not math.isnan(ratio)]
     if known:
         yield f"`{strategy}` as shipped sends {_range(known)} times what the paper says ({_count(known, 'case')})."
@@ -201,7 +202,7 @@ def _name(one: Summary) -> str:
 
 
 def _paper(one: Summary) -> float:
-    return papers_traffic(_STAGES.get(one["strategy"], 0), one["world_size"])
+    return papers_traffic(one["stage"], one["world_size"])
 
 
 def _moves(pairs: Sequence[tuple[float, float]]) -> bool:

@@ -18,7 +18,7 @@ import pandas as pd
 from study.records import STATE_KINDS, STATE_PLACES
 from study.report.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
-from study.virtual_figures import COUNTS, PEAKS, SENT, extrapolate, total, total_state_bytes
+from study.virtual_figures import COUNTS, PEAKS, SENT, extrapolate, total_state_bytes
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -26,7 +26,8 @@ Summary = dict[str, Any]
 # What decides that two runs are one model at two depths, and nothing else.
 _SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
          "world_size", "virtual_rank", "device_memory_cap_gib", "engine_override")  # fmt: skip
-_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+# What the paper is about; offload and other engines stand beside them in the tables.
+STAGES = ("zero1", "zero2", "zero3")
 _SIZES = {"b": 1e9, "t": 1e12}
 # Collectives that carry less than this share of the weights are bookkeeping, such as a gradient norm's.
 BOOKKEEPING = 0.005
@@ -64,9 +65,8 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     if len(partial) < 3:
         return None
     first, second, third = partial
-    example = depths[first]
-    line = extrapolate([depths[layers] for layers in partial], (first, second, third), int(example["preset_layers"]))
-    return line | {key: example[key] for key in ("model", "setting", "alike")}
+    chosen = [depths[layers] for layers in partial]
+    return extrapolate(chosen, (first, second, third), int(chosen[0]["preset_layers"]))
 
 
 def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
@@ -76,7 +76,6 @@ def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
 def _summary(row: Mapping[Any, Any], model: str) -> Summary:
     """A row of the table of runs in the form that extrapolation takes."""
     known = {key: None if pd.isna(row[key]) else row[key] for key in (*PEAKS, *COUNTS)}
-    collectives = json.loads(row["collectives"])
     state = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
     return {
         **known,
@@ -85,6 +84,8 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         "strategy": row["strategy"],
+        # The paper's stage of the same sharding, 0 where nothing is sharded.
+        "stage": 3 if row["strategy"] == "fsdp2" else 0 if pd.isna(row["zero_stage"]) else int(row["zero_stage"]),
         "virtual": True,
         "world_size": int(row["world_size"]),
         "rank": 0 if pd.isna(row["virtual_rank"]) else int(row["virtual_rank"]),
@@ -96,8 +97,8 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         "state_bytes_per_rank": state,
         "state_bytes_total": total_state_bytes(state),
         "buffer_bytes": json.loads(row["buffers"]) if isinstance(row["buffers"], str) else {},
-        "collectives": collectives,
-        SENT: total(counts["wire_bytes_per_rank"] for counts in collectives.values()),
+        "collectives": json.loads(row["collectives"]),
+        SENT: _sent_bytes(row["collectives"]),
         "grads_by_moment": json.loads(row["grads_by_moment"]) if isinstance(row["grads_by_moment"], str) else {},
         "buckets": json.loads(row["buckets"]) if isinstance(row["buckets"], str) else {},
         "run_dir": row["run"],
@@ -118,10 +119,10 @@ def table1_rows(records: Records) -> list[Summary]:
     found = []
     for summary in summaries(records):
         size = re.fullmatch(r"gpt-([\d.]+)([bt])", summary["model"])
-        stage = _STAGES.get(summary["strategy"])
-        if size is not None and stage is not None and summary["setting"] == AS_SHIPPED:
+        if size is not None and summary["strategy"] in STAGES and summary["setting"] == AS_SHIPPED:
             named = float(size[1]) * _SIZES[size[2]]
-            found.append(summary | {"paper_bytes": papers_state_bytes(named, stage, summary["world_size"])})
+            paper = papers_state_bytes(named, summary["stage"], summary["world_size"])
+            found.append(summary | {"paper_bytes": paper})
     return found
 
 
@@ -137,7 +138,7 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Difference": f"{state_bytes(summary) / summary['paper_bytes'] - 1:+.2%}",
             "Parameters, B": summary["model_parameters"] / GB,
             "Bytes per parameter here": state_bytes(summary) / summary["model_parameters"],
-            "Bytes per parameter, paper": papers_state_bytes(1, _STAGES[summary["strategy"]], summary["world_size"]),
+            "Bytes per parameter, paper": papers_state_bytes(1, summary["stage"], summary["world_size"]),
             "Buffers beside the state, GB": buffer_bytes(summary) / GB,
             "Of it parameters kept whole, GB": kept_whole(summary) / GB,
             **made_by(summary),
@@ -160,7 +161,7 @@ def settings_table(records: Records) -> pd.DataFrame:
             "Gradients in the bucket, GB": bucket_gradients(summary) / GB,
             "Buffers, GB": buffer_bytes(summary) / GB,
             "Sent, x weights": sent(summary),
-            "Paper, x weights": papers_traffic(_STAGES.get(summary["strategy"], 0), summary["world_size"]),
+            "Paper, x weights": papers_traffic(summary["stage"], summary["world_size"]),
             "Payload, x weights": _payloads(summary),
             "Calls": calls(summary),
             **made_by(summary),
@@ -215,13 +216,20 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
                 "Rank": f"{row['virtual_rank']} of {row['world_size']}" if pd.notna(row["virtual_rank"]) else "",
                 "Setting": _setting(row["engine_override"]) if isinstance(row["engine_override"], str) else "",
                 "State, GB": None if state is None else state / GB,
-                "Sent per step, GB": row["comm_bytes_per_step"] / GB,
+                "Sent per step, GB": _sent_bytes(row["collectives"]) / GB,
                 "Host peak, GiB": row["host_peak_rss_gib"],
                 "Run, s": row["runtime_s"],
                 "Outcome": "ok" if ended else f"{row['status_state']}: {row['status_reason']}",
             }
         )
     return pd.DataFrame(rows)
+
+
+def _sent_bytes(collectives: Any) -> float:
+    """On the wire, as a row of the table of runs has them; NaN where no step was watched."""
+    if not isinstance(collectives, str):
+        return math.nan
+    return float(sum(counts["wire_bytes_per_rank"] for counts in json.loads(collectives).values()))
 
 
 def sent(summary: Summary) -> float:

@@ -26,6 +26,7 @@ from study.report.virtual_tables import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
+    STAGES,
     Summary,
     sent,
     shares,
@@ -37,7 +38,6 @@ from study.theory.paper import papers_traffic
 
 NO_TABLE1 = "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
 NO_SETTINGS = "No virtual run here changed a setting of its strategy, so there is none to compare."
-_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 _ROW_IN, _FRAME_IN = 0.34, 0.75
 
 
@@ -98,7 +98,7 @@ def settings(records: Records) -> list[Drawing] | str:
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
     for one in found:
         # Half a bar would be a figure of something else: where one collective has no line there is none.
-        if one["strategy"] in _STAGES and not math.isnan(sent(one)):
+        if one["strategy"] in STAGES and not math.isnan(sent(one)):
             grouped[one["model"], one["world_size"]].append(one)
     compared = {key: rows for key, rows in grouped.items() if {row["setting"] for row in rows} != {AS_SHIPPED}}
     return [
@@ -122,7 +122,7 @@ def _bars(name: str, what: str, world: int, rows: list[Summary]) -> Drawing:
         lengths = _wire(row)
         kinds |= dict.fromkeys(lengths)
         _bar(axes, place, lengths)
-        paper = papers_traffic(_STAGES[row["strategy"]], world)
+        paper = papers_traffic(row["stage"], world)
         axes.plot([paper, paper], [place - 0.42, place + 0.42], color="black", linewidth=1.6, zorder=5)
         total = sum(lengths.values())
         axes.annotate(number(total), (max(total, paper), place), xytext=(5, 0), textcoords="offset points", va="center",
