@@ -109,11 +109,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     on_gpu = torch.cuda.is_available()
     if config.precision == "fp16" and not on_gpu:
         raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
-    if config.precision == "bf16-engine" and strategy.deepspeed is None:
-        raise UserError(
-            f"--precision bf16-engine is DeepSpeed's own bf16, and {strategy.name} runs without DeepSpeed",
-            "use --precision bf16, or a zero* strategy",
-        )
+    strategy.check_engine_flags(config)
     if (
         config.precision in ("bf16", "bf16-engine")
         and on_gpu
@@ -122,11 +118,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
     if config.device_memory_cap_gib is not None and not on_gpu:
         raise Unsupported("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
-    if config.engine_override:
-        if strategy.deepspeed is None:
-            raise UserError(
-                f"--engine_override sets DeepSpeed keys, and {strategy.name} runs without DeepSpeed", "leave it out"
-            )
+    if strategy.deepspeed is not None:
         override(strategy.deepspeed, config.engine_override)
     if config.device_memory_cap_gib is not None:
         _check_cap(config.device_memory_cap_gib, launch.local_rank)

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from study.config import RunConfig
 from study.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -89,6 +90,21 @@ class Strategy:
     @property
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
+
+    def check_engine_flags(self, config: RunConfig) -> None:
+        """Refuse what only DeepSpeed could do, where there is none of it."""
+        if self.deepspeed is not None:
+            return
+        if config.precision == "bf16-engine":
+            raise UserError(
+                f"--precision bf16-engine is DeepSpeed's own bf16, and {self.name} runs without it",
+                "use --precision bf16, or a zero* strategy",
+            )
+        if config.engine_override:
+            raise UserError(
+                f"--engine_override sets DeepSpeed keys, and {self.name} runs without it",
+                "leave it out, or use a zero* strategy",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         asked = RunConfig.from_dict({key: value for key, value in values.items() if key not in CELL_KEYS}, place)
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         config.batch_plan(config.virtual_world_size or world_size)
-        _check_engine(strategy, config)
+        read_strategy(strategy).check_engine_flags(config)
         _check_trainer(strategy, values.get("trainer", "study"))
         cell = Cell(
             strategy=strategy,
@@ -221,12 +221,6 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
     except UserError as refusal:
         raise UserError(f"{place}: {strategy} on {world_size} ranks: {refusal.problem}", refusal.mend) from None
     return cell
-
-
-def _check_engine(strategy: str, config: RunConfig) -> None:
-    if (config.precision == "bf16-engine" or config.engine_override) and read_strategy(strategy).deepspeed is None:
-        asked = "precision: bf16-engine" if config.precision == "bf16-engine" else "engine_override"
-        raise UserError(f"{asked} is for DeepSpeed, and {strategy} runs without it", "exclude the combination")
 
 
 def _check_trainer(strategy: str, trainer: Trainer) -> None:

@@ -51,7 +51,7 @@ class Request:
         )
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
-        _check_engine(strategy, config)
+        read_strategy(strategy).check_engine_flags(config)
         config.batch_plan(self.world_size)
         asked = dataclasses.replace(asked, scale=config.scale)
         return Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
@@ -116,18 +116,6 @@ def _check_job(world_size: int, rank: int) -> None:
         )
     if not 0 <= rank < world_size:
         raise UserError(f"--rank {rank} is none of {world_size} ranks", f"use 0 to {world_size - 1}")
-
-
-def _check_engine(strategy: str, config: RunConfig) -> None:
-    if read_strategy(strategy).deepspeed:
-        return
-    if config.precision == "bf16-engine":
-        raise UserError(f"--precision bf16-engine is DeepSpeed's, and {strategy} runs without it", "use bf16")
-    if config.engine_override:
-        raise UserError(
-            f"--engine_override sets DeepSpeed keys, and {strategy} runs without it",
-            "leave it out, or name the zero* strategies only",
-        )
 
 
 def task_of(model: str | None) -> str:
