@@ -73,6 +73,7 @@ class RunConfig:
     device_memory_cap_gib: float | None = _flag(
         "let this process use no more GPU memory, to stand in for a smaller GPU"
     )
+    profile_steps: int = _flag("record where the time of so many last steps goes, with torch's profiler", 0)
     engine_override: tuple[str, ...] = _flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
     output_dir: str | None = _flag("the run directory; by default runs/<run id>")
     overwrite_output_dir: bool = _flag("replace what an earlier run left in the run directory", False)
@@ -116,6 +117,8 @@ class RunConfig:
         not_identity = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
         # A real run is the run it was before there were virtual ones.
         not_identity |= {key for key in ("virtual_world_size", "virtual_rank") if getattr(self, key) is None}
+        # Likewise one that is not profiled.
+        not_identity |= set() if self.profile_steps else {"profile_steps"}
         identity = {key: value for key, value in self.to_dict().items() if key not in not_identity}
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         model = self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
@@ -254,6 +257,7 @@ def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
         ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
         ("resume_from_checkpoint", None, "goes on from nothing"), ("eval_steps", 0, "has no losses to judge"),
+        ("profile_steps", 0, "waits for nobody, so its step is not the job's"),
     ):  # fmt: skip
         if getattr(config, name) not in (None, without):
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
@@ -270,7 +274,7 @@ def _check(config: RunConfig) -> None:
     at_least = {
         "seq_length": 2, "train_samples": 0, "eval_samples": 0, "global_batch_size": 1, "num_train_epochs": 1,
         "max_steps": 0, "learning_rate": 0, "weight_decay": 0, "max_grad_norm": 0, "eval_steps": 0,
-        "logging_steps": 1, "checkpointing_steps": 0, "seed": 0,
+        "logging_steps": 1, "checkpointing_steps": 0, "profile_steps": 0, "seed": 0,
     }  # fmt: skip
     given = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
     for name, value in given.items():

@@ -142,6 +142,24 @@ ENVIRONMENT_EXTRAS = {
     "git_commit": TEXT.or_null(), "devices": Kind("a list", lambda value: isinstance(value, list)),
 }  # fmt: skip
 TRAFFIC = {"step": POSITIVE_COUNT.or_null(), "world_size": POSITIVE_COUNT, "collectives": OBJECT}
+# Where the time of a profiled step goes, and profile.json, which a run without --profile_steps has none of.
+PROFILE_CATEGORIES = ("matmul", "attention", "elementwise", "optimizer", "copies", "collectives", "other")
+PROFILE = {
+    "device": _one_of("cuda", "cpu"),
+    "steps": Kind(
+        "a list of consecutive steps",
+        lambda value: isinstance(value, list) and value != [] and all(map(POSITIVE_COUNT.holds, value))
+        and value == list(range(value[0], value[0] + len(value))),
+    ),
+    "wall_s_per_step": Kind("a number above 0", lambda value: AMOUNT.holds(value) and value > 0),
+    **dict.fromkeys(("busy_s_per_step", "idle_s_per_step", "summed_s_per_step", "calls_per_step"), AMOUNT),
+    "categories_s_per_step": OBJECT, "top": Kind("a list", lambda value: isinstance(value, list)),
+}  # fmt: skip
+PROFILE_TOP = {
+    "name": Kind("at most 200 printable letters", lambda value: TEXT.holds(value) and len(value) <= 200
+                 and value.isprintable()),
+    "category": _one_of(*PROFILE_CATEGORIES), "calls_per_step": AMOUNT, "s_per_step": AMOUNT,
+}  # fmt: skip
 COLLECTIVE = {"calls": COUNT, "payload_bytes": COUNT, "wire_bytes_per_rank": AMOUNT}
 
 
@@ -217,6 +235,26 @@ def check_traffic(file: Path, traffic: Mapping[str, Any]) -> None:
         check(file, figures, COLLECTIVE, f"collectives.{name}.")
 
 
+def check_profile(file: Path, profile: Mapping[str, Any]) -> None:
+    check(file, profile, PROFILE)
+    categories, summed = profile["categories_s_per_step"], profile["summed_s_per_step"]
+    check(file, categories, dict.fromkeys(PROFILE_CATEGORIES, AMOUNT), "categories_s_per_step.")
+    for number, row in enumerate(profile["top"]):
+        check(file, {"row": row}, {"row": OBJECT}, f"top.{number}: ")
+        check(file, row, PROFILE_TOP, f"top.{number}.")
+    wall, busy, idle = (profile[f"{what}_s_per_step"] for what in ("wall", "busy", "idle"))
+    for key, value, other, what in (
+        ("summed_s_per_step", summed, sum(categories.values()), "its categories"),
+        ("wall_s_per_step", wall, busy + idle, "busy and idle"),
+    ):
+        if not math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-9):
+            raise RecordError(file, f"{key} is {value}, and {what} add up to {other}")
+    # What is listed is a part of what is summed, and that covers all the time in which something ran.
+    for key, part in (("busy_s_per_step", busy), ("top", sum(row["s_per_step"] for row in profile["top"]))):
+        if part > summed * (1 + 1e-6) + 1e-9:
+            raise RecordError(file, f"{key} says {part} s, of {summed} s in all")
+
+
 def check_amounts(file: Path, tree: Any, path: str = "", depth: int = 0) -> None:
     """For documents whose every leaf is a figure."""
     if depth > _DEEPEST:
@@ -256,6 +294,8 @@ class FinishedRun(Protocol):
     @property
     def path(self) -> Path: ...
     @property
+    def config(self) -> dict[str, Any]: ...
+    @property
     def engine(self) -> dict[str, Any]: ...
     @property
     def summary(self) -> dict[str, Any]: ...
@@ -263,6 +303,8 @@ class FinishedRun(Protocol):
     def memory(self) -> dict[str, Any]: ...
     @property
     def traffic(self) -> dict[str, Any]: ...
+    @property
+    def profile(self) -> dict[str, Any]: ...
     @property
     def steps(self) -> list[dict[str, Any]]: ...
     @property
@@ -298,6 +340,18 @@ def check_agreement(run: FinishedRun) -> None:
     for row in run.steps:
         if row["loss"] is None and not run.engine["virtual"]:
             raise RecordError(run.path / "steps.jsonl", f"step {row['step']} of a run that ended ok has no loss")
+    _check_profiled_steps(run)
+
+
+def _check_profiled_steps(run: FinishedRun) -> None:
+    """The last steps of a run, and as many as were asked for; older records know neither the flag nor the file."""
+    asked = run.config.get("profile_steps") or 0
+    check(run.path / "config.json", {"profile_steps": asked}, {"profile_steps": COUNT})
+    last, told = run.steps[-asked:] if asked else [], run.profile.get("steps", [])
+    if told != [row["step"] for row in last]:
+        raise RecordError(
+            run.path / "profile.json", f"tells of steps {told}, and the last {asked} were asked for"[:300]
+        )
 
 
 def _said_by_ranks(ranks: list[dict[str, Any]]) -> Iterator[tuple[str, str, float | None]]:

@@ -32,6 +32,7 @@ from study.record_schema import (
     check_environment,
     check_evaluations,
     check_memory,
+    check_profile,
     check_step_numbers,
     check_steps,
     check_summary,
@@ -45,10 +46,12 @@ __all__ = [
 ]  # fmt: skip
 _CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
     "environment": check_environment, "engine": check_engine, "summary": check_summary, "memory": check_memory,
-    "traffic": check_traffic,
+    "traffic": check_traffic, "profile": check_profile,
 }  # fmt: skip
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
+# Of a run that was asked for it.
+_OPTIONAL_DOCUMENTS = ("profile",)
 
 
 def utc_now() -> str:
@@ -129,7 +132,7 @@ class RunWriter:
         writer = cls(path, attempt, utc_now())
         # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
         writer._write_status("interrupted", "the run has not ended, or was killed", "run it again", None)
-        for name in ("engine.json", "memory.json", "traffic.json", "summary.json"):
+        for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)
         for leftover in path.glob(".*.json*.*"):
             leftover.unlink(missing_ok=True)
@@ -177,7 +180,8 @@ def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
 
 def digests(path: Path) -> dict[str, str]:
     """SHA-256 of every file of a record that is there, but of status.json, which may hold them."""
-    files = (path / name for name in (*(f"{document}.json" for document in _DOCUMENTS), *ROW_FILES))
+    documents = (f"{document}.json" for document in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS))
+    files = (path / name for name in (*documents, *ROW_FILES))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
@@ -232,6 +236,8 @@ class Run:
     summary: dict[str, Any]
     memory: dict[str, Any]
     traffic: dict[str, Any]
+    # Empty where no step was profiled.
+    profile: dict[str, Any]
     steps: list[dict[str, Any]]
     evals: list[dict[str, Any]]
 
@@ -257,14 +263,15 @@ def read_run(path: Path) -> Run:
     """Read one run directory; raises RecordError with the file and the reason."""
     status = read_status(path)
     complete = status["state"] == "ok"
+    required = _DOCUMENTS if complete else ()
     documents = {
-        name: read_json(path / f"{name}.json") if complete or (path / f"{name}.json").exists() else {}
-        for name in _DOCUMENTS
+        name: read_json(path / f"{name}.json") if name in required or (path / f"{name}.json").exists() else {}
+        for name in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS)
     }
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
     for name, check_document in _CHECKS.items():
-        if complete or documents[name]:
+        if name in required or documents[name]:
             check_document(path / f"{name}.json", documents[name])
     if complete:
         check_agreement(run)

@@ -62,6 +62,11 @@ class Session:
         """Steps done before this run began."""
         return self.checkpoint[1]["step"] if self.checkpoint else 0
 
+    @property
+    def profiled_steps(self) -> range:
+        """The last ones, so that none of the run's own is slowed down by what was recorded before it."""
+        return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
+
     def evaluates_after(self, step: int) -> bool:
         if self.launch.virtual:
             return False
@@ -94,6 +99,7 @@ class Session:
         log: StepLog,
         evaluation: dict[str, float | None],
         loop_started: float,
+        profile: dict[str, Any] | None = None,
     ) -> None:
         """The documents of a run that ended well."""
         from study.summary import memory_document, summarize
@@ -104,6 +110,8 @@ class Session:
         watched = traffic or {"step": None, "world_size": self.launch.world_size, "collectives": {}}
         self.record.write("memory.json", memory_document(ranks))
         self.record.write("traffic.json", watched)
+        if profile is not None:
+            self.record.write("profile.json", profile)
         world_size = accelerator.num_processes
         self.record.write("summary.json", summarize(world_size, self.config, ranks, traffic, log, evaluation, timing))
         self.record.close("ok")
@@ -171,6 +179,7 @@ def _check(
     from study.capacity import check_can_be_held
     from study.checkpoint import check_steps_are_left, find_checkpoint
     from study.libraries import import_libraries
+    from study.measure.profiling import check_profiled_steps
     from study.operators import build_operators
     from study.tasks import load_data
     from study.tasks.models import materialize_initial_weights, model_config
@@ -205,7 +214,9 @@ def _check(
         # Before the Accelerator exists: under an active stage-3 configuration transformers would shard these too.
         initial = materialize_initial_weights(config, preflight.cache_directory())
     check_steps_are_left(config, checkpoint, len(data.train))
-    return Session(trainer, config, launch, plan, data, initial, checkpoint, output_dir, console, started), notice
+    session = Session(trainer, config, launch, plan, data, initial, checkpoint, output_dir, console, started)
+    check_profiled_steps(config, session.total_steps - session.first_step)
+    return session, notice
 
 
 def _record(session: Session, notice: str | None, train: Callable[[Session], None]) -> int:

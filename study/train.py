@@ -41,7 +41,10 @@ def train(session: Session) -> None:
     set_seed(config.seed)
 
     # One step after the warm-up is watched: what it sends and holds is counted, and its time is not.
-    meters = Meters(accelerator.device, watched_step=min(first_step + WARMUP_STEPS + 1, total_steps))
+    meters = Meters(
+        accelerator.device, watched_step=min(first_step + WARMUP_STEPS + 1, total_steps),
+        profiled_steps=session.profiled_steps, records_profile=launch.is_main,
+    )  # fmt: skip
     model = load_initial_model(config, session.initial)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,7 +92,7 @@ def train(session: Session) -> None:
 
     audit_end(accelerator, model, config, launch.strategy, nvme)
     ranks = gather_measurements(accelerator, meters, launch.virtual)
-    session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started)
+    session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started, meters.profile)
     accelerator.wait_for_everyone()
     engine.tear_down(accelerator, model)
 

@@ -37,7 +37,7 @@ OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "device_memory_cap_gib": (3.0, True), "engine_override": (("a=1",), True), "checkpointing_steps": (3, True),
     "nvme_path": ("elsewhere", False), "output_dir": ("elsewhere", False), "overwrite_output_dir": (True, False),
     "resume_from_checkpoint": ("latest", False), "report_to": ("tensorboard", False),
-    "virtual_world_size": (8, True), "virtual_rank": (3, True),
+    "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True),
 }  # fmt: skip
 
 

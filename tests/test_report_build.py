@@ -14,6 +14,7 @@ import pytest
 
 from study import cli
 from study.errors import UserError
+from study.report import command
 from study.report.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
 from study.report.execute import NotebookFailed, execute
 from study.report.frames import Records, read_parquet, write_parquet
@@ -175,17 +176,14 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monk
 
 def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):
     """By a bare name in runs/ or reports/, or by the name a suite's file gives; run directories come first."""
-    asked = []
-    monkeypatch.setattr("study.report.command.run", lambda *arguments: asked.append(arguments) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reports" / "gone").mkdir(parents=True)
     suite = tmp_path / "file.yaml"
     suite.write_text(
         (REPOSITORY / "study" / "suites" / "laptop.yaml").read_text().replace("name: laptop", "name: mine")
     )
-    for name in ("gone", "laptop", str(suite)):
-        cli.main(["report", name])
-    assert [name for name, *_ in asked] == ["gone", "laptop", "mine"]
+    names = [command.name_and_plan(name, Path("runs"))[0] for name in ("gone", "laptop", str(suite))]
+    assert names == ["gone", "laptop", "mine"]
 
 
 def test_refused_records_alone_still_give_a_report_that_lists_them(notebooks, tmp_path):

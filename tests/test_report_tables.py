@@ -37,7 +37,8 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
 
 
 def test_there_is_every_table(records: Records) -> None:
-    assert tuple(TABLES) == (*ALL, "virtual_runs", "table1", "settings", "setting_effects")
+    others = ("step_profile", "profile", "fits", "probes", "virtual_runs", "table1", "settings", "setting_effects")
+    assert tuple(TABLES) == (*ALL, *others)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -13,8 +13,10 @@ from study import cli
 from study.capacity import available_host_bytes
 from study.config import parse_command_line, resolved
 from study.errors import UserError
+from study.measure.profiling import check_profiled_steps
 from study.strategies import STRATEGY_NAMES
 from study.sweep.box import Box, _visible, check_requirements, gpu_processes, this_box
+from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.process import launch_command
@@ -25,7 +27,7 @@ from sweeps import ROOT, TINY, write_suite
 
 CPU_BOX = Box((), 16.0)
 README = (ROOT / "README.md").read_text()
-SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml"))
+SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml") if not read_suite(file).slices)
 
 
 def box_with(gpus: int) -> Box:
@@ -267,7 +269,9 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
         assert config.scale == "laptop"
         assert config.model_name_or_path.startswith(("bert-tiny", "gpt-tiny"))
         assert (config.data, config.weights, config.device_memory_cap_gib) == ("builtin", "random", None)
-        assert 0 < config.max_steps <= 6
+        # A profile wants more steps, and is refused with fewer.
+        assert 0 < config.max_steps <= (12 if config.profile_steps else 6)
+        check_profiled_steps(config, config.max_steps)
     # What is launched is the same: every strategy by every trainer, and a search where there is one.
     assert {kind_of(cell) for cell in cells} == {kind_of(cell) for cell in full}
 
@@ -288,15 +292,6 @@ def test_the_readme_says_what_each_rented_suite_takes_as_it_estimates_it():
     rows = dict(re.findall(r"^\| `(h200_\w+)` \|.*\| (\d+) min \|$", README, re.MULTILINE))
     assert sorted(rows) == [name for name in SHIPPED if name.startswith("h200")]
     assert {name: int(minutes) for name, minutes in rows.items()} == {name: estimated_minutes(name) for name in rows}
-
-
-def test_the_readme_s_slices_fit_ten_minutes_and_take_what_it_says():
-    slices = re.findall(r"^(h200_\w+)((?: --only \S+)*) +# (\d+) min$", README, re.MULTILINE)
-    assert len(slices) > 10
-    for name, flags, minutes in slices:
-        assert (name, flags, int(minutes)) == (name, flags, estimated_minutes(name, flags.split()[1::2]))
-        # What is left of ten minutes after the way there and back.
-        assert int(minutes) <= 8
 
 
 def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
@@ -367,7 +362,7 @@ def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
 
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])
 def test_a_time_budget_is_read_as_people_write_it(text, seconds):
-    assert cli._duration(text) == seconds
+    assert duration(text) == seconds
 
 
 def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_come_by(tmp_path, monkeypatch, capfd):
@@ -390,4 +385,4 @@ def test_the_weights_of_a_suite_are_drawn_once_for_each_model_and_seed_it_may_co
 def test_a_suite_of_virtual_ranks_starts_from_no_weights(tmp_path, capsys):
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
-    assert "starts from no weights" in capsys.readouterr().out
+    assert "no cell that tiny would run now starts from weights" in capsys.readouterr().out

@@ -14,6 +14,8 @@ import yaml
 
 from study import cli
 from study.records import RunWriter, State, read_json, read_run, read_status
+from study.report.fits import fits
+from study.report.frames import read_runs
 from study.sweep.box import Box, this_box
 from study.sweep.execute import run_cells, standings_of
 from study.sweep.plan import plan_cells
@@ -207,6 +209,8 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]
     assert orders[1] < orders[3] < orders[2], "64 is tried before 4: doubling comes first"
     assert "largest_micro_batch" in result.stdout
+    (fit,) = fits(read_runs(runs / "tiny"))
+    assert (fit.answer, fit.value(fit.too_large), len(fit.rungs)) == ("4", "64", 4)
 
     again = run(suite, runs)
     assert (again.returncode, again.stderr) == (0, "")

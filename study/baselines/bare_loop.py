@@ -27,6 +27,11 @@ _UNREAD_STATE = {"state_bytes": {kind: dict.fromkeys(STATE_PLACES) for kind in S
 
 def refuse(config: RunConfig, launch: Launch) -> None:
     refuse_what_only_the_study_does("bare_loop", config)
+    if config.profile_steps:
+        raise UserError(
+            f"bare_loop measures nothing inside, and profiles no {config.profile_steps} steps",
+            "leave --profile_steps out, or use study/train.py or study/baselines/hf_trainer.py",
+        )
     if launch.strategy.name not in ("single", "ddp"):
         raise UserError(
             f"bare_loop runs single and ddp, and was launched with {launch.strategy.name}",

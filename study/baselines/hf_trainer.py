@@ -99,7 +99,10 @@ def train(session: Session) -> None:
     arguments.distributed_state.wait_for_everyone()
     session.console.log_to(session.output_dir / "log.txt")
     set_seed(config.seed)
-    meters = Meters(arguments.device, watched_step=min(WARMUP_STEPS + 1, session.total_steps))
+    meters = Meters(
+        arguments.device, watched_step=min(WARMUP_STEPS + 1, session.total_steps),
+        profiled_steps=session.profiled_steps, records_profile=launch.is_main,
+    )  # fmt: skip
     model = load_initial_model(config, session.initial)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -101,8 +101,9 @@ class RecordedTrainer(Trainer):
         audit_end(self.accelerator, self.model_wrapped, session.config, session.launch.strategy, self.nvme)
         ranks = gather_measurements(self.accelerator, self.meters)
         self.session.finish(
-            self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started
-        )
+            self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started,
+            self.meters.profile,
+        )  # fmt: skip
 
 
 class StepRecorder(TrainerCallback):

@@ -1,6 +1,6 @@
 """What a run measures about itself, in one object that keeps the training loop readable:
 
-meters = Meters(device, watched_step=4)
+meters = Meters(device, watched_step=4, profiled_steps=range(28, 31), records_profile=is_main)
 model, optimizer = accelerator.prepare(...)
 meters.start(model, optimizer)
 for step in ...:
@@ -23,6 +23,7 @@ import torch
 from study.measure.clock import WARMUP_STEPS, HostCost, StepClock, step_time_statistics
 from study.measure.energy import EnergyMeter
 from study.measure.memory import MemoryMeter, Phase
+from study.measure.profiling import PROFILER_WARMUP_STEPS, StepProfiler
 from study.measure.state import StateWatch
 from study.measure.traffic import TrafficWatch
 
@@ -30,14 +31,28 @@ __all__ = ["WARMUP_STEPS", "Meters"]
 
 
 class Meters:
-    """Clock, memory, energy, and the watches of one step, in this rank. Create it before the model."""
+    """Clock, memory, energy, and the watches of one step, in this rank. Create it before the model.
 
-    def __init__(self, device: torch.device, watched_step: int | None, warmup_steps: int = WARMUP_STEPS) -> None:
+    The profiled steps are the run's last. All ranks leave them out of their times, and one of them records.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        watched_step: int | None,
+        warmup_steps: int = WARMUP_STEPS,
+        profiled_steps: range = range(0),
+        records_profile: bool = False,
+    ) -> None:
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
-        self.clock = StepClock(device, warmup_steps, self.cost, on_window=self._window)
+        self.clock = StepClock(
+            device, warmup_steps, self.cost, on_window=self._window, on_uncounted=self._uncounted_segment
+        )
         self.watched_step = watched_step
+        self.profiled_steps = profiled_steps
+        self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None
         self.traffic: dict[str, Any] | None = None
         self.state: dict[str, Any] | None = None
         self._started: tuple[Any, Any] | None = None
@@ -52,7 +67,9 @@ class Meters:
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
         """One whole optimizer step, all its micro-batches included."""
-        if step == self.watched_step:
+        if self.profiled_steps:
+            self._before_profiled(step)
+        if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
             with TrafficWatch(step) as traffic, StateWatch(*self._started) as state:
@@ -69,6 +86,20 @@ class Meters:
             self._first_step = False
             with self.paused():
                 self.memory.enter_phase("steady")
+        if self.profiler is not None and step == self.profiled_steps[-1]:
+            with self.paused():
+                self.profiler.stop()
+
+    def _before_profiled(self, step: int) -> None:
+        first = self.profiled_steps[0]
+        if step == first - PROFILER_WARMUP_STEPS:
+            self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
+            if self.profiler is not None:
+                with self.paused():
+                    self.profiler.warm_up()
+        elif step == first and self.profiler is not None:
+            with self.paused():
+                self.profiler.start()
 
     @contextlib.contextmanager
     def interruption(self, phase: Phase) -> Iterator[None]:
@@ -95,6 +126,11 @@ class Meters:
         """After the last step, before anything is torn down."""
         self.clock.pause()
 
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """profile.json, of the rank that recorded one."""
+        return self.profiler.document if self.profiler is not None else None
+
     def summary(self) -> dict[str, float | None]:
         """This rank's summary.json figures of time and energy; flush() first."""
         return {
@@ -110,3 +146,7 @@ class Meters:
             self.energy.resume()
         else:
             self.energy.pause()
+
+    def _uncounted_segment(self, opened: bool) -> None:
+        if self.profiler is not None:
+            (self.profiler.begin if opened else self.profiler.end)()

@@ -1,7 +1,7 @@
 """Time per optimizer step, without making the device wait for the host at every step.
 
 On CUDA an event is recorded where a step ends and read back in batches; elsewhere the host's clock does.
-Steps that warm up, and a step that is watched, keep their time in their own row and enter no statistic.
+Steps that warm up, or are watched or profiled, keep their time in their own row and enter no statistic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepClock:
     """Times every step, and the window of counted steps as a whole.
 
     The run is cut into segments with the device synchronized at both ends. Only counted segments add up
-    to the window; an uncounted one (warm-up, a watched step) ends with a step.
+    to the window; uncounted steps (warm-up, a watched one, profiled ones) are in segments of their own.
     """
 
     def __init__(
@@ -51,15 +51,16 @@ class StepClock:
         warmup_steps: int = WARMUP_STEPS,
         cost: HostCost | None = None,
         on_window: Callable[[bool], None] = lambda open: None,
+        on_uncounted: Callable[[bool], None] = lambda open: None,
     ) -> None:
         self.device = device
-        self.warmup_steps = warmup_steps
         self.cost = cost or HostCost()
         self.window_s = 0.0
         self.window_steps = 0
         self.counted_step_times: list[float] = []
         self._on_window = on_window
-        self._steps_done = 0
+        self._on_uncounted = on_uncounted
+        self._uncounted_left = warmup_steps
         self._marks: list[tuple[int, bool, Any, Any]] = []
         self._last_mark: Any = None
         self._segment_counted: bool | None = None
@@ -73,7 +74,7 @@ class StepClock:
     def start_window(self) -> None:
         """Call right before the first step. The window itself opens once the warm-up steps are done."""
         assert self._segment_counted is None, "the clock runs already"
-        self._open(counted=self._steps_done >= self.warmup_steps)
+        self._open(counted=self._uncounted_left == 0)
 
     def step_done(self, step: int) -> None:
         assert self._segment_counted is not None, "start_window() or resume() comes before a step"
@@ -81,11 +82,12 @@ class StepClock:
             mark = self._mark()
             self._marks.append((step, self._segment_counted, self._last_mark, mark))
             self._last_mark = mark
-            self._steps_done += 1
             self._segment_steps += 1
-        if not self._segment_counted and self._steps_done >= self.warmup_steps:
-            self.pause()
-            self.resume()
+        if not self._segment_counted:
+            self._uncounted_left -= 1
+            if self._uncounted_left == 0:
+                self.pause()
+                self.resume()
 
     def pause(self) -> None:
         """Stop before anything that is no training step: evaluation, a checkpoint, the end."""
@@ -95,14 +97,17 @@ class StepClock:
             self.window_s += time.perf_counter() - self._segment_started
             self.window_steps += self._segment_steps
             self._on_window(False)
+        else:
+            self._on_uncounted(False)
         self._segment_counted = None
 
     def resume(self) -> None:
         self.start_window()
 
-    def exclude_next_step(self) -> None:
-        """The next step keeps its time in its row and enters neither the window nor the statistics."""
+    def exclude_next_step(self, count: int = 1) -> None:
+        """The next step, or so many, keep their time in their row and enter neither the window nor the statistics."""
         self.pause()
+        self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)
 
     def flush(self) -> list[tuple[int, float]]:
@@ -123,6 +128,8 @@ class StepClock:
         self._segment_counted, self._segment_steps = counted, 0
         if counted:
             self._on_window(True)
+        else:
+            self._on_uncounted(True)
         self._segment_started = time.perf_counter()
         self._last_mark = self._mark()
 

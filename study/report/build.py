@@ -21,7 +21,8 @@ from study.report import page, tables
 from study.report.execute import NotebookFailed, execute
 from study.report.finding import Finding
 from study.report.findings import findings
-from study.report.frames import RUNS_FILE, STEPS_FILE, Records, only_virtual, write_parquet
+from study.report.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
+from study.report.remaining import remaining_table
 from study.report.show import METADATA_KEY
 from study.strategies import REPOSITORY
 
@@ -29,13 +30,16 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 NAMES = ("loss_curves", "peak_memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
 # Of a suite of virtual ranks, which has no losses and no times.
 VIRTUAL_NAMES = ("virtual_cluster",)
+# Of the probes of searches, which ask what fits and nothing else.
+FITS_NAMES = ("what_fits",)
 FIGURES = "figures"
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
 # With what Jupyter and a file browser leave in any folder they have shown.
+_ALL_NAMES = (*NAMES, *FITS_NAMES, *VIRTUAL_NAMES)
 _OWN = {".DS_Store", ".ipynb_checkpoints", "index.html", "summary.md", FIGURES, RUNS_FILE, STEPS_FILE,
-        *(f"{name}.{kind}" for name in (*NAMES, *VIRTUAL_NAMES) for kind in ("ipynb", "html"))}  # fmt: skip
+        *(f"{name}.{kind}" for name in _ALL_NAMES for kind in ("ipynb", "html"))}  # fmt: skip
 # Code is one click away; figures side by side where there is room.
 _BODY = """
 {%- extends 'basic/index.html.j2' -%}
@@ -57,7 +61,8 @@ class Answers(NamedTuple):
 
     facts: list[str]
     findings: list[Finding]
-    summary: pd.DataFrame
+    # By what stands above them.
+    tables: dict[str, pd.DataFrame]
     refused: tuple[str, ...]
 
 
@@ -66,7 +71,7 @@ def build(
     say: Callable[[str], None] = lambda _line: None,
 ) -> Built:  # fmt: skip
     """Builds the report beside `output` and puts it there whole; `failures` are the notebooks that broke, and where."""
-    if records.runs.empty and not records.refused:
+    if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     _check_replaceable(output)
     try:
@@ -77,8 +82,8 @@ def build(
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
-        names, table = (VIRTUAL_NAMES, "virtual_runs") if only_virtual(records) else (NAMES, "summary")
-        answers = Answers(_facts(records), findings(records), tables.TABLES[table](records), records.refused)
+        names = _names(records)
+        answers = Answers(_facts(records), findings(records), _tables(names, records), records.refused)
         # Each notebook reads its own.
         del records
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
@@ -87,6 +92,30 @@ def build(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Built(output / "index.html", failures, len(answers.refused))
+
+
+def _names(records: Records) -> tuple[str, ...]:
+    """The notebooks that these records give something to show. Of a study that has not begun there is none."""
+    if records.runs.empty and records.remaining:
+        return ()
+    of_probes = FITS_NAMES if len(probes(records).runs) else ()
+    of_virtual = VIRTUAL_NAMES if len(virtual(records).runs) else ()
+    others = (*of_probes, *of_virtual)
+    return (*NAMES, *others) if len(real(records).runs) or not others else others
+
+
+def _tables(names: Sequence[str], records: Records) -> dict[str, pd.DataFrame]:
+    found = {}
+    if records.remaining:
+        found["What is measured, and what remains"] = remaining_table(records.remaining)
+    for some, title, table in (
+        (NAMES, "Every run, in one table", "summary"),
+        (FITS_NAMES, "Every search, in one table", "fits"),
+        (VIRTUAL_NAMES, "Every virtual rank, in one table", "virtual_runs"),
+    ):
+        if set(some) <= set(names):
+            found[title] = tables.TABLES[table](records)
+    return found
 
 
 def _check_replaceable(output: Path) -> None:
@@ -135,7 +164,8 @@ def _write_pages(names: Sequence[str], answers: Answers, suite: str, folder: Pat
         )  # fmt: skip
         (folder / f"{section.name}.html").write_text(text, encoding="utf-8")
     index = page.index_page(
-        suite, facts=answers.facts, findings=answers.findings, summary=page.table_html(answers.summary),
+        suite, facts=answers.facts, findings=answers.findings,
+        tables={title: page.table_html(table) for title, table in answers.tables.items()},
         sections=sections, refused=answers.refused, failures=sorted(failures.items()),
         pages=_pages(suite, sections, "index"),
     )  # fmt: skip
@@ -179,7 +209,7 @@ def _facts(records: Records) -> list[str]:
     """What was run, on what and when, in a line."""
     runs = records.runs
     if runs.empty:
-        return ["no readable run"]
+        return ["no run yet" if records.remaining and not records.refused else "no readable run"]
     states = runs["status_state"].value_counts()
     others = "".join(f", {count} {state}" for state, count in states.items() if state != "ok")
     days = sorted({str(start)[:10] for start in runs["status_started_at"].dropna()})

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.strategies import REPOSITORY
+from study.sweep.box import this_box
+from study.sweep.slices import Plan, plan_suite
+from study.sweep.suite_file import find_suite, read_suite
 
 RUNS_FILE = "runs.parquet"
 REPORTS = "reports"
@@ -24,38 +27,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(suite: str, runs_dir: Path, output: Path | None) -> int:
-    """`suite` is the name by which records and report are kept."""
+def run(options: argparse.Namespace) -> int:
     try:
         from study.report.build import build
-        from study.report.frames import read_records
+        from study.report.frames import is_empty, read_parquet, read_runs, runs_only_in
+        from study.report.remaining import remaining_of
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
-    output = output or Path(REPORTS) / suite
+    runs_dir: Path = options.runs_dir
+    name, plan = name_and_plan(options.suite, runs_dir)
+    output = options.output or Path(REPORTS) / name
+    remaining = remaining_of(plan) if plan else ()
+    roots = plan.roots() if plan else [runs_dir / name]
+    kept = _folder_of_parquet(name, output)
+    if any(next(root.glob("**/status.json"), None) is not None for root in roots):
+        records = read_runs(runs_dir if plan else roots[0], roots, remaining)
+        if kept is not None and kept == output and (lost := runs_only_in(kept, records)):
+            print(f"notice: {len(lost)} runs that {kept} held are not below {runs_dir} ({lost[0]}): the report goes on"
+                  " without them", file=sys.stderr)  # fmt: skip
+    elif kept is not None and not (plan and is_empty(kept)):
+        records = read_parquet(kept)
+    elif plan or roots[0].is_dir():
+        records = read_runs(runs_dir if plan else roots[0], roots, remaining)
+    else:
+        parquet = Path(REPORTS) / name / RUNS_FILE
+        raise UserError(
+            f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
+            f"run: study run {name}, or name their place with --runs-dir",
+        )
     # Handed on and not kept: a thousand long runs are large.
-    built = build(
-        read_records(_source(suite, runs_dir, output)), suite, output, say=lambda line: print(line, file=sys.stderr)
-    )
+    built = build(records, name, output, say=lambda line: print(line, file=sys.stderr))
     if built.refused:
         print(f"{built.refused} records left out; the report says which and why", file=sys.stderr)
-    for name, failure in built.failures.items():
-        print(f"{name}.ipynb failed in {failure}", file=sys.stderr)
+    for notebook, failure in built.failures.items():
+        print(f"{notebook}.ipynb failed in {failure}", file=sys.stderr)
     print(built.page)
     return 1 if built.failures else 0
 
 
-def _source(suite: str, runs_dir: Path, output: Path) -> Path:
-    """The run directories, where there are any; else the parquet files of an earlier report."""
-    runs = runs_dir / suite
-    if next(runs.glob("**/status.json"), None) is not None:
-        return runs
-    reports = dict.fromkeys((output, Path(REPORTS) / suite, REPOSITORY / REPORTS / suite))
-    for folder in reports:
-        if (folder / RUNS_FILE).exists():
-            return folder
-    if runs.is_dir():
-        return runs
-    raise UserError(
-        f"there are no records of {suite}: neither {runs} nor {Path(REPORTS) / suite / RUNS_FILE} is there",
-        f"run: study run {suite}, or name their place with --runs-dir",
-    )
+def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
+    """The name of a suite and, where it is made of others, what it has planned.
+
+    Records decide: a folder of them is enough, and no suite file need be there any more.
+    """
+    try:
+        read = read_suite(find_suite(suite))
+    except UserError:
+        if Path(suite).name == suite and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
+            return suite, None
+        raise
+    return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None
+
+
+def _folder_of_parquet(name: str, output: Path) -> Path | None:
+    """Of an earlier report."""
+    folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
+    return next((folder for folder in folders if (folder / RUNS_FILE).exists()), None)

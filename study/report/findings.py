@@ -13,8 +13,10 @@ from study.report.arms import Arm, arms
 from study.report.bearing import claims_touched
 from study.report.effects import headline, memory_sentences, offload_sentences, time_sentence, traffic_sentence
 from study.report.finding import Finding
-from study.report.frames import Records, only_virtual, real
+from study.report.fits import fits_finding
+from study.report.frames import Records, real, virtual
 from study.report.losses import compare_losses, losses_in_short
+from study.report.remaining import remaining_finding
 from study.report.statistics import noise_floor
 from study.report.virtual_findings import virtual_findings
 
@@ -28,10 +30,14 @@ QUESTIONS = (
 
 
 def findings(records: Records) -> list[Finding]:
-    if only_virtual(records):
-        return virtual_findings(records)
-    answers = (_effects, _claims, _advice)
-    return [answer(question, records) for question, answer in zip(QUESTIONS, answers, strict=True)]
+    found = remaining_finding(records.remaining)
+    if records.runs.empty and found:
+        return found
+    others = [*fits_finding(records), *(virtual_findings(virtual(records)) if len(virtual(records).runs) else ())]
+    if len(real(records).runs) or not others:
+        answers = (_effects, _claims, _advice)
+        found += [answer(question, records) for question, answer in zip(QUESTIONS, answers, strict=True)]
+    return found + others
 
 
 def _workloads(records: Records) -> dict[str, list[Arm]]:

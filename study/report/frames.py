@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from study.errors import UserError
 from study.records import RecordError, check_seal, digests, find_runs, read_run
 from study.report.duplicates import Found, each_once
 from study.report.fairness import label_confounds
-from study.report.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
+from study.report.remaining import Remaining
+from study.report.rows import LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.report.workloads import name_workloads, strategy_order
 
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
-_REFUSED = b"study.refused"
+_REFUSED, _REMAINING = b"study.refused", b"study.remaining"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Records:
     runs: pd.DataFrame
     steps: pd.DataFrame
     refused: tuple[str, ...] = ()
+    # Of a suite that is made of slices.
+    remaining: tuple[Remaining, ...] = ()
 
 
 def read_records(source: Path) -> Records:
@@ -53,10 +56,11 @@ def read_records(source: Path) -> Records:
     return read_parquet(source)
 
 
-def read_runs(root: Path) -> Records:
+def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaining, ...] = ()) -> Records:
+    """Every run directory below `root`, or below those of its folders that are named; places are told from `root`."""
     found: list[Found] = []
     refused: list[str] = []
-    for path in _candidates(root):
+    for path in sorted({path for folder in folders or [root] for path in _candidates(folder)}):
         try:
             run = read_run(path)
             row = run_row(run)
@@ -69,13 +73,13 @@ def read_runs(root: Path) -> Records:
         else:
             found.append(Found(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
     kept, twice = each_once(found)
-    return _arranged(kept, tuple(sorted([*refused, *twice])))
+    return dataclasses.replace(_arranged(kept, tuple(sorted([*refused, *twice]))), remaining=remaining)
 
 
-def _candidates(root: Path) -> Iterator[Path]:
+def _candidates(folder: Path) -> Iterator[Path]:
     """Whatever is or was a run directory: one that lost its status.json is refused by name, not passed over."""
     documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
-    yield from sorted({file.parent for name in documents for file in root.glob(f"**/{name}")})
+    yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
 def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
@@ -83,8 +87,10 @@ def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
         runs, steps = _no_tables()
         return Records(runs.copy(), steps.copy(), refused)
     blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
-    named = name_workloads([entry.row for entry in found])
-    rows = sorted(label_confounds(named, blocks), key=_place)
+    # A ladder's rungs are no workloads of their own, and would make every other's name longer.
+    plain, probing = ([entry.row for entry in found if bool(entry.row["search"]) is asks] for asks in (False, True))
+    named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
+    rows = sorted(named, key=_place)
     columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
     return Records(pd.DataFrame(columns), _steps(blocks), refused)
 
@@ -116,17 +122,24 @@ def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
 
 
 def real(records: Records) -> Records:
-    """Without virtual runs: those have no losses and no wall time."""
-    return _chosen(records, ~records.runs["virtual"])
+    """Without virtual runs, which have no losses and no wall time, and without probes, which ask only what fits."""
+    return _chosen(records, ~records.runs["virtual"] & records.runs["search"].isna())
 
 
 def virtual(records: Records) -> Records:
-    return _chosen(records, records.runs["virtual"])
+    return _chosen(records, records.runs["virtual"] & records.runs["search"].isna())
+
+
+def probes(records: Records) -> Records:
+    return _chosen(records, records.runs["search"].notna())
+
+
+def without_probes(records: Records) -> Records:
+    return _chosen(records, records.runs["search"].isna())
 
 
 def only_virtual(records: Records) -> bool:
-    """A suite is of virtual ranks or of real ones."""
-    return not records.runs.empty and bool(records.runs["virtual"].all())
+    return real(records).runs.empty and not virtual(records).runs.empty
 
 
 def _chosen(records: Records, mask: pd.Series) -> Records:
@@ -140,7 +153,11 @@ def _chosen(records: Records, mask: pd.Series) -> Records:
 def write_parquet(records: Records, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     runs = pa.Table.from_pandas(records.runs, preserve_index=False)
-    metadata = {**(runs.schema.metadata or {}), _REFUSED: json.dumps(records.refused).encode()}
+    metadata = {
+        **(runs.schema.metadata or {}),
+        _REFUSED: json.dumps(records.refused).encode(),
+        _REMAINING: json.dumps([each._asdict() for each in records.remaining]).encode(),
+    }
     pq.write_table(runs.replace_schema_metadata(metadata), folder / RUNS_FILE)
     pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
 
@@ -148,7 +165,25 @@ def write_parquet(records: Records, folder: Path) -> None:
 def read_parquet(folder: Path) -> Records:
     runs, metadata = _read_table(folder / RUNS_FILE, RUN_COLUMNS)
     steps, _ = _read_table(folder / STEPS_FILE, STEP_COLUMNS)
-    return Records(runs, steps, tuple(json.loads(metadata.get(_REFUSED, b"[]"))))
+    remaining = tuple(Remaining(**each) for each in json.loads(metadata.get(_REMAINING, b"[]")))
+    return Records(runs, steps, tuple(json.loads(metadata.get(_REFUSED, b"[]"))), remaining)
+
+
+def runs_only_in(folder: Path, records: Records) -> list[str]:
+    """Runs of an earlier report that these records do not have."""
+    return sorted(set(_names_of_runs(folder)) - set(records.runs["run"]))
+
+
+def is_empty(folder: Path) -> bool:
+    """The report of a study that had not begun, which knows less than its plan does now."""
+    return not _names_of_runs(folder)
+
+
+def _names_of_runs(folder: Path) -> list[str]:
+    try:
+        return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / RUNS_FILE} is not readable ({error})", "remove it, or make it again") from None
 
 
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
@@ -158,8 +193,7 @@ def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, M
         frame = table.to_pandas()
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is not readable ({error})", mend) from None
-    # A flag that the study did not have yet when the records were kept was not asked of their runs.
-    later = [key for key in columns if key in CONFIG_COLUMNS and key not in frame]
+    later = [key for key in columns if key in LATER_COLUMNS and key not in frame]
     frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
     wrong = [key for key in {*columns, *frame} if key not in frame or str(frame[key].dtype) != columns.get(key)]
     if wrong:

@@ -160,15 +160,15 @@ def _plain(text: str) -> str:
 
 
 def summary_markdown(
-    suite: str, facts: Sequence[str], findings: Sequence[Any], summary: pd.DataFrame, refused: Sequence[str],
-    failures: Mapping[str, str],
+    suite: str, facts: Sequence[str], findings: Sequence[Any], tables: Mapping[str, pd.DataFrame],
+    refused: Sequence[str], failures: Mapping[str, str],
 ) -> str:  # fmt: skip
     parts = [f"# {markdown_text(suite)}\n\n{markdown_text(' · '.join(facts))}\n"]
     for finding in findings:
         details = "".join(f"- {markdown_text(detail)}\n" for detail in finding.details)
         answer = "\n\n".join(markdown_text(line) for line in finding.answer.splitlines())
         parts.append(f"## {markdown_text(finding.question)}\n\n{answer}\n\n{details}")
-    parts.append(f"## Every run\n\n{table_markdown(summary)}")
+    parts += [f"## {title}\n\n{table_markdown(table)}" for title, table in tables.items()]
     if failures:
         lines = "".join(f"- `{name}`: {markdown_text(reason)}\n" for name, reason in failures.items())
         parts.append(f"## Notebooks that did not finish\n\n{lines}")

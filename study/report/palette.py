@@ -56,6 +56,17 @@ TRAFFIC: Mapping[str, Fill] = {
     "all_gather": Fill("#db3502", "\\\\\\\\"),
     "broadcast": Fill("#e0a98f", "xxxx"),
 }
+# Where the time of a step goes, in the order in which it is stacked; what is idle comes last.
+PROFILE: Mapping[str, Fill] = {
+    "matmul": Fill("#0a35b3", ""),
+    "attention": Fill("#2b98ff", "////"),
+    "elementwise": Fill("#e8a33d", ""),
+    "optimizer": Fill("#7a5195", "\\\\"),
+    "copies": Fill("#018228", "xxxx"),
+    "collectives": Fill("#db3502", "////"),
+    "other": Fill("#767676", ""),
+    "idle": Fill("#e3e7eb", ""),
+}
 OTHER_TRAFFIC = Fill("#b0b6bd", "")
 
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"

@@ -19,6 +19,7 @@ from study.config import RunConfig, parse_command_line, resolved
 from study.errors import UserError
 from study.records import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
 from study.strategies import STRATEGY_NAMES, read_strategy
+from study.sweep.suite_file import SearchAxis
 from study.virtual_figures import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
@@ -62,6 +63,8 @@ RUN_COLUMNS: dict[str, str] = {
     "trainer": "str",
     **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
+    # Of a probe: the search it answered to, and where on its ladder it stands, as JSON.
+    "search": "str",
     **CONFIG_COLUMNS,
     **dict.fromkeys(("distributed_type", "engine_precision", "param_dtype", "optimizer_class"), "str"),
     **dict.fromkeys(("optimizer_settings", "buckets", "warnings", "initial_weights_sha256"), "str"),
@@ -81,12 +84,16 @@ RUN_COLUMNS: dict[str, str] = {
     "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
+    # What profile.json says, as JSON; nothing where no step was profiled.
+    "profile": "str",
     **dict.fromkeys(_FLOORS, "float64"),
     **dict.fromkeys(("cpu", "devices", "driver", "git_commit"), "str"),
     **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
     "host_memory_gib": "float64",
     **{f"{name}_version": "str" for name in _VERSIONS},
 }
+# Columns that the study did not have yet when older records were kept: nothing of the kind was asked of their runs.
+LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "search", "profile"})
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
@@ -102,6 +109,7 @@ def run_row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"run": run.path.name, "repeat": _repeat(run.path.name), "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
+    row["search"] = _search(run.path)
     cell = {} if run.config and run.engine else _cell(run.path)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
@@ -120,6 +128,7 @@ def run_row(run: Run) -> dict[str, Any]:
         row |= {column: state[kind][place] for column, (kind, place) in STATE_COLUMNS.items()}
         row |= _memory(run.memory["ranks"])
         row["collectives"] = json.dumps(run.traffic["collectives"]) if run.traffic["step"] is not None else None
+        row["profile"] = json.dumps(run.profile) if run.profile else None
         row["samples_sha256"] = hashlib.sha256("".join(step["samples_hash"] for step in run.steps).encode()).hexdigest()
     return {key: _cell_value(run.path, key, row.get(key)) for key in RUN_COLUMNS}
 
@@ -162,6 +171,17 @@ def _cell(path: Path) -> dict[str, Any]:
         if type(note.get(key)) is not kind or (key == "strategy" and note[key] not in STRATEGY_NAMES):
             raise RecordError(notes, f"{key} is {note.get(key)!r}"[:300])
     return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
+
+
+def _search(path: Path) -> str | None:
+    notes = path / "sweep.json"
+    if not notes.is_file() or (asked := read_json(notes).get("search")) is None:
+        return None
+    kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
+    known = type(asked) is dict and all(type(asked.get(key)) is kind for key, kind in kinds.items())
+    if not (known and asked["axis"] in typing.get_args(SearchAxis) and 0 <= asked["place"] <= asked["last"]):
+        raise RecordError(notes, f"search is {asked!r}"[:300])
+    return json.dumps({key: asked[key] for key in kinds})
 
 
 @functools.cache

@@ -9,7 +9,9 @@ import pandas as pd
 
 from study.records import STATE_KINDS, STATE_PLACES
 from study.report.arms import MIB, NAN, Arm, Row, against, arms, frame, peak_gib, state_bytes, state_mib
-from study.report.frames import Records, real, steps_by_run, virtual
+from study.report.fits import NO_PROBES, fits_table, probes_table
+from study.report.frames import Records, probes, real, steps_by_run, virtual, without_probes
+from study.report.profile_tables import NO_PROFILE, PROFILE_TABLES, has_profile
 from study.report.scaling_tables import (
     SCALING_TABLES,
     batch_size_table,
@@ -103,7 +105,7 @@ def largest_step_difference(arm: Arm, steps: dict[str, pd.DataFrame]) -> tuple[f
 def memory_table(records: Records) -> pd.DataFrame:
     """Per rank, the fullest one: what the model's state takes where, and what the process took at its peak."""
     rows = []
-    for arm in arms(records.runs):
+    for arm in arms(without_probes(records).runs):
         figures: Row = {
             f"{_KINDS[kind]}{_AWAY[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
             for kind in STATE_KINDS
@@ -163,6 +165,9 @@ TABLES: dict[str, Callable[[Records], pd.DataFrame]] = {
     "memory": memory_table,
     "runtime": runtime_table,
     **SCALING_TABLES,
+    **PROFILE_TABLES,
+    "fits": fits_table,
+    "probes": probes_table,
     "virtual_runs": virtual_runs_table,
     "table1": table1_table,
     "settings": settings_table,
@@ -188,6 +193,8 @@ def absent(name: str, records: Records) -> str:
         return "There is no run here that can be read."
     if name == "memory":
         return ""
+    if name in ("fits", "probes"):
+        return NO_PROBES if probes(records).runs.empty else ""
     if name in _VIRTUAL:
         found, said = _VIRTUAL[name]
         if virtual(records).runs.empty:
@@ -196,5 +203,7 @@ def absent(name: str, records: Records) -> str:
     runs = real(records).runs
     if runs.empty:
         return "All runs here are virtual: they have memory and traffic, and neither losses nor times."
+    if name in PROFILE_TABLES:
+        return "" if has_profile(runs) else NO_PROFILE
     holds, what = _ABSENT.get(name, (lambda runs: True, ""))
     return "" if holds(runs) else f"No workload among these records {what}, so there is nothing to compare."

@@ -78,16 +78,17 @@ def _differing(one: Values, other: Values) -> list[tuple[str, Any]]:
 
 
 def _differences(values: Values, home: Values) -> str:
-    return ", ".join(_word(field, value) for field, value in _differing(values, home))
+    return ", ".join(word_for(field, value) for field, value in _differing(values, home))
 
 
-def _word(field: str, value: Any) -> str:
+def word_for(field: str, value: Any) -> str:
+    """A setting as a person says it."""
     if field == "virtual":
         return "virtual" if value else "real"
     text = "off" if value is False else "on" if value is True else f"{value:g}" if isinstance(value, float) else value
     if field == "model_name_or_path" or field == "data":
         text = str(value).rstrip("/").rsplit("/", 1)[-1]
-    return _WORDS[field].format("unset" if text is None else text)
+    return _WORDS.get(field, f"{field} {{}}").format("unset" if text is None else text)
 
 
 def _texts(keys: Sequence[str]) -> dict[str, str]:
@@ -102,7 +103,7 @@ def _texts(keys: Sequence[str]) -> dict[str, str]:
             values = parsed[key]
             varying = {field for field in values if len({json.dumps(parsed[other][field]) for other in group}) > 1}
             said = [field for field in values if field in ("task", "model_name_or_path") or field in varying]
-            words = [_word(field, values[field]) for field in said if values[field] not in (None, False)]
+            words = [word_for(field, values[field]) for field in said if values[field] not in (None, False)]
             texts[key] = ", ".join(words) if task else "workload not recorded"
     return texts
 
@@ -119,8 +120,10 @@ def _arms(rows: Sequence[Row], differences: list[str]) -> list[str]:
         trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
         if row["virtual_rank"]:
             name += f", rank {row['virtual_rank']}"
+        # Its last steps were slowed down, so it is no repeat of a run that was only timed.
+        profiled = "profiled" if row["profile_steps"] else ""
         overrides = json.loads(row["engine_override"] or "[]")
-        arms.append(", ".join(part for part in (name, trainer, *overrides, difference) if part))
+        arms.append(", ".join(part for part in (name, trainer, profiled, *overrides, difference) if part))
     return arms
 
 

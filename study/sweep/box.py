@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -82,6 +83,7 @@ def gpu_processes() -> list[GpuProcess]:
         return []
 
 
+@functools.cache
 def matmul_rates(box: Box) -> dict[str, Any]:
     """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU.
 

@@ -115,9 +115,10 @@ class _Sweep:
                     self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
                     return
                 self.progress.begin(cell, one_more=turn > 0)
-                ending, seconds = self._timed(cell, len(ran), durations)
+                search = item if isinstance(item, Search) else None
+                ending, seconds = self._timed(cell, len(ran), durations, search)
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
-                self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
+                self.progress.end(cell, ending, seconds, oom_is_an_answer=search is not None)
                 ran.append(cell.id)
             if isinstance(item, Search):
                 finding = item.finding(self.root)
@@ -130,10 +131,10 @@ class _Sweep:
         elif item.id not in ran:  # it may have been some search's probe by now
             yield item
 
-    def _timed(self, cell: Cell, order: int, durations: Durations) -> tuple[Ending, float]:
+    def _timed(self, cell: Cell, order: int, durations: Durations, search: Search | None) -> tuple[Ending, float]:
         started = time.monotonic()
         try:
-            ending = self.run_cell(cell, order)
+            ending = self.run_cell(cell, order, search)
         except OSError as error:
             # A record that cannot be written: the next cell would fare no better.
             raise Stopped(
@@ -144,7 +145,7 @@ class _Sweep:
             add_duration(durations, cell, seconds)
         return ending, seconds
 
-    def run_cell(self, cell: Cell, order: int) -> Ending:
+    def run_cell(self, cell: Cell, order: int, search: Search | None = None) -> Ending:
         directory = self.root / cell.id
         if lacks := self._what_the_box_lacks(cell):
             conclude(directory, attempt_of(directory), lacks)
@@ -192,7 +193,7 @@ class _Sweep:
             "matmul_rates": self._matmul_rates,
             "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
         }
-        append_attempt(directory, cell, command, attempt)
+        append_attempt(directory, cell, command, attempt, search)
         if ending.state != "ok" and uses_nvme(cell):
             # A rank that was killed leaves its swap files behind, and they are as large as the model.
             shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)

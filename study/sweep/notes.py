@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ PROBES_OF_A_SEARCH = 4
 Durations = dict[tuple[str, ...], list[float]]
 
 
-def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
+def append_attempt(
+    directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any], search: Search | None = None
+) -> None:
     file = directory / NOTES
     try:
         attempts = list(read_json(file)["attempts"])
@@ -34,6 +36,10 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
         "world_size": cell.world_size, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
         "command": list(command), "attempts": [*attempts, attempt],
     }  # fmt: skip
+    if search is not None:
+        document["search"] = {
+            "id": search.id, "axis": search.axis, "place": search.place_of(cell), "last": search.last,
+        }  # fmt: skip
     write_json(file, document)
 
 
@@ -86,16 +92,25 @@ def expected_s(cell: Cell, durations: Durations) -> float:
     return statistics.median(seconds) if seconds else 0.0
 
 
-def estimate(cells: Sequence[Cell | Search], root: Path, retry: bool = False) -> str:
-    """What is left, and the time it takes as far as records or the suite tell; nobody knows how long a search is."""
+def left_to_run(
+    cells: Iterable[Cell | Search], root: Path, retry: bool = False
+) -> Iterator[tuple[Cell | Search, float]]:
+    """What has no answer yet, each with the seconds it takes as far as records or the suite tell."""
     durations = earlier_durations(root)
-    left = [cell for cell in cells if isinstance(cell, Cell) and not standing_of(root / cell.id).is_answered(retry)]
-    seconds = [expected_s(cell, durations) for cell in left]
-    searches = [search for search in cells if isinstance(search, Search)]
-    probes = [probe for search in searches if (probe := next(search.probes(root, retry), None)) is not None]
-    seconds += [PROBES_OF_A_SEARCH * expected_s(probe, durations) for probe in probes]
-    text = f"{len(left)} cells to run" + (f" and {len(probes)} searches to finish" if searches else "")
+    for item in cells:
+        if isinstance(item, Search):
+            if (probe := next(item.probes(root, retry), None)) is not None:
+                yield item, PROBES_OF_A_SEARCH * expected_s(probe, durations)
+        elif not standing_of(root / item.id).is_answered(retry):
+            yield item, expected_s(item, durations)
+
+
+def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
+    """What is left, and the time it takes; nobody knows how long a search is."""
+    searches = sum(isinstance(item, Search) for item, _ in left)
+    seconds = [each for _, each in left]
+    text = f"{len(left) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
     if not any(seconds):
         return f"{text}; how long that takes is not known yet"
-    assumed = f", a search taken for {PROBES_OF_A_SEARCH} probes" if probes else ""
+    assumed = f", a search taken for {PROBES_OF_A_SEARCH} probes" if searches else ""
     return f"{text}, about {show_duration(sum(seconds))} (an estimate{assumed})"

@@ -92,12 +92,20 @@ def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | 
     for block in blocks.values():
         order.shuffle(block)
     planned = list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
-    chosen = [cell for cell in planned if all(_is_meant(cell, pattern) for pattern in only)]
+    chosen = chosen_of(planned, only)
     if not chosen:
-        raise UserError(
-            f"--only {' --only '.join(only)} matches no cell of {suite.name}", f"an id looks like {planned[0].id}"
-        )
+        raise nothing_chosen(suite, only, planned[0])
     return chosen
+
+
+def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
+    return [cell for cell in cells if all(_is_meant(cell, pattern) for pattern in only)]
+
+
+def nothing_chosen(suite: Suite, only: Sequence[str], example: Cell | Search) -> UserError:
+    return UserError(
+        f"--only {' --only '.join(only)} matches no cell of {suite.name}", f"an id looks like {example.id}"
+    )
 
 
 def _is_meant(cell: Cell | Search, pattern: str) -> bool:

@@ -37,6 +37,9 @@ def rehearsed(suite: Suite) -> Suite:
 
 def _small_grid(grid: Grid) -> Grid:
     fixed = {"max_steps": _AT_MOST["max_steps"], **_small_values(grid.fixed), "scale": "laptop"}
+    if grid.fixed.get("profile_steps"):
+        # The profiler wants steps of its own behind those that are timed.
+        fixed["max_steps"] = grid.fixed["max_steps"]
     axes = {key: _small_options(key, options) for key, options in grid.axes.items() if key not in _DROPPED}
     if "seed" in axes:
         axes["seed"] = axes["seed"][:1]

@@ -25,6 +25,8 @@ SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
 CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s", "expected_s", "trainer"})
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
+# A suite that is made of others has no cells of its own.
+_SERIES_KEYS = {"name", "description", "slices"}
 _GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search"}
 # What a search decides for itself.
 _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
@@ -71,12 +73,24 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
+class SliceOf:
+    """Cells of another suite: all of them, or those that every pattern of `only` means."""
+
+    place: str
+    suite: str
+    only: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Suite:
+    """Grids of its own, or slices of others in the order in which they are worth running."""
+
     name: str
     description: str
-    requires: Requirements
-    order_seed: int
-    grids: tuple[Grid, ...]
+    requires: Requirements = Requirements()
+    order_seed: int = 0
+    grids: tuple[Grid, ...] = ()
+    slices: tuple[SliceOf, ...] = ()
 
 
 class _Mapping(dict[str, Any]):
@@ -137,21 +151,32 @@ class _Reader:
     file: Path
 
     def suite(self, document: Any) -> Suite:
-        top = self.mapping(document, str(self.file), _SUITE_KEYS, needs=("name", "description", "grids"))
-        name = self.value(top, "name", str)
+        is_series = isinstance(document, _Mapping) and "slices" in document
+        keys, parts = (_SERIES_KEYS, "slices") if is_series else (_SUITE_KEYS, "grids")
+        top = self.mapping(document, str(self.file), keys, needs=("name", "description", parts))
+        name, description = self.value(top, "name", str), self.value(top, "description", str)
         if not re.fullmatch(r"[\w][\w.-]*", name):
             raise self.refusal(top, "name", f"is {name!r}", "use letters, digits, `-` and `_`: it names a folder")
         shared = self.values(top, "fixed")
-        grids = self.value(top, "grids", list)
-        if not grids:
-            raise self.refusal(top, "grids", "is empty", "list at least one grid")
+        given = self.value(top, parts, list)
+        if not given:
+            raise self.refusal(top, parts, "is empty", f"list at least one {parts[:-1]}")
+        if is_series:
+            return Suite(name, description, slices=tuple(self.slice_of(each, self.place(top, parts)) for each in given))
         return Suite(
             name=name,
-            description=self.value(top, "description", str),
+            description=description,
             requires=self.requirements(top),
             order_seed=self.value(top, "order_seed", int, default=0),
-            grids=tuple(self.grid(grid, self.place(top, "grids"), shared) for grid in grids),
+            grids=tuple(self.grid(grid, self.place(top, parts), shared) for grid in given),
         )
+
+    def slice_of(self, document: Any, where: str) -> SliceOf:
+        section = self.mapping(document, where, {"suite", "only"}, needs=("suite",))
+        only = self.value(section, "only", list, default=[])
+        if any(not isinstance(pattern, str) for pattern in only):
+            raise self.refusal(section, "only", f"is {only!r}", "list patterns, such as [seed=42]")
+        return SliceOf(f"{self.file}:{section.line}", self.value(section, "suite", str), tuple(only))
 
     def requirements(self, top: _Mapping) -> Requirements:
         if "requires" not in top:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from study.records import RecordError, Run, read_run
+from study.sweep.execute import standings_of
+from study.sweep.notes import left_to_run
 from study.sweep.outcome import Standing
 from study.sweep.plan import Cell
+from study.sweep.progress import show_duration
 from study.sweep.search import Search
+from study.sweep.slices import Slice
 
 _MIB = 2**20
 _RIGHT = {
     "world", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms", "GPU GiB", "host GiB", "state MiB/rank",
-    "MiB/step", "cells", "largest", "probes",
+    "MiB/step", "cells", "largest", "probes", "ok", "not ok", "left", "about",
 }  # fmt: skip
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
@@ -24,6 +28,9 @@ _RESULT_COLUMNS = (
 _SEARCH_COLUMNS = (
     "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more",
 )  # fmt: skip
+_SERIES_COLUMNS = ("suite", "of it", "cells", "ok", "not ok", "left", "about")
+# Every other state has a reason, and is told.
+_SPEAKS_FOR_ITSELF = ("ok", "to do")
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -113,12 +120,41 @@ def status_table(
     counts = Counter(standing.state for _, standing in standings)
     lines = [text_table(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])]
     others = [
-        (standing.state, cell.id, f"{standing.reason}{f' ({standing.hint})' if standing.hint else ''}")
+        (standing.state, cell.id, _why(standing))
         for cell, standing in standings
-        if standing.state not in ("ok", "to do")
+        if standing.state not in _SPEAKS_FOR_ITSELF
     ]
     if others:
         lines += ["", text_table(("state", "cell", "reason"), sorted(others))]
     if searches:
         lines += ["", search_table(searches, root)]
     return "\n".join(lines)
+
+
+def _why(standing: Standing) -> str:
+    return f"{standing.reason}{f' ({standing.hint})' if standing.hint else ''}"
+
+
+def series_table(slices: Sequence[Slice]) -> str:
+    """A row per slice, in the order in which they run; then each cell that is not ok, and the searches that began."""
+    rows, others, searches = [], [], []
+    for part in slices:
+        standings = standings_of(part.cells, part.root)
+        left = list(left_to_run(part.cells, part.root))
+        states = Counter(standing.state for _, standing in standings)
+        rows.append(
+            [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(states["ok"]),
+             str(states.total() - sum(states[state] for state in _SPEAKS_FOR_ITSELF)), str(len(left)),
+             show_duration(sum(seconds for _, seconds in left))]
+        )  # fmt: skip
+        others += [
+            (standing.state, part.suite.name, cell.id, _why(standing))
+            for cell, standing in standings
+            if standing.state not in _SPEAKS_FOR_ITSELF
+        ]
+        if begun := [search for search in part.searches if search.standings(part.root)]:
+            searches.append(search_table(begun, part.root))
+    tables = [text_table(_SERIES_COLUMNS, rows)]
+    if others:
+        tables.append(text_table(("state", "suite", "cell", "reason"), sorted(others)))
+    return "\n\n".join([*tables, *searches])

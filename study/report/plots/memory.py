@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from study.records import STATE_KINDS, STATE_PLACES
-from study.report.frames import Records
+from study.report.frames import Records, without_probes
 from study.report.palette import PLACES, QUIET, STATE
 from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet
 from study.report.plots.select import arms_of, finished, notes_of, workloads
@@ -33,9 +33,8 @@ _UNITS = {"MiB": 2**20, "GiB": _GIB}
 @in_house_style
 def model_state(records: Records) -> list[Drawing] | str:
     """Bytes of model state on one rank, measured from the live tensors: also that of a virtual rank is real."""
-    runs = records.runs
-    if not runs.empty:
-        runs = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
+    runs = without_probes(records).runs
+    runs = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
     drawings = [
         _state(f"model_state_{place}", workload, chosen) for place, (workload, chosen) in enumerate(workloads(runs), 1)
     ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from study.report.frames import Records
+from study.report.frames import Records, real
 from study.report.workloads import strategy_order
 
 # More than this many workloads in one notebook is a heap; the tables hold them all.
@@ -15,8 +15,8 @@ MOST_WORKLOADS = 6
 
 def finished(records: Records) -> pd.DataFrame:
     """The runs that trained to their end on devices that were there: nothing else has a loss or a time."""
-    runs = records.runs
-    return runs if runs.empty else runs[(runs["status_state"] == "ok") & ~runs["virtual"].eq(True)]
+    runs = real(records).runs
+    return runs[runs["status_state"] == "ok"]
 
 
 def workloads(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

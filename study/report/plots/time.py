@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from study.report.frames import Records
+from study.report.frames import Records, without_probes
 from study.report.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
 from study.report.plots.canvas import (
     Drawing,
@@ -82,9 +82,8 @@ def _step_time(name: str, workload: str, runs: pd.DataFrame, steps: pd.DataFrame
 @in_house_style
 def traffic(records: Records) -> list[Drawing] | str:
     """What one rank hands to its collectives in one step; a virtual rank's is real as well."""
-    runs = records.runs
-    if not runs.empty:
-        runs = runs[(runs["status_state"] == "ok") & runs["collectives"].notna()]
+    runs = without_probes(records).runs
+    runs = runs[(runs["status_state"] == "ok") & runs["collectives"].notna()]
     drawings = [
         _traffic(f"traffic_{place}", workload, chosen) for place, (workload, chosen) in enumerate(workloads(runs), 1)
     ]

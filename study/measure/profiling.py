@@ -1,0 +1,249 @@
+"""Where the time of the last steps of a run goes, from torch's own profiler, as one small document.
+
+On a GPU the kernels are counted, and what lies between them is the GPU waiting for the host. Elsewhere the operators
+are, each without those it calls, and what lies between them is Python.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from study.config import RunConfig
+from study.errors import RunFailed, UserError
+from study.measure.clock import WARMUP_STEPS
+from study.measure.kernels import category
+from study.record_schema import PROFILE_CATEGORIES
+
+# Between the watched step and the profiler, so that a profiled run still has times of its own to be held against.
+COUNTED_STEPS = 3
+# The profiler's own: its hooks into the driver are slow at first.
+PROFILER_WARMUP_STEPS = 1
+TOP = 25
+NAME_LETTERS = 200
+_RANGE = "zero-study: profiled steps"
+_OPTIMIZER_RANGE = "Optimizer.step#"
+# Calls into the CUDA runtime and driver stand beside the operators in a trace.
+_DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
+
+
+def check_profiled_steps(config: RunConfig, steps: int) -> None:
+    """`steps`: those that this run does itself."""
+    needed = WARMUP_STEPS + 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
+    if config.profile_steps and steps < needed:
+        raise UserError(
+            f"--profile_steps {config.profile_steps} needs {needed} steps (warm-up, the watched one, {COUNTED_STEPS}"
+            f" that are timed, the profiler's own warm-up), and this run does {steps}",
+            f"use --max_steps {needed} or more, or fewer --profile_steps",
+        )
+
+
+class StepProfiler:
+    """Records consecutive steps: warm_up() a step before them, start() and stop() around them.
+
+    Only what lies between begin() and end() is counted; the device is idle at either.
+    """
+
+    def __init__(self, device: torch.device, steps: range) -> None:
+        self.steps = steps
+        self.device = device
+        self.document: dict[str, Any] | None = None
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+        # To torch all our steps are one; it knows no other way to warm up.
+        self._profile = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
+        self._range: record_function | None = None
+        self._records = False
+
+    def warm_up(self) -> None:
+        with warnings.catch_warnings():
+            # torch 2.11 says that the events of earlier cycles are lost; there are none.
+            warnings.simplefilter("ignore")
+            self._profile.start()
+
+    def start(self) -> None:
+        self._profile.step()
+        self._records = True
+
+    def stop(self) -> None:
+        self._records = False
+        self._profile.stop()
+        assert self._profile.profiler is not None
+        results = self._profile.profiler.kineto_results
+        assert results is not None, "the profiler recorded nothing"
+        self.document = profile_document(results.events(), self.steps, self.device.type)
+
+    def begin(self) -> None:
+        if self._records:
+            self._range = record_function(_RANGE)
+            self._range.__enter__()
+
+    def end(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+
+@dataclasses.dataclass
+class Span:
+    """A piece of work and the operators around it; nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    parent: Span | None = None
+    # An annotation says what is done inside, and does nothing itself.
+    works: bool = True
+    inside: int = 0
+
+    @property
+    def alone(self) -> int:
+        """Without the operators it calls."""
+        return self.end - self.start - self.inside
+
+    def callers(self) -> Iterator[str]:
+        span = self.parent
+        while span is not None:
+            yield span.name
+            span = span.parent
+
+
+def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[str, Any]:
+    """What profile.json says, from the events of torch's profiler."""
+    host, kernels = [], []
+    for event in events:
+        if event.device_type() == DeviceType.CPU:
+            host.append(event)
+        elif not event.is_user_annotation():
+            kernels.append(event)
+    window = _Window([(event.start_ns(), event.end_ns()) for event in host if event.name() == _RANGE])
+    operators, by_id = _operators(host, window)
+    if device == "cuda":
+        if not kernels:
+            raise RunFailed(
+                "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
+            )
+        work = [span for event in kernels if (span := window.clipped(event)) is not None]
+        launched_by = (by_id.get(event.linked_correlation_id()) for event in kernels if window.holds(event))
+        for span, operator in zip(work, launched_by, strict=True):
+            span.parent = operator
+    else:
+        work = [span for span in operators if span.works]
+    return _document(work, window, steps, device)
+
+
+class _Window:
+    """The stretches of time that count."""
+
+    def __init__(self, stretches: Iterable[tuple[int, int]]) -> None:
+        self.stretches = sorted(stretches)
+        self._starts = [start for start, _ in self.stretches]
+
+    @property
+    def length(self) -> int:
+        return sum(end - start for start, end in self.stretches)
+
+    def _end_at(self, time: int) -> int | None:
+        place = bisect.bisect_right(self._starts, time) - 1
+        return self.stretches[place][1] if place >= 0 and time < self.stretches[place][1] else None
+
+    def holds(self, event: Any) -> bool:
+        return self._end_at(event.start_ns()) is not None
+
+    def clipped(self, event: Any) -> Span | None:
+        """The event as far as it lies inside; None where it does not start there."""
+        start = event.start_ns()
+        end = self._end_at(start)
+        return None if end is None else Span(event.name(), start, min(event.end_ns(), end))
+
+
+def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[int, Span]]:
+    """Operators and annotations of the host, each under the one that called it; and by the id that kernels name."""
+    found: list[Span] = []
+    by_id: dict[int, Span] = {}
+    threads: defaultdict[Any, list[tuple[Span, Any]]] = defaultdict(list)
+    for event in host:
+        if event.name() == _RANGE or event.is_hidden_event() or _DRIVER_CALL.match(event.name()):
+            continue
+        span = window.clipped(event)
+        if span is None:
+            continue
+        span.works = not event.is_user_annotation() or span.name.startswith(_OPTIMIZER_RANGE)
+        found.append(span)
+        if event.correlation_id() > 0 and event.linked_correlation_id() == 0:
+            by_id[event.correlation_id()] = span
+        # Work that begins in one thread and ends in another is called by nobody.
+        if not event.is_async() and event.start_thread_id() == event.end_thread_id():
+            threads[event.start_thread_id()].append((span, event))
+    for entries in threads.values():
+        _nest([span for span, _ in entries])
+    return found, by_id
+
+
+def _nest(spans: list[Span]) -> None:
+    """Gives every span of one thread its parent, and every working one what working ones inside it take."""
+    open_spans: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        if open_spans:
+            span.parent = open_spans[-1]
+            span.end = min(span.end, span.parent.end)
+        if span.works:
+            around = span.parent
+            while around is not None and not around.works:
+                around = around.parent
+            if around is not None:
+                around.inside += span.end - span.start
+        open_spans.append(span)
+
+
+def _document(work: Sequence[Span], window: _Window, steps: range, device: str) -> dict[str, Any]:
+    per_step = 1e-9 / len(steps)
+    wall, busy = window.length, _covered(work)
+    categories = dict.fromkeys(PROFILE_CATEGORIES, 0)
+    totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for span in work:
+        kind = category(span.name, tuple(span.callers()))
+        categories[kind] += span.alone
+        total = totals[_printable(span.name), kind]
+        total[0] += 1
+        total[1] += span.alone
+    largest = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:TOP]
+    return {
+        "device": device,
+        "steps": list(steps),
+        "wall_s_per_step": wall * per_step,
+        "busy_s_per_step": busy * per_step,
+        "idle_s_per_step": (wall - busy) * per_step,
+        # Where pieces of work overlap, their times add up to more than the device was busy.
+        "summed_s_per_step": sum(categories.values()) * per_step,
+        "calls_per_step": len(work) / len(steps),
+        "categories_s_per_step": {kind: time * per_step for kind, time in categories.items()},
+        "top": [
+            {"name": name, "category": kind, "calls_per_step": calls / len(steps), "s_per_step": time * per_step}
+            for (name, kind), (calls, time) in largest
+        ],
+    }
+
+
+def _covered(work: Sequence[Span]) -> int:
+    """The time in which at least one of them was at work."""
+    covered, reached = 0, 0
+    for start, end in sorted((span.start, span.end) for span in work):
+        if end > reached:
+            covered += end - max(start, reached)
+            reached = end
+    return covered
+
+
+def _printable(name: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in name)[:NAME_LETTERS]

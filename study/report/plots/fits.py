@@ -1,0 +1,57 @@
+"""The largest that fits: a panel per memory limit, a bar per way to hold the state."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from study.report.fits import NO_PROBES, Fit, fits
+from study.report.frames import Records
+from study.report.palette import style_of
+from study.report.plots.canvas import Drawing, in_house_style, plain_ticks, rows_of_arms, sheet
+
+_ROW_IN, _FRAME_IN = 0.34, 0.75
+_AT_LEAST = "≥ "
+
+
+@in_house_style
+def what_fits(records: Records) -> list[Drawing] | str:
+    subjects: defaultdict[str, list[Fit]] = defaultdict(list)
+    for fit in fits(records):
+        if not math.isnan(fit.size):
+            subjects[fit.subject].append(fit)
+    drawings = [
+        _bars(f"what_fits_{place}", subject, found) for place, (subject, found) in enumerate(subjects.items(), 1)
+    ]
+    return drawings or NO_PROBES
+
+
+def _bars(name: str, subject: str, found: list[Fit]) -> Drawing:
+    limits = list(dict.fromkeys(fit.within for fit in found))
+    arms = list(dict.fromkeys(fit.arm for fit in found))
+    subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
+    figure, panels = sheet(
+        "What fits", subject, subtitle, _FRAME_IN + _ROW_IN * len(arms), columns=len(limits), sharex=True, sharey=True
+    )
+    for axes, limit in zip(panels, limits, strict=True):
+        for fit in (fit for fit in found if fit.within == limit):
+            place = arms.index(fit.arm)
+            axes.barh(place, fit.size, height=0.66, color=style_of(fit.any["strategy"]).colour)
+            axes.annotate(
+                _label(fit), (fit.size, place), xytext=(4, 0), textcoords="offset points", va="center", size=9
+            )
+        rows_of_arms(axes, arms, {})
+        axes.margins(x=0.3)
+        axes.set_xlim(left=0)
+        axes.set_title(limit, size=9.5, loc="left")
+        axes.set_xlabel("samples" if found[0].axis == "largest_micro_batch" else "million parameters")
+        plain_ticks(axes.xaxis)
+        axes.locator_params(axis="x", nbins=4)
+    said = "; ".join(f"{fit.arm} within {fit.within} {fit.answer}" for fit in found)
+    return Drawing(name, f"What fits, {subject}", f"What fits, {subject}: {said}.", figure)
+
+
+def _label(fit: Fit) -> str:
+    if fit.largest is None:
+        return "none"
+    return f"{_AT_LEAST if fit.is_open else ''}{fit.value(fit.largest).rsplit('/', 1)[-1]}"

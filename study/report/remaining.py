@@ -1,0 +1,117 @@
+"""What a suite that is made of slices has still to measure, as it stood when its report was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from study.report.finding import Finding
+from study.report.workloads import word_for
+from study.sweep.execute import standings_of
+from study.sweep.notes import left_to_run
+from study.sweep.plan import Cell
+from study.sweep.progress import show_duration
+from study.sweep.search import Search
+from study.sweep.slices import Plan
+
+QUESTION = "How much of this study is measured, and what remains?"
+
+
+class Remaining(NamedTuple):
+    """One slice: what was planned, how it ended as far as it ran, and the rest by what tells its cells apart."""
+
+    suite: str
+    only: str
+    planned: int
+    ok: int
+    # Out of memory, failed, refused by the box: a row of the report each, and an answer.
+    other: int
+    seconds: float
+    left: Sequence[str]
+
+
+def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
+    found = []
+    names = {part.suite.name: _names([cell for each in plan.slices if each.root == part.root for cell in each.cells])
+             for part in plan.slices}  # fmt: skip
+    for part in plan.slices:
+        states = [standing.state for _, standing in standings_of(part.cells, part.root)]
+        ok, to_do = states.count("ok"), states.count("to do")
+        left = list(left_to_run(part.cells, part.root))
+        found.append(
+            Remaining(
+                suite=part.suite.name,
+                only=" ".join(part.only),
+                planned=len(part.cells),
+                ok=ok,
+                other=len(states) - ok - to_do,
+                seconds=sum(seconds for _, seconds in left),
+                left=tuple(names[part.suite.name][cell.id] for cell, _ in left),
+            )
+        )
+    return tuple(found)
+
+
+def _names(cells: Sequence[Cell | Search]) -> dict[str, str]:
+    """By id, the strategy and whatever differs among the cells of one suite."""
+    settings = {cell.id: _settings(cell) for cell in cells}
+    differing = {
+        key for each in settings.values() for key in each
+        if len({str(other.get(key)) for other in settings.values()}) > 1
+    }  # fmt: skip
+    return {
+        name: ", ".join(
+            [
+                each["arm"],
+                *(word_for(key, value) for key, value in each.items() if key in differing - {"arm"} and value),
+            ]
+        )
+        for name, each in settings.items()
+    }
+
+
+def _settings(cell: Cell | Search) -> dict[str, Any]:
+    one = cell.first if isinstance(cell, Search) else cell
+    return {"arm": one.arm, **one.config.to_dict(), "repeat": one.repeat}
+
+
+def remaining_table(remaining: Sequence[Remaining]) -> pd.DataFrame:
+    """`Runs` may be more than were planned: a search is one thing to do, and each of its probes a run."""
+    return pd.DataFrame(
+        [
+            {
+                "Suite": each.suite, "Of it": each.only or "the rest", "Cells and searches": each.planned,
+                "Runs that ended ok": each.ok, "Runs that did not": each.other, "Left": len(each.left),
+                "Time for it": show_duration(each.seconds) if each.left else "-",
+            }
+            for each in remaining
+        ]
+    )  # fmt: skip
+
+
+def remaining_finding(remaining: Sequence[Remaining]) -> list[Finding]:
+    """First of all answers, because it says how far to trust the others."""
+    if not remaining:
+        return []
+    planned, left = sum(each.planned for each in remaining), sum(len(each.left) for each in remaining)
+    ok = sum(each.ok for each in remaining)
+    time = (
+        f"about {show_duration(sum(each.seconds for each in remaining))} by earlier records and the suites' arithmetic"
+    )
+    if not left:
+        answer = f"All of it: {planned} cells and searches are answered, by {ok} runs that ended ok."
+    elif left == planned:
+        answer = f"None of it is measured yet. {planned} cells and searches remain, {time}."
+    else:
+        answer = (
+            f"{planned - left} of {planned} cells and searches are answered, by {ok} runs that ended ok."
+            f" {left} remain, {time}."
+        )
+    details = [
+        f"`{' '.join(filter(None, [each.suite, each.only]))}`: {', '.join(f'`{name}`' for name in each.left)}"
+        for each in remaining
+        if each.left
+    ]
+    return [Finding(QUESTION, answer, tuple(details))]

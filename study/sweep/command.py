@@ -1,0 +1,199 @@
+"""`study run`, `study weights` and `study status`: a suite, or the slices of one that is made of others."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from study.errors import UserError
+from study.sweep.box import Box, check_requirements, this_box
+from study.sweep.execute import run_cells, standings_of
+from study.sweep.notes import estimate, left_to_run
+from study.sweep.plan import Cell
+from study.sweep.process import launch_command
+from study.sweep.search import Search
+from study.sweep.slices import Plan, Slice, plan_suite
+from study.sweep.tables import result_table, series_table, status_table
+
+RESUME = """\
+Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
+again with --retry only; interrupted and failed ones are run again by every call. Ctrl-C or a crash loses at most the
+cell at work. A search chooses each probe from the records of those before it, and goes on from them. A suite that is
+made of others runs their slices in its own order, and keeps each record where its own suite would.
+ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less than it can have.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of every command that is about the cells of a suite."""
+    parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
+    parser.add_argument(
+        "--only",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="only the cells whose id matches, such as '*-zero3-*', or a flag of theirs, such as seed=42 or repeat=1; "
+        "given again, both must",
+    )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="the same cells with tiny models and few steps, on any box, in a folder of their own: what they measure "
+        "says nothing of the suite",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument(
+        "--time-budget", type=duration, metavar="TIME", help="start no cell that would end later, such as 9m or 1h30m"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command of every cell, and run nothing")
+    parser.add_argument("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
+    add_arguments(parser)
+    parser.add_argument(
+        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would come to in so much time"
+    )
+
+
+def duration(text: str) -> float:
+    found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 9m, 90s or 1h30m")
+    hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(hours * 3600 + minutes * 60 + seconds)
+
+
+def _plan(options: argparse.Namespace, box: Box) -> Plan:
+    return plan_suite(options.suite, box, options.runs_dir, options.only, rehearse=options.rehearse)
+
+
+def run(options: argparse.Namespace) -> int:
+    box = this_box()
+    plan = _plan(options, box)
+    if options.dry_run:
+        return _dry_run(plan, options.retry)
+    deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
+    status = 0
+    for part in _that_the_box_can_run(plan, box):
+        if plan.is_series and next(left_to_run(part.cells, part.root, options.retry), None) is None:
+            continue
+        if plan.is_series:
+            print(f"{part.title}:", file=sys.stderr, flush=True)
+        budget = None if deadline is None else max(0.0, deadline - time.monotonic())
+        outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
+        print(result_table(part.cells, part.root))
+        _say_what_failed(part, options.suite)
+        status = max(status, int(outcome.stopped or _any_failed(part)))
+        if outcome.left:
+            break
+    return status
+
+
+def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
+    """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
+    able: list[Slice] = []
+    refusals: dict[str, UserError] = {}
+    for part in plan.slices:
+        try:
+            check_requirements(part.suite, box)
+            able.append(part)
+        except UserError as refusal:
+            refusals.setdefault(part.suite.name, refusal)
+    if not able:
+        raise next(iter(refusals.values()))
+    for lacks in refusals.values():
+        print(f"notice: {lacks.problem}: left out", file=sys.stderr)
+    return able
+
+
+def _dry_run(plan: Plan, retry: bool) -> int:
+    left = []
+    for part in plan.slices:
+        of_this = list(left_to_run(part.cells, part.root, retry))
+        left += of_this
+        if plan.is_series:
+            print(f"# {part.title}: {estimate(of_this, bool(part.searches))}")
+        for cell in part.cells:
+            _print_commands(cell, part.root, retry)
+    print(f"# {estimate(left, any(part.searches for part in plan.slices))}", file=sys.stderr)
+    return 0
+
+
+def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
+    if isinstance(cell, Cell):
+        print(shlex.join(launch_command(cell, root / cell.id)))
+        return
+    probe = next(cell.probes(root, retry), None)
+    if probe is None:
+        print(f"# {cell.id} is answered: {cell.finding(root).answer()}")
+        return
+    print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
+    print(shlex.join(launch_command(probe, root / probe.id)))
+
+
+def _say_what_failed(part: Slice, suite: str) -> None:
+    states = Counter(standing.state for _, standing in standings_of(part.cells, part.root))
+    if len(states) > 1:
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        print(f"\n{counts}; `study status {suite}` says why. What is mended is run again with --retry.")
+
+
+def _any_failed(part: Slice) -> bool:
+    """A cell that ran out of memory has failed; a probe that did has answered."""
+    for cell in part.cells:
+        good = {"ok", "unsupported", "to do"} | ({"oom"} if isinstance(cell, Search) else set())
+        if any(standing.state not in good for _, standing in standings_of([cell], part.root)):
+            return True
+    return False
+
+
+def weights(options: argparse.Namespace) -> int:
+    """Each set in a process of its own, which is all that holds the model and its libraries."""
+    plan = _plan(options, this_box())
+    sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
+    for cell, root in _within(plan, options.time_budget):
+        for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
+            config = one.config
+            if not config.virtual_world_size:
+                key = (config.task, config.model_name_or_path, config.weights, str(config.seed))
+                sets.setdefault(key, (one, root))
+    if not sets:
+        print(f"no cell that {plan.name} would run now starts from weights")
+    command = [sys.executable, "-m", "study.weights"]
+    statuses = [
+        subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
+    ]
+    return 1 if any(statuses) else 0
+
+
+def _within(plan: Plan, time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
+    """What `study run` would come to, in its order."""
+    spent = 0.0
+    for part in plan.slices:
+        for cell, seconds in left_to_run(part.cells, part.root):
+            spent += seconds
+            if time_budget_s is not None and spent > time_budget_s:
+                return
+            yield cell, part.root
+
+
+def status(options: argparse.Namespace) -> int:
+    plan = _plan(options, this_box())
+    if plan.is_series:
+        print(series_table(plan.slices))
+    else:
+        part = plan.slices[0]
+        print(status_table(standings_of(part.cells, part.root), part.searches, part.root))
+    return 0

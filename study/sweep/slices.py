@@ -1,0 +1,104 @@
+"""What a suite's name stands for on this box: one slice, or those of a suite that is made of others, in their order.
+
+Records of a slice stand where those of its suite do, so that a series and its suites go on from each other's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from study.errors import UserError
+from study.sweep.box import Box
+from study.sweep.plan import Cell, chosen_of, nothing_chosen, plan_cells
+from study.sweep.rehearsal import rehearsed
+from study.sweep.search import Search
+from study.sweep.suite_file import Suite, find_suite, read_suite
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Cells of one suite that are run together. `only` is what the series takes of it."""
+
+    suite: Suite
+    only: tuple[str, ...]
+    cells: list[Cell | Search]
+    root: Path
+
+    @property
+    def title(self) -> str:
+        return " ".join([self.suite.name, *self.only])
+
+    @property
+    def searches(self) -> list[Search]:
+        return [cell for cell in self.cells if isinstance(cell, Search)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    name: str
+    # Made of other suites' slices, and not a suite of its own cells.
+    is_series: bool
+    slices: list[Slice]
+
+    def roots(self) -> list[Path]:
+        return list(dict.fromkeys(part.root for part in self.slices))
+
+
+def smallest_box_for(suite: Suite, box: Box) -> Box:
+    """This box, or where it shows fewer GPUs than the suite wants, one that has them: a plan is for where it runs."""
+    wanted = suite.requires
+    if box.gpus >= wanted.gpus:
+        return box
+    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib))
+
+
+def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
+    """Each cell stands in the first slice that names it; a rehearsal has every suite once and whole."""
+    file = find_suite(name)
+    suite = read_suite(file)
+    is_series = bool(suite.slices)
+    parts = _members(file, suite) if is_series else [_Part(suite)]
+    if rehearse:
+        suite = rehearsed(suite)
+        parts = [_Part(small) for small in {part.suite.name: rehearsed(part.suite) for part in parts}.values()]
+    slices = []
+    seen: set[tuple[str, str]] = set()
+    planned = {part.suite.name: plan_cells(part.suite, smallest_box_for(part.suite, box)) for part in parts}
+    for part in parts:
+        name, taken = part.suite.name, chosen_of(planned[part.suite.name], part.only)
+        if not taken:
+            raise UserError(
+                f"{part.place}: only {list(part.only)} matches no cell of {name}",
+                f"an id looks like {planned[name][0].id}",
+            )
+        cells = [cell for cell in taken if (name, cell.id) not in seen]
+        seen |= {(name, cell.id) for cell in cells}
+        if chosen := chosen_of(cells, only):
+            slices.append(Slice(part.suite, part.only, chosen, (runs_dir / name).absolute()))
+    if not slices:
+        raise nothing_chosen(suite, only, next(iter(planned.values()))[0])
+    return Plan(suite.name, is_series, slices)
+
+
+class _Part(NamedTuple):
+    suite: Suite
+    only: tuple[str, ...] = ()
+    place: str = ""
+
+
+def _members(file: Path, series: Suite) -> list[_Part]:
+    """The suites a series is made of: beside its own file, else a name in study/suites/, or a path."""
+    read: dict[str, Suite] = {}
+    for part in series.slices:
+        try:
+            beside = file.parent / f"{part.suite}.yaml"
+            suite = read_suite(beside if beside.is_file() else find_suite(part.suite))
+        except UserError as refusal:
+            raise UserError(f"{part.place}: {refusal.problem}", refusal.mend) from None
+        if suite.slices:
+            raise UserError(f"{part.place}: {part.suite} is made of slices itself", "name the suites it is made of")
+        read[part.suite] = suite
+    return [_Part(read[part.suite], part.only, part.place) for part in series.slices]

@@ -1,0 +1,429 @@
+"""Where the time of a step goes: what the profile of a run says adds up, and recording it changes nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+
+from engines import launch
+from runs import FLAGS as RUN_FLAGS
+from runs import RunFactory, train
+from study.baselines.bare_loop import refuse
+from study.config import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
+from study.errors import UserError
+from study.measure import Meters
+from study.measure.kernels import category
+from study.measure.profiling import profile_document
+from study.record_schema import PROFILE_CATEGORIES, RecordError, check_profile
+from study.records import read_run
+from study.report import plots
+from study.report.frames import Records, read_parquet, read_records, write_parquet
+from study.report.page import table_html
+from study.report.show import as_png
+from study.report.tables import TABLES, absent
+from study.strategies import Launch, read_strategy
+from synthetic_records import write_run
+
+STEPS = 11
+# Rows are flushed in the middle of the profiled steps, and between them and the watched one.
+FLAGS = ("--max_steps", str(STEPS), "--eval_steps", "0", "--logging_steps", "5")
+ASKED = ("--profile_steps", "3")
+ADAM = (
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+    "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, "
+    "(at::native::ADAM_MODE)1, false>, float const*, double, double, double, double, bool, float*, float*>"
+)
+CAST = (
+    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::"
+    "{lambda()#3}::operator()() const::{lambda()#7}::operator()() const::{lambda(float)#1}, std::array<char*, 2ul>, 4>"
+)
+# Names as the profiler gives them on Ampere, Hopper and Blackwell.
+KERNELS = {
+    "matmul": (
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "nvjet_tst_128x96_64x7_4x1_v_bz_bias_TNT",
+        "nvjet_hsh_256x128_64x4_2x1_v_bz_coopB_TNN",
+        "nvjet_sm90_tst_192x8_64x8_4x1_v_bz_TNT",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel"
+        "__5x_cublas",
+        "ampere_sgemm_128x64_tn",
+        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>(Params)",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(Params)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true>",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false, cublasGemvParams>",
+        "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true, cublasGemvTensorStridedBatched<float const>>",
+        "triton_tem_fused_addmm_gelu_3",
+        "triton_mm",
+    ),
+    "attention": (
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, bfloat16_t>>",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<CollectiveMainloop>>>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
+        "fmha_cutlassB_bf16_aligned_128x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<bfloat16_t>)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+        "triton_tem_fused_flex_attention_0",
+    ),
+    "elementwise": (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>",
+        "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor>>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float>>>",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float)",
+        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, float, false>",
+        "void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 10, true, false>",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor>",
+        "triton_poi_fused_gelu_native_dropout_5",
+        "triton_per_fused_add_native_layer_norm_2",
+        "triton_red_fused__log_softmax__to_copy_nll_loss_forward_12",
+        "triton_poi_fused_tanh_3",
+    ),
+    "optimizer": (ADAM, "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float, float, int>, float>"),
+    "copies": (
+        CAST,
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>",
+        "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(TensorIteratorBase&)>",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<2u>, unsigned int, 4, 64, 64>",
+        "triton_poi_fused__to_copy_t_0",
+        "triton_poi_fused_clone_4",
+    ),
+    "collectives": (
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+    ),
+    "other": (
+        "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>",
+        "void at::native::(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>",
+        "void cub::DeviceRadixSortOnesweepKernel<cub::DeviceRadixSortPolicy<long, int, unsigned int>, false>",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names])
+def test_a_kernel_is_known_by_its_name_where_nothing_else_tells(kind: str, name: str) -> None:
+    assert category(name) == kind
+
+
+@pytest.mark.parametrize(("kind", "name", "callers"), [
+    # The operator says more than the kernel.
+    ("matmul", "void at::native::elementwise_kernel<128, 4>", ("aten::addmm", "aten::linear")),
+    ("copies", "void at::native::vectorized_elementwise_kernel<4, Odd>", ("aten::copy_", "aten::_to_copy", "aten::to")),
+    ("elementwise", "something_new", ("aten::native_layer_norm_backward", "NativeLayerNormBackward0")),
+    ("elementwise", "something_new", ("aten::_foreach_mul_", "aten::_foreach_mul_")),
+    ("elementwise", "something_new", ("aten::_softmax_backward_data",)),
+    ("other", "something_new", ("aten::embedding_dense_backward", "EmbeddingBackward0")),
+    # What is done for a larger purpose belongs to that.
+    ("optimizer", "void at::native::vectorized_elementwise_kernel<4>", ("aten::mul_", "Optimizer.step#AdamW.step")),
+    ("attention", "nvjet_tst_64x64", ("aten::bmm", "aten::_scaled_dot_product_attention_math")),
+    ("attention", "void at::native::vectorized_elementwise_kernel<4>", (
+        "aten::copy_", "aten::_scaled_dot_product_flash_attention_backward", "ScaledDotProductFlashAttentionBackward")),
+    ("collectives", "Memcpy DtoD (Device -> Device)", ("c10d::allreduce_",)),
+    # A collective is one wherever it is issued.
+    ("collectives", "ncclDevKernel_AllGather_RING_LL", ("Optimizer.step#AdamW.step",)),
+    # Compiled code has only its own name.
+    ("elementwise", "triton_poi_fused_add_mul_7", ("## Call CompiledFxGraph abc ##", "CompiledFunctionBackward")),
+])  # fmt: skip
+def test_the_operators_around_a_kernel_say_what_it_is_for(kind: str, name: str, callers: tuple[str, ...]) -> None:
+    assert category(name, callers) == kind
+
+
+def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
+    run = run_of("single", *FLAGS, *ASKED)
+    profile = run.profile
+    assert profile["device"] == "cpu"
+    assert profile["steps"] == [STEPS - 2, STEPS - 1, STEPS]
+    assert set(profile["categories_s_per_step"]) == set(PROFILE_CATEGORIES)
+    assert sum(profile["categories_s_per_step"].values()) == pytest.approx(profile["summed_s_per_step"], rel=1e-9)
+    assert profile["busy_s_per_step"] + profile["idle_s_per_step"] == pytest.approx(profile["wall_s_per_step"])
+    assert 0 < profile["busy_s_per_step"] <= profile["summed_s_per_step"] * (1 + 1e-9)
+    # One thread: nothing overlaps, and each operator is counted without those it calls.
+    assert profile["summed_s_per_step"] == pytest.approx(profile["busy_s_per_step"], rel=1e-6)
+    # The clock's rows are of the same steps; between its reading and the profiler's lie a few calls of Python.
+    rows = [row["step_time_s"] for row in run.steps[-3:]]
+    assert profile["wall_s_per_step"] == pytest.approx(sum(rows) / 3, abs=2e-3)
+
+
+def test_products_are_the_largest_part_and_the_optimizer_is_found(run_of: RunFactory) -> None:
+    profile = run_of("single", *FLAGS, *ASKED).profile
+    parts = profile["categories_s_per_step"]
+    assert parts["optimizer"] > 0
+    assert parts["attention"] > 0
+    assert parts["collectives"] == 0
+    assert parts["matmul"] > 0.2 * profile["summed_s_per_step"]
+    top = profile["top"]
+    assert "aten::addmm" in [entry["name"] for entry in top[:5]]
+    assert len(top) == 25
+    assert [entry["s_per_step"] for entry in top] == sorted((entry["s_per_step"] for entry in top), reverse=True)
+    # 2 layers of BERT: as many calls in each step, and in all of them.
+    assert all(float(entry["calls_per_step"] * 3).is_integer() for entry in top)
+
+
+def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(run_of: RunFactory) -> None:
+    plain, profiled = run_of("single", *FLAGS), run_of("single", *FLAGS, *ASKED)
+    assert plain.profile == {}
+    assert not (plain.path / "profile.json").exists()
+    for key in ("loss", "lr", "grad_norm", "samples_hash"):
+        assert [row[key] for row in plain.steps] == [row[key] for row in profiled.steps]
+    assert plain.evals == profiled.evals
+    # 3 warm up and 1 is watched; 3 are profiled, after one in which the profiler warms up.
+    assert plain.memory["ranks"][0]["time"]["window_steps"] == STEPS - 4
+    assert profiled.memory["ranks"][0]["time"]["window_steps"] == STEPS - 8
+    times = sorted(row["step_time_s"] for row in profiled.steps[4:-4])
+    assert profiled.summary["step_time_s_median"] == pytest.approx(times[len(times) // 2])
+    assert {**plain.config, "output_dir": "", "profile_steps": 3} == {**profiled.config, "output_dir": ""}
+
+
+def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFactory) -> None:
+    run = run_of("zero3", *FLAGS, *ASKED)
+    assert run.profile["categories_s_per_step"]["collectives"] > 0
+    assert [rank["time"]["window_steps"] for rank in run.memory["ranks"]] == [STEPS - 8] * 2
+
+
+def test_the_other_trainer_is_profiled_alike(run_of: RunFactory, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    result = launch("single", "study/baselines/hf_trainer.py", *RUN_FLAGS, *FLAGS, *ASKED, "--output_dir", str(output),
+                    ranks=1)  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    theirs, ours = read_run(output).profile, run_of("single", *FLAGS, *ASKED).profile
+    assert theirs["steps"] == ours["steps"]
+    products = [
+        {entry["name"]: entry["calls_per_step"] for entry in one["top"] if entry["category"] == "matmul"}
+        for one in (theirs, ours)
+    ]
+    assert products[0]["aten::addmm"] == products[1]["aten::addmm"]
+
+
+def test_too_few_steps_for_a_profile_are_refused_in_one_line(tmp_path: Path) -> None:
+    result = train("single", tmp_path / "run", *FLAGS, "--profile_steps", "4", ranks=1)
+    assert result.returncode != 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "--profile_steps 4 needs 12 steps (warm-up, the watched one, 3 that are timed, the profiler's own" in line
+    assert f"this run does {STEPS}. To mend it: use --max_steps 12 or more" in line
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="--profile_steps -1 is out of range"):
+        parse_command_line(["--profile_steps", "-1"])
+
+
+def test_a_bare_loop_and_a_virtual_rank_profile_nothing() -> None:
+    launched = Launch(read_strategy("single"), 1, 0, 0, 1)
+    with pytest.raises(UserError, match="bare_loop measures nothing inside"):
+        refuse(RunConfig(profile_steps=3), launched)
+    with pytest.raises(UserError, match="--profile_steps 3: a virtual run"):
+        refuse_what_no_virtual_run_has(resolved(RunConfig(profile_steps=3, virtual_world_size=4), False))
+
+
+def test_a_run_that_is_not_profiled_keeps_its_name() -> None:
+    config = resolved(RunConfig(task="bert-imdb"), accelerator_visible=False)
+    names = {config.run_id("zero2", 2), dataclasses.replace(config, profile_steps=3).run_id("zero2", 2)}
+    assert len(names) == 2
+    before = {key: value for key, value in config.to_dict().items() if key != "profile_steps"}
+    assert RunConfig.from_dict(before, "an older record").run_id("zero2", 2) in names
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_the_profiler_leaves_compiled_code_in_use() -> None:
+    used = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+
+        def call(*arguments: Any) -> Any:
+            used.append(step)
+            return graph.forward(*arguments)
+
+        return call
+
+    graphs: list[torch.fx.GraphModule] = []
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend=backend)
+    meters = Meters(torch.device("cpu"), 4, profiled_steps=range(9, 11), records_profile=True)
+    meters.start(model, optimizer)
+    for step in range(1, 11):
+        with meters.step(step):
+            compiled(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 9:
+            with meters.interruption("eval"):
+                torch.ones(64, 64).cholesky_inverse()
+    meters.finish()
+    assert used == list(range(1, 11))
+    assert len(graphs) == 1
+    assert meters.profile is not None
+    assert meters.profile["steps"] == [9, 10]
+    assert meters.clock.window_steps == 3
+    # An evaluation between two profiled steps is in neither.
+    assert not [entry for entry in meters.profile["top"] if "cholesky" in entry["name"]]
+
+
+@dataclasses.dataclass
+class Event:
+    """As torch gives it, for what no box without a GPU can record."""
+
+    label: str
+    start: int
+    end: int
+    on: DeviceType = DeviceType.CPU
+    id: int = 0
+    linked: int = 0
+    annotates: bool = False
+
+    def name(self) -> str:
+        return self.label
+
+    def start_ns(self) -> int:
+        return self.start
+
+    def end_ns(self) -> int:
+        return self.end
+
+    def device_type(self) -> DeviceType:
+        return self.on
+
+    def correlation_id(self) -> int:
+        return self.id
+
+    def linked_correlation_id(self) -> int:
+        return self.linked
+
+    def is_user_annotation(self) -> bool:
+        return self.annotates
+
+    def is_hidden_event(self) -> bool:
+        return False
+
+    def is_async(self) -> bool:
+        return False
+
+    def start_thread_id(self) -> int:
+        return 1
+
+    def end_thread_id(self) -> int:
+        return 1
+
+
+def test_on_a_gpu_kernels_count_once_where_they_overlap_and_belong_to_what_launched_them() -> None:
+    gpu = DeviceType.CUDA
+    events = [
+        Event("zero-study: profiled steps", 1000, 3000, id=1, annotates=True),
+        Event("aten::mm", 1100, 1200, id=2),
+        Event("cudaLaunchKernel", 1110, 1120, id=77, linked=2),
+        Event("Optimizer.step#AdamW.step", 1300, 1500, id=3, annotates=True),
+        Event("aten::mul_", 1310, 1320, id=4),
+        Event("aten::mm", 500, 600, id=5),
+        # Before the steps; in them; beside it on another stream; and beyond their end.
+        Event("early", 700, 900, gpu, id=76, linked=5),
+        Event("unknown_kernel", 1200, 1700, gpu, id=77, linked=2),
+        Event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1600, 1900, gpu, id=78),
+        Event("void at::native::vectorized_elementwise_kernel<4>", 2000, 2100, gpu, id=79, linked=4),
+        Event("Memcpy DtoH (Device -> Pinned)", 2900, 3500, gpu, id=80),
+        Event("Optimizer.step#AdamW.step", 1200, 2100, gpu, id=3, annotates=True),
+    ]
+    profile = profile_document(events, range(7, 9), "cuda")
+    seconds = {key: round(value * 2e9) for key, value in profile.items() if key.endswith("_s_per_step") and
+               isinstance(value, float)}  # fmt: skip
+    assert seconds == {"wall_s_per_step": 2000, "busy_s_per_step": 900, "idle_s_per_step": 1100,
+                       "summed_s_per_step": 1000}  # fmt: skip
+    parts = {kind: round(time * 2e9) for kind, time in profile["categories_s_per_step"].items() if time}
+    assert parts == {"matmul": 500, "collectives": 300, "optimizer": 100, "copies": 100}
+    check_profile(Path("profile.json"), json.loads(json.dumps(profile)))
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "its categories add up to": lambda profile: profile["categories_s_per_step"].update(matmul=0.05),
+    "busy and idle add up to": lambda profile: profile.update(idle_s_per_step=0.01),
+    "lacks attention": lambda profile: profile["categories_s_per_step"].pop("attention"),
+    "wall_s_per_step is '0.1'": lambda profile: profile.update(wall_s_per_step="0.1"),
+    "top.0.category is 'magic'": lambda profile: profile["top"][0].update(category="magic"),
+    "top.1.name is": lambda profile: profile["top"][1].update(name="a\u0007"),
+    "not a list of consecutive steps": lambda profile: profile.update(steps=[6, 8]),
+    "tells of steps [5, 6, 7]": lambda profile: profile.update(steps=[5, 6, 7]),
+    "top says": lambda profile: profile["top"][0].update(s_per_step=0.5),
+    "busy_s_per_step says": lambda profile: profile.update(busy_s_per_step=0.095, idle_s_per_step=0.005),
+    "has the unknown key 'note'": lambda profile: profile.update(note="hello"),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_a_profile_that_contradicts_itself_is_refused(said: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path, "ddp", config={"profile_steps": 3}, sealed=False)
+    profile = json.loads((run / "profile.json").read_text())
+    DAMAGE[said](profile)
+    (run / "profile.json").write_text(json.dumps(profile))
+    with pytest.raises(RecordError, match=r"profile\.json") as refused:
+        read_run(run)
+    assert said in str(refused.value)
+
+
+def test_a_profile_that_was_changed_or_lost_after_the_run_is_noticed(tmp_path: Path) -> None:
+    for name, change in (("changed", lambda file: file.write_text(file.read_text() + "\n")), ("lost", Path.unlink)):
+        run = write_run(tmp_path, "ddp", name=name, config={"profile_steps": 3})
+        change(run / "profile.json")
+    refused = " ".join(read_records(tmp_path).refused)
+    assert "changed/profile.json: was changed after the run had closed its record" in refused
+    assert "lost/profile.json: tells of steps [], and the last 3 were asked for" in refused
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Records:
+    for strategy in ("single", "ddp", "zero3"):
+        config = {} if strategy == "zero3" else {"profile_steps": 3}
+        write_run(tmp_path / "runs", strategy, config=config)
+    return read_records(tmp_path / "runs")
+
+
+def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records: Records) -> None:
+    drawings = plots.step_profile(records)
+    assert isinstance(drawings, list)
+    (drawing,) = drawings
+    assert "ddp 100 ms, of which matrix products 40.0, attention 10.0" in drawing.alt
+    assert "zero3" not in drawing.alt
+    assert as_png(drawing.figure).startswith(b"\x89PNG")
+    shares = TABLES["step_profile"](records).set_index("Arm").loc["ddp"]
+    assert (shares["Profiled step, ms"], shares["Idle, ms"], shares["Of it counted twice, ms"]) == pytest.approx(
+        (100, 20, 10)
+    )
+    # 1e10 FLOPs on two devices in the 50 ms of matrix products and attention.
+    assert shares["TFLOP/s in matrix products and attention"] == pytest.approx(0.1)
+    nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
+    for said in (plots.step_profile(nothing), absent("profile", nothing), absent("step_profile", nothing)):
+        assert said == "No run here was profiled: --profile_steps does that."
+
+
+def test_a_kernel_s_name_is_text_and_nothing_else(records: Records) -> None:
+    html = table_html(TABLES["profile"](records))
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+    assert "<script" not in html
+
+
+def test_a_report_of_records_without_the_column_is_still_read(records: Records, tmp_path: Path) -> None:
+    write_parquet(records, tmp_path / "kept")
+    file = tmp_path / "kept" / "runs.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns(["profile", "profile_steps"]), file)
+    again = read_parquet(tmp_path / "kept").runs
+    assert again["profile"].isna().all()
+    assert list(again["run"]) == list(records.runs["run"])

@@ -1,0 +1,135 @@
+"""What fits is read off the probes as the sweep reads it, and probes are in no comparison of trained models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.report import plots
+from study.report.build import FITS_NAMES, NAMES, _names
+from study.report.findings import findings
+from study.report.fits import NO_PROBES, QUESTION, fits, fits_table, probes_table
+from study.report.frames import probes, read_parquet, read_runs, real, write_parquet
+from study.report.tables import TABLES, absent
+from study.strategies import REPOSITORY
+from synthetic_records import write_run
+
+LADDER = [8, 16, 32, 64, 128]
+TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
+
+
+def write_search(root: Path, strategy: str, ends: dict[int, str], cap: float | None = 16.0, **asked: Any) -> None:
+    """A search over `LADDER` whose probes ended so."""
+    for micro_batch, state in ends.items():
+        config = {"device_memory_cap_gib": cap, "per_device_train_batch_size": micro_batch,
+                  "global_batch_size": micro_batch, "train_samples": 512, "max_steps": 3} | asked  # fmt: skip
+        reason = TOO_LARGE if state == "oom" else ""
+        path = write_run(root, strategy, ranks=1, steps=3, state=state, reason=reason, config=config)
+        note_search(path, f"{strategy}-{cap}", LADDER.index(micro_batch))
+
+
+def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch") -> None:
+    search = {"id": name, "axis": axis, "place": place, "last": len(LADDER) - 1}
+    note = {"strategy": "single", "world_size": 1, "command": [], "search": search}
+    (run / "sweep.json").write_text(json.dumps(note))
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
+    write_search(tmp_path, "zero3", {8: "ok", 32: "ok", 64: "oom"})
+    write_search(tmp_path, "zero3_cpu", {8: "ok", 32: "ok", 128: "ok"})
+    write_search(tmp_path, "zero2_cpu", {8: "oom"})
+    write_search(tmp_path, "single", {8: "ok", 32: "interrupted"}, cap=None)
+    write_run(tmp_path, "single", ranks=1)
+    return tmp_path
+
+
+def test_each_search_is_answered_by_how_its_probes_ended(study):
+    found = {(fit.arm, fit.within): fit for fit in fits(read_runs(study))}
+    assert {key: fit.answer for key, fit in found.items()} == {
+        ("single", "16 GiB"): "16",
+        ("zero3", "16 GiB"): "32",
+        # Nothing larger is on the ladder, or nothing larger came to an end.
+        ("zero3_cpu", "16 GiB"): "at least 128",
+        ("zero2_cpu", "16 GiB"): "none, 8 is too large",
+        ("single", "the whole device"): "at least 8",
+    }
+    assert found["zero3", "16 GiB"].value(found["zero3", "16 GiB"].too_large) == "64"
+
+
+def test_a_ratio_stands_only_between_answers_that_are_final(study):
+    table = fits_table(read_runs(study)).set_index(["Strategy", "Held to"])["x plain"]
+    assert table["zero3", "16 GiB"] == 2
+    assert table["single", "16 GiB"] == 1
+    assert table["zero2_cpu", "16 GiB"] == 0
+    assert table[["zero3_cpu"]].isna().all()
+    assert table["single", "the whole device"] != table["single", "the whole device"]
+
+
+def test_every_probe_is_a_row_also_those_out_of_memory(study):
+    table = probes_table(read_runs(study))
+    assert len(table) == 12
+    assert table["Outcome"].value_counts().to_dict() == {"ok": 8, "oom": 3, "interrupted": 1}
+    assert set(table.loc[table["Outcome"] == "oom", "Why"]) == {TOO_LARGE}
+
+
+def test_probes_are_no_workload_beside_the_trained_models(study):
+    records = read_runs(study)
+    assert len(real(records).runs) == 1
+    assert len(probes(records).runs) == 12
+    assert [len(TABLES[name](records)) for name in ("summary", "loss", "memory", "runtime")] == [1, 1, 1, 1]
+    # Nor do they make the names of the others longer.
+    assert real(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
+    assert [finding.question for finding in findings(records)][-1] == QUESTION
+    assert _names(records) == (*NAMES, *FITS_NAMES)
+
+
+def test_searches_alone_make_a_report_of_what_fits_alone(tmp_path):
+    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
+    records = read_runs(tmp_path)
+    assert _names(records) == FITS_NAMES
+    (finding,) = findings(records)
+    assert finding.answer == "gpt-wikitext, gpt-tiny: largest micro-batch within 16 GiB: `single` 16."
+    assert finding.details == (
+        f"gpt-wikitext, gpt-tiny: largest micro-batch within 16 GiB, `single`: 32 ended oom ({TOO_LARGE}).",
+    )
+
+
+def test_the_figure_says_what_the_table_says(study, tmp_path_factory):
+    kept = tmp_path_factory.mktemp("kept")
+    write_parquet(read_runs(study), kept)
+    (drawing,) = plots.what_fits(read_parquet(kept))
+    for said in ("single within 16 GiB 16", "zero3_cpu within 16 GiB at least 128", "zero2_cpu within 16 GiB none"):
+        assert said in drawing.alt
+    labels = [text.get_text() for axes in drawing.figure.axes for text in axes.texts]
+    assert sorted(labels) == sorted(["16", "32", "≥ 128", "none", "≥ 8"])
+
+
+def test_models_are_searched_by_their_parameters(tmp_path):
+    for place, (name, parameters, state) in enumerate(
+        [("gpt-tiny", 10**6, "ok"), ("gpt-tiny-8layers", 2 * 10**6, "oom")]
+    ):
+        asked = {"model_name_or_path": name, "max_steps": 3}
+        run = write_run(tmp_path, "single", ranks=1, steps=3, state=state, reason="" if state == "ok" else TOO_LARGE,
+                        config=asked, engine={"model_parameters": parameters})  # fmt: skip
+        note_search(run, "ladder", place, axis="largest_model")
+    (fit,) = fits(read_runs(tmp_path))
+    assert (fit.subject, fit.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
+
+
+@pytest.mark.parametrize("place", ["1", -1, 5, None, True])
+def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
+    note_search(write_run(tmp_path, "single", name="probe"), "x", place)
+    records = read_runs(tmp_path)
+    assert records.runs.empty
+    assert records.refused[0].startswith("probe/sweep.json: search is")
+
+
+def test_records_without_a_search_say_so():
+    records = read_parquet(REPOSITORY / "reports" / "laptop")
+    assert plots.what_fits(records) == NO_PROBES
+    assert absent("fits", records) == absent("probes", records) == NO_PROBES

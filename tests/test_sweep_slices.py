@@ -1,0 +1,179 @@
+"""A suite that is made of others: slices in the order they are worth, each record where its own suite keeps it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from study import cli
+from study.errors import UserError
+from study.report.findings import findings
+from study.report.frames import read_parquet, read_runs, write_parquet
+from study.report.remaining import QUESTION, remaining_of, remaining_table
+from study.sweep.box import Box
+from study.sweep.search import Search
+from study.sweep.slices import plan_suite
+from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
+from sweeps import TINY
+
+CPU_BOX = Box((), 16.0)
+SEED_FIRST = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
+
+
+def write_series(folder: Path, slices: list[dict[str, object]], **wide: object) -> Path:
+    """A series `whole` over two suites beside it: `wide` of two seeds, and `narrow`, one cell of another model."""
+    narrow = {"fixed": {**TINY, "model_name_or_path": "gpt-tiny-1layers", "strategy": "single"}}
+    documents = {
+        "wide": {"fixed": {**TINY, "strategy": "single"}, "grids": [{"axes": {"seed": [1, 2]}}], **wide},
+        "narrow": {**narrow, "grids": [{"axes": {"seed": [1]}}]},
+        "whole": {"slices": slices},
+    }
+    for name, document in documents.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, "description": "a test's", **document}))
+    return folder / "whole.yaml"
+
+
+def planned(file: Path, runs: Path, *only: str, **how: bool) -> list[tuple[str, list[int]]]:
+    """Each slice by its suite and the seeds of its cells."""
+    plan = plan_suite(str(file), CPU_BOX, runs, only, **how)
+    return [(part.suite.name, sorted(cell.config.seed for cell in part.cells)) for part in plan.slices]
+
+
+def test_slices_come_in_their_order_and_name_each_cell_once(tmp_path):
+    file = write_series(tmp_path, SEED_FIRST)
+    assert planned(file, tmp_path) == [("wide", [2]), ("narrow", [1]), ("wide", [1])]
+    assert planned(file, tmp_path, "seed=1") == [("narrow", [1]), ("wide", [1])]
+    assert [part.root.name for part in plan_suite(str(file), CPU_BOX, tmp_path).slices] == ["wide", "narrow", "wide"]
+
+
+def test_a_rehearsal_has_every_suite_once_and_whole(tmp_path):
+    file = write_series(tmp_path, SEED_FIRST)
+    assert planned(file, tmp_path, rehearse=True) == [("wide-rehearsal", [1]), ("narrow-rehearsal", [1])]
+
+
+@pytest.mark.parametrize(
+    ("slices", "says"),
+    [
+        ([], "whole.yaml:3: slices is empty"),
+        ([{"only": ["seed=1"]}], "suite is missing"),
+        ([{"suite": "wide", "first": 2}], "unknown key 'first'"),
+        ([{"suite": "wide", "only": [1]}], "only is [1]"),
+        ([{"suite": "broad"}], "no suite is called 'broad'"),
+        ([{"suite": "whole"}], "whole is made of slices itself"),
+        ([{"suite": "wide", "only": ["seed=3"]}], "matches no cell of wide"),
+        ([{"suite": "wide", "only": ["sed=1"]}], "no run has a sed"),
+    ],
+)
+def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
+    with pytest.raises(UserError) as refusal:
+        plan_suite(str(write_series(tmp_path, slices)), CPU_BOX, tmp_path)
+    assert says in refusal.value.problem
+
+
+def test_a_series_has_no_cells_of_its_own(tmp_path):
+    file = write_series(tmp_path, SEED_FIRST)
+    file.write_text(file.read_text() + "grids: []\n")
+    with pytest.raises(UserError, match="unknown key 'grids'"):
+        read_suite(file)
+
+
+def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(tmp_path, capsys):
+    file = write_series(tmp_path, SEED_FIRST, requires={"gpus": 1, "gpu_memory_gib": 8})
+    series = ["run", str(file), "--runs-dir", str(tmp_path / "runs")]
+    assert cli.main([*series, "--only", "seed=2"]) == 2
+    assert "wide needs 1 GPU, and this box shows 0" in capsys.readouterr().err
+    # No time for a cell: what is looked at is which slices there are.
+    assert cli.main([*series, "--time-budget", "0"]) == 0
+    said = capsys.readouterr().err
+    assert "notice: wide needs 1 GPU, and this box shows 0: left out" in said
+    assert "narrow:" in said
+
+
+def test_a_plan_is_made_for_the_box_that_a_suite_wants(tmp_path):
+    """Elsewhere `--dry-run` and the list of what remains would tell of other runs than those that box has."""
+    file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
+    assert {cell.ranks for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells} == {4}
+
+
+def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys):
+    file = write_series(tmp_path, SEED_FIRST)
+    runs = tmp_path / "runs"
+    base = [str(file), "--runs-dir", str(runs)]
+    assert cli.main(["run", *base, "--only", "seed=2"]) == 0
+    (first,) = runs.glob("*/*/status.json")
+    assert first.parent.parent.name == "wide"
+    # Nothing of what is left fits into no time; what is done is not begun again, nor does it stop the others.
+    capsys.readouterr()
+    assert cli.main(["run", *base, "--time-budget", "0"]) == 0
+    said = capsys.readouterr().err
+    assert "narrow:" in said
+    assert "wide" not in said
+    assert cli.main(["status", *base]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:6] for row in rows[1:]] == [
+        ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
+    ]  # fmt: skip
+    # What remains is in the report's first answer, and stays with its parquet files.
+    plan = plan_suite(str(file), CPU_BOX, runs)
+    records = read_runs(runs, plan.roots(), remaining_of(plan))
+    assert records.runs["status_state"].tolist() == ["ok"]
+    write_parquet(records, tmp_path / "kept")
+    kept = read_parquet(tmp_path / "kept")
+    for each in (records, kept):
+        answer = findings(each)[0]
+        assert answer.question == QUESTION
+        assert answer.answer.startswith(
+            "1 of 3 cells and searches are answered, by 1 runs that ended ok. 2 remain, about"
+        )
+        assert answer.details == ("`narrow`: `single`", "`wide`: `single, seed 1`")
+    assert remaining_table(kept.remaining)["Left"].tolist() == [0, 1, 1]
+
+
+def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
+    file = write_series(tmp_path, SEED_FIRST)
+    output = tmp_path / "report"
+    arguments = ["report", str(file), "--runs-dir", str(tmp_path / "runs"), "--output", str(output)]
+    assert cli.main(arguments) == 0
+    for text in ((output / "index.html").read_text(), (output / "summary.md").read_text()):
+        assert "None of it is measured yet. 3 cells and searches remain" in text
+        assert "single, seed 1" in text
+        assert "single, seed 2" in text
+    assert not list(output.glob("*.ipynb"))
+    # From its own parquet files it says the same again.
+    assert cli.main(arguments) == 0
+    assert "None of it is measured" in (output / "index.html").read_text()
+
+
+def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    fixed = {**TINY, "strategy": "single", "expected_s": 60}
+    file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
+    arguments = ["weights", str(file), "--runs-dir", str(tmp_path / "runs")]
+    assert cli.main([*arguments, "--time-budget", "30s"]) == 0
+    assert "no cell that whole would run now starts from weights" in capfd.readouterr().out
+    # `narrow` has no estimate, and the last slice does not fit.
+    assert cli.main([*arguments, "--time-budget", "90s"]) == 0
+    folders = (folder.name for folder in (tmp_path / "cache" / "initial_weights").iterdir() if folder.is_dir())
+    assert sorted(re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders) == [
+        "gpt-wikitext-gpt-tiny-1layers-random-seed1", "gpt-wikitext-gpt-tiny-random-seed2"
+    ]  # fmt: skip
+
+
+def test_h200_has_every_cell_of_every_rented_suite_and_starts_with_slices_of_nine_minutes():
+    names = sorted(file.stem for file in SUITE_DIRECTORY.glob("h200_*.yaml"))
+    plan = plan_suite("h200", CPU_BOX, Path("runs"))
+    found = Counter((part.suite.name, cell.id) for part in plan.slices for cell in part.cells)
+    alone = Counter(
+        (name, cell.id)
+        for name in names
+        for part in plan_suite(name, CPU_BOX, Path("runs")).slices
+        for cell in part.cells
+    )
+    assert found == alone
+    assert set(found.values()) == {1}
+    firsts = [next(iter(part.cells)) for part in plan.slices]
+    assert all((cell.first if isinstance(cell, Search) else cell).config.scale == "paper" for cell in firsts)
