@@ -141,3 +141,16 @@ def test_the_committed_records_have_answers_with_their_n() -> None:
     assert found[0].answer.count("\n") == 2
     assert "(n = 1 each)" in found[0].answer
     assert found[2].answer.count("use `") == 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "share", "follows"),
+    [("fp32", 0.001, True), ("fp32", 0.003, False), ("bf16", 0.003, True), ("bf16", 0.006, False)],
+)
+def test_what_lies_between_two_numbers_of_bf16_is_no_difference_in_bf16(
+    tmp_path: Path, precision: str, share: float, follows: bool
+) -> None:
+    """The loss ends at 1.7 + 4 exp(-8/12), and a little noise."""
+    for strategy, shift in (("ddp", 0.0), ("zero2", share * 3.75)):
+        write_run(tmp_path, strategy, loss_shift=shift, config={"precision": precision})
+    assert answers(tmp_path)["effects"].answer.startswith("Loss: unchanged." if follows else "Loss: 0 of 1 arms follow")

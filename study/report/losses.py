@@ -8,7 +8,7 @@ import pandas as pd
 
 from study.report.arms import Arm
 from study.report.effects import compared, listed
-from study.report.statistics import LOSS_MARGIN, Equivalence, equivalence, paired, percent
+from study.report.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
 from study.report.tables import largest_step_difference
 
 _BASELINE = "their baseline"
@@ -22,7 +22,8 @@ class LossComparison:
     baseline: str
     same: tuple[str, ...]
     apart: tuple[str, ...]
-    # The largest difference in any step, as it is and as a share of the loss training ended at; where it was.
+    # As shares of the loss training ended at: what a step may differ by, and the largest difference; where that was.
+    margin: float
     largest: float
     share: float
     worst: str
@@ -45,7 +46,8 @@ class LossComparison:
         evaluated = f"in the final evaluation it is {self.evaluation:.2g} (n = {pairs})"
         return (
             f"{lead}: the largest difference in any step is {self.largest:.2g}, {percent(self.share)} of the loss"
-            f" (`{self.worst}`, step {self.step}); {evaluated if self.pairs else 'nothing was evaluated'}."
+            f" (`{self.worst}`, step {self.step}; up to {percent(self.margin)} is the same);"
+            f" {evaluated if self.pairs else 'nothing was evaluated'}."
             f" {tested(self.tests)}"
         )
 
@@ -64,12 +66,14 @@ def compare_losses(found: list[Arm], steps: pd.DataFrame) -> LossComparison | No
         return None
     largest, step, worst = max(gaps, key=lambda entry: entry[0])
     scale = next(abs(arm.median("train_loss_final")) for arm in found if arm.is_baseline)
+    margin = step_margin(found[0].beside["precision"])
     evaluated = [paired(arm.beside, "eval_loss_final", arm.name, baseline) for arm in fair]
     return LossComparison(
         workload=found[0].workload,
         baseline=baseline,
-        same=tuple(arm.name for gap, _, arm in gaps if gap <= LOSS_MARGIN * scale),
-        apart=tuple(arm.name for gap, _, arm in gaps if gap > LOSS_MARGIN * scale),
+        same=tuple(arm.name for gap, _, arm in gaps if gap <= margin * scale),
+        apart=tuple(arm.name for gap, _, arm in gaps if gap > margin * scale),
+        margin=margin,
         largest=largest,
         share=largest / scale if scale else float("nan"),
         worst=worst.name,
@@ -78,6 +82,11 @@ def compare_losses(found: list[Arm], steps: pd.DataFrame) -> LossComparison | No
         pairs=sum(map(len, evaluated)),
         tests=tuple(equivalence(pairs["value"].tolist(), pairs["baseline"].tolist()) for pairs in evaluated),
     )
+
+
+def step_margin(precisions: pd.Series) -> float:
+    in_bf16 = precisions.dropna().str.startswith("bf16").any()
+    return max(LOSS_MARGIN, BF16_SPACING) if in_bf16 else LOSS_MARGIN
 
 
 def _largest_gap(pairs: pd.DataFrame) -> float:

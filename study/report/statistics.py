@@ -20,6 +20,9 @@ SMALLEST_SAMPLE = 3
 RESAMPLES = 2000
 # A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
 LOSS_MARGIN = 0.0012
+# In bf16 the loss of a step is computed from numbers that are this far apart at least: logits that differ in their last
+# place, as those of two engines do, are no difference in training.
+BF16_SPACING = 2.0**-8
 SIGNIFICANCE = 0.05
 POWER = 0.8
 _MOST_SEEDS = 10_000

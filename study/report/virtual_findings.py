@@ -198,7 +198,9 @@ def _family(figure: str) -> str:
 
 
 def _name(one: Summary) -> str:
-    return f"{one['strategy']} {one['model']} at {one['world_size']}"
+    """The paper's mixed precision goes without saying; in another the same stage holds and sends something else."""
+    precision = "" if one["precision"] == "bf16-engine" else f", {one['precision']}"
+    return f"{one['strategy']} {one['model']} at {one['world_size']}{precision}"
 
 
 def _paper(one: Summary) -> float:

@@ -155,6 +155,7 @@ def settings_table(records: Records) -> pd.DataFrame:
             "Model": summary["model"],
             "Ranks": summary["world_size"],
             "Strategy": summary["strategy"],
+            "Precision": summary["precision"],
             "Setting": summary["setting"],
             **{f"{kind.capitalize()}, GB": _held(summary, kind) / GB for kind in STATE_KINDS},
             "Parameters kept whole, GB": kept_whole(summary) / GB,
@@ -187,6 +188,7 @@ def setting_effects_table(records: Records) -> pd.DataFrame:
                 "Model": after["model"],
                 "Ranks": after["world_size"],
                 "Strategy": after["strategy"],
+                "Precision": after["precision"],
                 "Setting": after["setting"],
                 "Sent, x weights": _change(sent(before), sent(after)),
                 "Calls": _change(calls(before), calls(after)),
@@ -213,6 +215,7 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
             {
                 "Strategy": row["strategy"],
                 "Model": row["model_name_or_path"],
+                "Precision": row["engine_precision"],
                 "Rank": f"{row['virtual_rank']} of {row['world_size']}" if pd.notna(row["virtual_rank"]) else "",
                 "Setting": _setting(row["engine_override"]) if isinstance(row["engine_override"], str) else "",
                 "State, GB": None if state is None else state / GB,
