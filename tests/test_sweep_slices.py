@@ -14,6 +14,7 @@ from study.errors import UserError
 from study.report.findings import findings
 from study.report.frames import read_parquet, read_runs, write_parquet
 from study.report.remaining import QUESTION, remaining_of, remaining_table
+from study.strategies import REPOSITORY
 from study.sweep.box import Box
 from study.sweep.search import Search
 from study.sweep.slices import plan_suite
@@ -130,7 +131,9 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
             "1 of 3 cells and searches are answered, by 1 runs that ended ok. 2 remain, about"
         )
         assert answer.details == ("`narrow`: `single`", "`wide`: `single, seed 1`")
-    assert remaining_table(kept.remaining)["Left"].tolist() == [0, 1, 1]
+    table = remaining_table(kept.remaining)
+    assert table["Of it"].tolist() == ["seed=2", "all", "the rest"]
+    assert table["Left"].tolist() == [0, 1, 1]
 
 
 def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
@@ -177,3 +180,9 @@ def test_h200_has_every_cell_of_every_rented_suite_and_starts_with_slices_of_nin
     assert set(found.values()) == {1}
     firsts = [next(iter(part.cells)) for part in plan.slices]
     assert all((cell.first if isinstance(cell, Search) else cell).config.scale == "paper" for cell in firsts)
+
+
+def test_the_committed_report_of_h200_knows_all_that_its_suites_plan(tmp_path):
+    told = read_parquet(REPOSITORY / "reports" / "h200").remaining
+    planned = remaining_of(plan_suite("h200", CPU_BOX, tmp_path))
+    assert [each[:3] for each in told] == [each[:3] for each in planned], "make it again: study report h200"

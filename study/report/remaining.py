@@ -82,13 +82,18 @@ def remaining_table(remaining: Sequence[Remaining]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "Suite": each.suite, "Of it": each.only or "the rest", "Cells and searches": each.planned,
+                "Suite": each.suite, "Of it": each.only or _whole(each, remaining), "Cells and searches": each.planned,
                 "Runs that ended ok": each.ok, "Runs that did not": each.other, "Left": len(each.left),
                 "Time for it": show_duration(each.seconds) if each.left else "-",
             }
             for each in remaining
         ]
     )  # fmt: skip
+
+
+def _whole(one: Remaining, remaining: Sequence[Remaining]) -> str:
+    first = next(each for each in remaining if each.suite == one.suite)
+    return "all" if first is one else "the rest"
 
 
 def remaining_finding(remaining: Sequence[Remaining]) -> list[Finding]:
