@@ -118,6 +118,9 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
     assert [row[:6] for row in rows[1:]] == [
         ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
     ]  # fmt: skip
+    # Where nothing is left to run, it says where all of it stands.
+    assert cli.main(["run", *base, "--only", "seed=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
     # What remains is in the report's first answer, and stays with its parquet files.
     plan = plan_suite(str(file), CPU_BOX, runs)
     records = read_runs(runs, plan.roots(), remaining_of(plan))

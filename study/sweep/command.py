@@ -85,10 +85,13 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(plan, options.retry)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
+    parts = _that_the_box_can_run(plan, box)
+    if plan.is_series:
+        parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
+        if not parts:
+            print(series_table(plan.slices))
     status = 0
-    for part in _that_the_box_can_run(plan, box):
-        if plan.is_series and next(left_to_run(part.cells, part.root, options.retry), None) is None:
-            continue
+    for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
