@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -110,6 +111,24 @@ def test_one_run_each_is_said(tmp_path: Path) -> None:
     runtime = row(TABLES["runtime"](records), "zero3")
     assert "(n = 1)" in runtime["Step time, ms"]
     assert "one run: no interval" in runtime["In words"]
+
+
+def test_speed_stands_beside_what_the_device_reached_in_plain_matrix_products(tmp_path: Path) -> None:
+    rates = {"tflops": {"fp32": 50.0, "bf16": 0.5}}
+    for strategy, noted in (("ddp", rates), ("zero2", {"error": "not measured"}), ("zero3", {})):
+        run = write_run(tmp_path, strategy, config={"precision": "bf16"})
+        attempts = [{"matmul_rates": {"tflops": {"bf16": 9.0}}}, {"matmul_rates": noted}]
+        (run / "sweep.json").write_text(json.dumps({"attempts": attempts}))
+    records = read_records(tmp_path)
+    table = TABLES["runtime"](records)
+    ddp = records.runs[records.runs["strategy"] == "ddp"].iloc[0]
+    steps_per_s = ddp["tokens_per_s"] / (ddp["global_batch_size"] * ddp["seq_length"])
+    assert row(table, "ddp")["Samples/s"] == pytest.approx(steps_per_s * ddp["global_batch_size"])
+    # On two devices.
+    share = ddp["model_flops_per_step"] * steps_per_s / 2 / 0.5e12
+    assert row(table, "ddp")["Of the measured matmul rate"] == pytest.approx(share)
+    for arm in ("zero2", "zero3"):
+        assert pd.isna(row(table, arm)["Of the measured matmul rate"])
 
 
 def test_the_runtime_table_tells_ratios_from_noise(tmp_path: Path) -> None:

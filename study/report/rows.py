@@ -90,10 +90,12 @@ RUN_COLUMNS: dict[str, str] = {
     **dict.fromkeys(("cpu", "devices", "driver", "git_commit"), "str"),
     **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
     "host_memory_gib": "float64",
+    # What a device of the box reached in plain matrix products of the run's precision, when its sweep began.
+    "matmul_tflops": "float64",
     **{f"{name}_version": "str" for name in _VERSIONS},
 }
 # Columns that the study did not have yet when older records were kept: nothing of the kind was asked of their runs.
-LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "search", "profile"})
+LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "search", "profile", "matmul_tflops"})
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
@@ -109,13 +111,15 @@ def run_row(run: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"run": run.path.name, "repeat": _repeat(run.path.name), "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
-    row["search"] = _search(run.path)
+    notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
+    row["search"] = _search(run.path / "sweep.json", notes.get("search"))
     cell = {} if run.config and run.engine else _cell(run.path)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
         row |= {key: value for key, value in dataclasses.asdict(config).items() if key in CONFIG_COLUMNS}
         row["engine_override"] = json.dumps(row["engine_override"])
         row["virtual"] = config.virtual_world_size is not None
+        row["matmul_tflops"] = _matmul_tflops(notes, config.precision)
     row |= cell | _engine(run.engine) | _environment(run.environment)
     if not run.engine and row.get("strategy"):
         row |= _promised(row["strategy"])
@@ -173,15 +177,23 @@ def _cell(path: Path) -> dict[str, Any]:
     return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
 
 
-def _search(path: Path) -> str | None:
-    notes = path / "sweep.json"
-    if not notes.is_file() or (asked := read_json(notes).get("search")) is None:
+def _search(file: Path, asked: Any) -> str | None:
+    if asked is None:
         return None
     kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
     known = type(asked) is dict and all(type(asked.get(key)) is kind for key, kind in kinds.items())
     if not (known and asked["axis"] in typing.get_args(SearchAxis) and 0 <= asked["place"] <= asked["last"]):
-        raise RecordError(notes, f"search is {asked!r}"[:300])
+        raise RecordError(file, f"search is {asked!r}"[:300])
     return json.dumps({key: asked[key] for key in kinds})
+
+
+def _matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
+    """None where the sweep could not measure it, or had no GPU to measure."""
+    try:
+        rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return float(rate) if type(rate) in (int, float) and 0 < rate < _LARGEST else None
 
 
 @functools.cache

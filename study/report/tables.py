@@ -116,6 +116,7 @@ def memory_table(records: Records) -> pd.DataFrame:
             "Peak allocated, GiB": arm.median("peak_memory_gib_allocated"),
             "Peak reserved, GiB": arm.median("peak_memory_gib_reserved"),
             "Peak of the device, GiB": arm.median("peak_memory_gib_device"),
+            "Average of the device, GiB": arm.median("avg_memory_gib_device"),
             "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
             "State on the device, x baseline": _state_ratio(arm),
         }
@@ -140,17 +141,31 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "p90, ms": 1e3 * arm.median("step_time_s_p90"),
             "Tokens/s": arm.median("tokens_per_s"),
             "Tokens/s per device": arm.median("tokens_per_s_per_device"),
+            "Samples/s": _median(arm.ended["tokens_per_s"] / arm.ended["seq_length"].astype(float)),
             "Start-up, s": arm.median("startup_s"),
             "Run, s": arm.median("runtime_s"),
             "Sent per step, MiB": arm.median("comm_bytes_per_step") / MIB,
             "Calls per step": arm.median("comm_calls_per_step"),
             "Model FLOP utilization": arm.median("mfu"),
+            "Of the measured matmul rate": _of_the_matmul_rate(arm),
             "Energy, J": arm.median("energy_j"),
             "Time, x baseline": against(arm, "step_time_s_median"),
             "In words": words,
         }
         rows.append(arm.row(figures))
     return frame(rows)
+
+
+def _of_the_matmul_rate(arm: Arm) -> float:
+    """The model's FLOPs per second beside what the device reached in plain matrix products."""
+    runs = arm.ended
+    steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
+    flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
+    return _median(flops_per_s / (1e12 * runs["matmul_tflops"]))
+
+
+def _median(values: pd.Series) -> float:
+    return float(values.median()) if values.notna().any() else NAN
 
 
 def _state_ratio(arm: Arm) -> float:
