@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from study.errors import RunFailed, UserError
+from study.errors import RunFailed, Unsupported, UserError
 from study.out_of_memory import OF_THE_GPU, line_of
 from study.records import State
 
@@ -32,6 +32,8 @@ def classify(error: BaseException, alone: bool = False) -> tuple[State, str, str
     """State, one-line reason and one-line hint for status.json; `alone` where the run is a single process."""
     import torch
 
+    if isinstance(error, Unsupported):
+        return "unsupported", error.problem, error.mend
     if isinstance(error, RunFailed):
         return "failed", error.reason, error.hint
     if isinstance(error, UserError):

@@ -399,10 +399,10 @@ def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records:
     drawings = plots.step_profile(records)
     assert isinstance(drawings, list)
     (drawing,) = drawings
-    assert "ddp 100 ms, of which matrix products 40.0, attention 10.0" in drawing.alt
+    assert "ddp, profiled 100 ms, of which matrix products 40.0, attention 10.0" in drawing.alt
     assert "zero3" not in drawing.alt
     assert as_png(drawing.figure).startswith(b"\x89PNG")
-    shares = TABLES["step_profile"](records).set_index("Arm").loc["ddp"]
+    shares = TABLES["step_profile"](records).set_index("Arm").loc["ddp, profiled"]
     assert (shares["Profiled step, ms"], shares["Idle, ms"], shares["Of it counted twice, ms"]) == pytest.approx(
         (100, 20, 10)
     )

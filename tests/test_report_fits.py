@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from study.report import plots
@@ -21,20 +22,24 @@ LADDER = [8, 16, 32, 64, 128]
 TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
 
 
-def write_search(root: Path, strategy: str, ends: dict[int, str], cap: float | None = 16.0, **asked: Any) -> None:
+def write_search(
+    root: Path, strategy: str, ends: dict[int, str], cap: float | None = 16.0, name: str = "", **asked: Any
+) -> None:
     """A search over `LADDER` whose probes ended so."""
     for micro_batch, state in ends.items():
         config = {"device_memory_cap_gib": cap, "per_device_train_batch_size": micro_batch,
                   "global_batch_size": micro_batch, "train_samples": 512, "max_steps": 3} | asked  # fmt: skip
         reason = TOO_LARGE if state == "oom" else ""
         path = write_run(root, strategy, ranks=1, steps=3, state=state, reason=reason, config=config)
-        note_search(path, f"{strategy}-{cap}", LADDER.index(micro_batch))
+        note_search(path, name or f"{strategy}-{cap}", LADDER.index(micro_batch))
 
 
-def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch") -> None:
-    search = {"id": name, "axis": axis, "place": place, "last": len(LADDER) - 1}
-    note = {"strategy": "single", "world_size": 1, "command": [], "search": search}
-    (run / "sweep.json").write_text(json.dumps(note))
+def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch", probe: bool = True) -> None:
+    file = run / "sweep.json"
+    note = json.loads(file.read_text()) if file.exists() else {"strategy": "single", "world_size": 1, "command": []}
+    search = {"id": f"{name}-r1", "axis": axis, "place": place, "last": len(LADDER) - 1}
+    note |= {"searches": [*note.get("searches", []), search], "probe": probe}
+    file.write_text(json.dumps(note))
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def test_a_ratio_stands_only_between_answers_that_are_final(study):
     assert table["single", "16 GiB"] == 1
     assert table["zero2_cpu", "16 GiB"] == 0
     assert table[["zero3_cpu"]].isna().all()
-    assert table["single", "the whole device"] != table["single", "the whole device"]
+    assert pd.isna(table["single", "the whole device"])
 
 
 def test_every_probe_is_a_row_also_those_out_of_memory(study):
@@ -126,7 +131,54 @@ def test_a_search_that_no_sweep_could_have_noted_is_refused(tmp_path, place):
     note_search(write_run(tmp_path, "single", name="probe"), "x", place)
     records = read_runs(tmp_path)
     assert records.runs.empty
-    assert records.refused[0].startswith("probe/sweep.json: search is")
+    assert records.refused[0].startswith("probe/sweep.json: searches is")
+
+
+@pytest.mark.parametrize(
+    ("ends", "answer", "labels"),
+    [
+        ({8: "oom"}, "none, 8 is too large", ["none"]),
+        # Whether 8 fits nobody knows.
+        ({8: "interrupted", 16: "oom"}, "under 16", []),
+        ({8: "timeout"}, "-", []),
+        ({8: "interrupted"}, "-", []),
+        ({8: "ok", 32: "failed"}, "at least 8", ["≥ 8"]),
+    ],
+)
+def test_no_more_is_said_than_the_probes_tell(tmp_path, ends, answer, labels):
+    write_search(tmp_path, "single", ends)
+    records = read_runs(tmp_path)
+    assert fits_table(records)["Largest that fits"].tolist() == [answer]
+    drawings = plots.what_fits(records)
+    shown = drawings if isinstance(drawings, list) else []
+    assert [text.get_text() for drawing in shown for axes in drawing.figure.axes for text in axes.texts] == labels
+
+
+def test_a_search_that_a_failure_stopped_says_why(tmp_path):
+    write_search(tmp_path, "single", {8: "ok", 16: "timeout"})
+    assert fits_table(read_runs(tmp_path))["Why not more"].tolist()[0].startswith("stopped at 16: timeout")
+
+
+def test_a_probe_may_answer_two_searches_and_be_a_run_of_its_own(tmp_path):
+    write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "oom"})
+    shared = next(tmp_path.glob("*/")).parent / read_runs(tmp_path).runs.query("status_state == 'ok'")["run"].iloc[0]
+    note_search(shared, "models", 3, axis="largest_model", probe=False)
+    records = read_runs(tmp_path)
+    assert sorted(fit.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
+    assert real(records).runs["run"].tolist() == [shared.name]
+
+
+def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
+    for checkpointing in (False, True):
+        name = f"single-{checkpointing}"
+        ends = {8: "ok", 32: "oom", 16: "oom"} if not checkpointing else {8: "ok", 32: "ok", 128: "oom", 64: "oom"}
+        write_search(tmp_path, "single", ends, name=name, gradient_checkpointing=checkpointing)
+    table = fits_table(read_runs(tmp_path)).set_index("Workload")
+    assert sorted(table.index) == [
+        f"gpt-wikitext, gpt-tiny: largest micro-batch, checkpointing {it}" for it in ("off", "on")
+    ]
+    assert table["x plain"].tolist() == [1, 1]
+    assert len(plots.what_fits(read_runs(tmp_path))) == 2
 
 
 def test_records_without_a_search_say_so():

@@ -20,6 +20,7 @@ from study.sweep.search import Search
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
 from sweeps import TINY
+from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
 SEED_FIRST = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
@@ -137,6 +138,29 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
     table = remaining_table(kept.remaining)
     assert table["Of it"].tolist() == ["seed=2", "all", "the rest"]
     assert table["Left"].tolist() == [0, 1, 1]
+
+
+def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeypatch):
+    """`runs`, below where the command is typed."""
+    file = write_series(tmp_path, SEED_FIRST)
+    for seed, suite in enumerate(("wide", "narrow", "another")):
+        write_run(tmp_path / "runs" / suite, "single", ranks=1, seed=seed)
+    (tmp_path / "runs" / "wide" / "broken").mkdir()
+    (tmp_path / "runs" / "wide" / "broken" / "status.json").write_text("{")
+    monkeypatch.chdir(tmp_path)
+    plan = plan_suite(str(file), CPU_BOX, Path("runs"))
+    records = read_runs(Path("runs"), plan.roots(), remaining_of(plan))
+    # Without what is no suite of its own.
+    assert sorted(records.runs["seed"]) == [0, 1]
+    assert records.refused[0].startswith("wide/broken/status.json: ")
+
+
+def test_two_suites_of_one_name_are_refused(tmp_path):
+    file = write_series(tmp_path, [{"suite": "wide"}, {"suite": "narrow"}])
+    narrow = tmp_path / "narrow.yaml"
+    narrow.write_text(narrow.read_text().replace("name: narrow", "name: wide"))
+    with pytest.raises(UserError, match="another suite here is called wide, too"):
+        plan_suite(str(file), CPU_BOX, tmp_path)
 
 
 def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, a
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from study.config import RunConfig
-from study.errors import RunFailed, UserError
+from study.errors import Unsupported, UserError
 from study.measure.clock import WARMUP_STEPS
 from study.measure.kernels import category
 from study.record_schema import PROFILE_CATEGORIES
@@ -128,7 +128,8 @@ def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[s
     operators, by_id = _operators(host, window)
     if device == "cuda":
         if not kernels:
-            raise RunFailed(
+            # Of the box: it would be so in the next run as well.
+            raise Unsupported(
                 "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
             )
         work = [span for event in kernels if (span := window.clipped(event)) is not None]

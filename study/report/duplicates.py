@@ -88,6 +88,10 @@ def _numbered(found: list[Found]) -> list[Found]:
     taken: dict[Hashable, set[int]] = {}
     numbered = []
     for entry in found:
+        if entry.row.get("probe"):
+            # Two searches may ask the same, and neither answer is a repeat of the other.
+            numbered.append(entry)
+            continue
         cell = tuple(entry.row.get(key) for key in _CELL)
         used = taken.setdefault(cell, set())
         repeat = entry.row["repeat"]

@@ -13,13 +13,18 @@ import pandas as pd
 from study.report.arms import NAN
 from study.report.finding import Finding
 from study.report.frames import Records, probes
-from study.report.workloads import strategy_order
+from study.report.workloads import strategy_order, word_for
 from study.sweep.search import Bracket, examine
 
 NO_PROBES = "No run here was a probe of a search: nobody asked these records for the largest that fits."
 QUESTION = "What is the largest that fits?"
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
+# Searches that differ in one of these are not of one kind.
+_SETTINGS = (
+    "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
+    "attn_implementation", "data", "weights",
+)  # fmt: skip
 _WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
 Row = dict[str, Any]
 
@@ -28,20 +33,31 @@ Row = dict[str, Any]
 class Fit:
     """One search: its probes by their place on the ladder, and what they leave open."""
 
+    id: str
     axis: str
     last: int
     rungs: dict[int, Row]
     bracket: Bracket
+    # What tells it from other searches of its kind, beside the strategy and the memory limit.
+    setting: str = ""
 
     @property
     def any(self) -> Row:
         return next(iter(self.rungs.values()))
 
     @property
-    def subject(self) -> str:
-        """What its answer may be compared with: the same ladder on the same task."""
+    def kind(self) -> str:
         model = f", {self.any['model_name_or_path']}" if self.axis == _MICRO_BATCH else ""
         return f"{self.any['task']}{model}: {_WHAT[self.axis]}"
+
+    @property
+    def subject(self) -> str:
+        """What its answer may be compared with: the same ladder on the same task in the same setting."""
+        return f"{self.kind}, {self.setting}" if self.setting else self.kind
+
+    @property
+    def repeat(self) -> str:
+        return self.id.rpartition("-r")[2]
 
     @property
     def cap_gib(self) -> float | None:
@@ -77,15 +93,28 @@ class Fit:
 
     @property
     def answer(self) -> str:
+        if self.largest is None and self.too_large is None:
+            return "-"
         if self.largest is None:
-            return "-" if self.too_large is None else f"none, {self.value(self.too_large)} is too large"
+            least = "none, {} is too large" if self.bracket.too_large == 0 else "under {}"
+            return least.format(self.value(self.too_large))
         return f"{'at least ' if self.is_open else ''}{self.value(self.largest)}"
 
     @property
+    def why_not_more(self) -> str:
+        """As the sweep says it."""
+        row, stopped = self.too_large, self.bracket.stopped_by
+        said = [] if row is None else [f"{self.value(row)}: {row['status_reason']}"]
+        if stopped is not None:
+            at = self.rungs[stopped]
+            said.append(f"stopped at {self.value(at)}: {at['status_state']}, {at['status_reason']}")
+        return "; ".join(said) or ("the ladder ends there" if self.bracket.fits == self.last else "-")
+
+    @property
     def size(self) -> float:
-        """What a bar of it is long: samples, or millions of parameters; 0 where nothing fits."""
+        """How long its bar is: samples, or millions of parameters; 0 where nothing fits, NaN where nobody knows."""
         if self.largest is None:
-            return 0.0
+            return 0.0 if self.bracket.too_large == 0 else NAN
         if self.axis == _MICRO_BATCH:
             return float(self.largest[_VALUE[self.axis]])
         held = self.largest["model_parameters"]
@@ -93,21 +122,46 @@ class Fit:
 
 
 def fits(records: Records) -> list[Fit]:
-    grouped: defaultdict[str, dict[int, Row]] = defaultdict(dict)
+    rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
     about: dict[str, Row] = {}
     for row in probes(records).runs.to_dict("records"):
-        search = json.loads(row["search"])
-        grouped[search["id"]][search["place"]] = row
-        about[search["id"]] = search
-    found = []
-    for name, rungs in grouped.items():
-        # What was cut off says nothing.
-        states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
-        bracket = examine(states, about[name]["last"])
-        found.append(Fit(about[name]["axis"], about[name]["last"], dict(sorted(rungs.items())), bracket))
+        for search in json.loads(row["searches"]):
+            rungs[search["id"]][search["place"]] = row
+            about[search["id"]] = search
+    found = [_fit(about[name], known) for name, known in rungs.items()]
     return sorted(
-        found, key=lambda fit: (fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm)
+        _with_settings(found),
+        key=lambda fit: (
+            fit.subject,
+            fit.cap_gib or float("inf"),
+            strategy_order(fit.any["strategy"]),
+            fit.arm,
+            fit.id,
+        ),
     )
+
+
+def _fit(search: Row, rungs: dict[int, Row]) -> Fit:
+    # What was cut off says nothing.
+    states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
+    return Fit(
+        search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), examine(states, search["last"])
+    )
+
+
+def _with_settings(found: list[Fit]) -> list[Fit]:
+    """Each with the settings in which the searches of its kind differ."""
+    kinds: defaultdict[str, list[Fit]] = defaultdict(list)
+    for fit in found:
+        kinds[fit.kind].append(fit)
+    named = []
+    for alike in kinds.values():
+        keys = [key for key in _SETTINGS if key != _VALUE[alike[0].axis]]
+        differing = [key for key in keys if len({str(fit.any[key]) for fit in alike}) > 1]
+        for fit in alike:
+            words = (word_for(key, fit.any[key]) for key in differing if not pd.isna(fit.any[key]))
+            named.append(dataclasses.replace(fit, setting=", ".join(words)))
+    return named
 
 
 def fits_table(records: Records) -> pd.DataFrame:
@@ -126,7 +180,7 @@ def fits_table(records: Records) -> pd.DataFrame:
                 "Peak there, GiB": NAN if largest is None else largest["peak_memory_gib_reserved"],
                 "Host peak there, GiB": NAN if largest is None else largest["host_peak_rss_gib"],
                 "Smallest that does not": fit.value(too_large) or "-",
-                "Why not": "-" if too_large is None else too_large["status_reason"],
+                "Why not more": fit.why_not_more,
                 "Probes": len(fit.rungs),
             }
         )
@@ -140,7 +194,7 @@ def _against_plain(fit: Fit, found: Sequence[Fit]) -> float:
 
 
 def _beside(fit: Fit) -> tuple[Any, ...]:
-    return fit.subject, fit.cap_gib, fit.any["precision"], fit.any["seq_length"], fit.any["repeat"]
+    return fit.subject, fit.cap_gib, fit.repeat
 
 
 def probes_table(records: Records) -> pd.DataFrame:

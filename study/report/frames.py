@@ -60,7 +60,8 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
     """Every run directory below `root`, or below those of its folders that are named; places are told from `root`."""
     found: list[Found] = []
     refused: list[str] = []
-    for path in sorted({path for folder in folders or [root] for path in _candidates(folder)}):
+    root = root.absolute()
+    for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
         try:
             run = read_run(path)
             row = run_row(run)
@@ -88,7 +89,7 @@ def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
         return Records(runs.copy(), steps.copy(), refused)
     blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
     # A ladder's rungs are no workloads of their own, and would make every other's name longer.
-    plain, probing = ([entry.row for entry in found if bool(entry.row["search"]) is asks] for asks in (False, True))
+    plain, probing = ([entry.row for entry in found if bool(entry.row["probe"]) is asks] for asks in (False, True))
     named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(named, key=_place)
     columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
@@ -123,19 +124,24 @@ def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
 
 def real(records: Records) -> Records:
     """Without virtual runs, which have no losses and no wall time, and without probes, which ask only what fits."""
-    return _chosen(records, ~records.runs["virtual"] & records.runs["search"].isna())
+    return _chosen(records, ~records.runs["virtual"] & ~_is_probe(records))
 
 
 def virtual(records: Records) -> Records:
-    return _chosen(records, records.runs["virtual"] & records.runs["search"].isna())
+    return _chosen(records, records.runs["virtual"] & ~_is_probe(records))
 
 
 def probes(records: Records) -> Records:
-    return _chosen(records, records.runs["search"].notna())
+    """The runs that answer to a search. One that its suite also names for itself is a run like others as well."""
+    return _chosen(records, records.runs["searches"].notna())
 
 
 def without_probes(records: Records) -> Records:
-    return _chosen(records, records.runs["search"].isna())
+    return _chosen(records, ~_is_probe(records))
+
+
+def _is_probe(records: Records) -> pd.Series:
+    return records.runs["probe"].fillna(False).astype(bool)
 
 
 def only_virtual(records: Records) -> bool:
@@ -170,8 +176,9 @@ def read_parquet(folder: Path) -> Records:
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
-    """Runs of an earlier report that these records do not have."""
-    return sorted(set(_names_of_runs(folder)) - set(records.runs["run"]))
+    """Runs of an earlier report that these records do not have, by whatever folder they are called after."""
+    here = {Path(run).name for run in records.runs["run"]}
+    return sorted(run for run in _names_of_runs(folder) if Path(run).name not in here)
 
 
 def is_empty(folder: Path) -> bool:

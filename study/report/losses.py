@@ -6,7 +6,7 @@ import dataclasses
 
 import pandas as pd
 
-from study.report.arms import Arm
+from study.report.arms import Arm, one_value
 from study.report.effects import compared, listed
 from study.report.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
 from study.report.tables import largest_step_difference
@@ -66,7 +66,7 @@ def compare_losses(found: list[Arm], steps: pd.DataFrame) -> LossComparison | No
         return None
     largest, step, worst = max(gaps, key=lambda entry: entry[0])
     scale = next(abs(arm.median("train_loss_final")) for arm in found if arm.is_baseline)
-    margin = step_margin(found[0].beside["precision"])
+    margin = step_margin(next(one_value(arm.ended["precision"]) for arm in found if arm.is_baseline))
     evaluated = [paired(arm.beside, "eval_loss_final", arm.name, baseline) for arm in fair]
     return LossComparison(
         workload=found[0].workload,
@@ -84,9 +84,9 @@ def compare_losses(found: list[Arm], steps: pd.DataFrame) -> LossComparison | No
     )
 
 
-def step_margin(precisions: pd.Series) -> float:
-    in_bf16 = precisions.dropna().str.startswith("bf16").any()
-    return max(LOSS_MARGIN, BF16_SPACING) if in_bf16 else LOSS_MARGIN
+def step_margin(precision: str) -> float:
+    """Of the baseline and of all that is compared with it: another precision is a confound."""
+    return max(LOSS_MARGIN, BF16_SPACING) if precision.startswith("bf16") else LOSS_MARGIN
 
 
 def _largest_gap(pairs: pd.DataFrame) -> float:
@@ -109,8 +109,8 @@ def losses_in_short(comparisons: list[LossComparison]) -> str:
     if not comparisons:
         return "Loss: no two arms can be compared."
     arms = sum(len(comparison.same) + len(comparison.apart) for comparison in comparisons)
-    worst = max(comparisons, key=lambda comparison: comparison.share)
-    where = f"`{worst.worst}`, {worst.workload}, step {worst.step}"
+    worst = max(comparisons, key=lambda comparison: comparison.share / comparison.margin)
+    where = f"`{worst.worst}`, {worst.workload}, step {worst.step}; up to {percent(worst.margin)} is the same"
     tests = tested(tuple(verdict for comparison in comparisons for verdict in comparison.tests))
     apart = [f"`{name}` ({comparison.workload})" for comparison in comparisons for name in comparison.apart]
     if not apart:
@@ -120,4 +120,4 @@ def losses_in_short(comparisons: list[LossComparison]) -> str:
         lead = f"Loss: unchanged. {every} {_BASELINE} step for step"
         return f"{lead}, within {percent(worst.share)} of the loss ({where}). {tests}"
     lead = f"Loss: {arms - len(apart)} of {arms} arms follow {_BASELINE} step for step; not so"
-    return f"{lead} {listed(apart)}. The largest difference is {percent(worst.share)} of the loss ({where}). {tests}"
+    return f"{lead} {listed(apart)}. The furthest is {percent(worst.share)} of the loss ({where}). {tests}"

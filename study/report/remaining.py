@@ -107,7 +107,7 @@ def remaining_finding(remaining: Sequence[Remaining]) -> list[Finding]:
     )
     if not left:
         answer = f"All of it: {planned} cells and searches are answered, by {ok} runs that ended ok."
-    elif left == planned:
+    elif not any(each.ok + each.other for each in remaining):
         answer = f"None of it is measured yet. {planned} cells and searches remain, {time}."
     else:
         answer = (

@@ -63,8 +63,9 @@ RUN_COLUMNS: dict[str, str] = {
     "trainer": "str",
     **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
-    # Of a probe: the search it answered to, and where on its ladder it stands, as JSON.
-    "search": "str",
+    # The searches that it answers to, and where on their ladders it stands, as JSON; and whether it is nothing else.
+    "searches": "str",
+    "probe": "boolean",
     **CONFIG_COLUMNS,
     **dict.fromkeys(("distributed_type", "engine_precision", "param_dtype", "optimizer_class"), "str"),
     **dict.fromkeys(("optimizer_settings", "buckets", "warnings", "initial_weights_sha256"), "str"),
@@ -95,7 +96,7 @@ RUN_COLUMNS: dict[str, str] = {
     **{f"{name}_version": "str" for name in _VERSIONS},
 }
 # Columns that the study did not have yet when older records were kept: nothing of the kind was asked of their runs.
-LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "search", "profile", "matmul_tflops"})
+LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "searches", "probe", "profile", "matmul_tflops"})
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
@@ -112,7 +113,8 @@ def run_row(run: Run) -> dict[str, Any]:
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
     notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
-    row["search"] = _search(run.path / "sweep.json", notes.get("search"))
+    row["searches"] = _searches(run.path / "sweep.json", notes.get("searches"))
+    row["probe"] = row["searches"] is not None and notes.get("probe") is not False
     cell = {} if run.config and run.engine else _cell(run.path)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
@@ -177,14 +179,16 @@ def _cell(path: Path) -> dict[str, Any]:
     return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
 
 
-def _search(file: Path, asked: Any) -> str | None:
-    if asked is None:
+def _searches(file: Path, noted: Any) -> str | None:
+    if noted is None:
         return None
     kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
-    known = type(asked) is dict and all(type(asked.get(key)) is kind for key, kind in kinds.items())
-    if not (known and asked["axis"] in typing.get_args(SearchAxis) and 0 <= asked["place"] <= asked["last"]):
-        raise RecordError(file, f"search is {asked!r}"[:300])
-    return json.dumps({key: asked[key] for key in kinds})
+    axes = typing.get_args(SearchAxis)
+    for entry in noted if type(noted) is list and noted else [noted]:
+        known = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
+        if not (known and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
+            raise RecordError(file, f"searches is {noted!r}"[:300])
+    return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
 
 
 def _matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:

@@ -66,6 +66,14 @@ def check_requirements(suite: Suite, box: Box) -> None:
         )
 
 
+def lacks_of(suite: Suite, box: Box) -> UserError | None:
+    try:
+        check_requirements(suite, box)
+    except UserError as refusal:
+        return refusal
+    return None
+
+
 def gpu_processes() -> list[GpuProcess]:
     """Who computes on the visible GPUs now. Between two runs nobody should."""
     found = _nvml()

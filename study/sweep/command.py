@@ -9,11 +9,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from study.errors import UserError
-from study.sweep.box import Box, check_requirements, this_box
+from study.sweep.box import Box, lacks_of, this_box
 from study.sweep.execute import run_cells, standings_of
 from study.sweep.notes import estimate, left_to_run
 from study.sweep.plan import Cell
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
         if not parts:
             print(series_table(plan.slices))
-    status = 0
+    stopped = False
     for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
@@ -98,25 +97,19 @@ def run(options: argparse.Namespace) -> int:
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print(result_table(part.cells, part.root))
         _say_what_failed(part, options.suite)
-        status = max(status, int(outcome.stopped or _any_failed(part)))
+        stopped |= outcome.stopped
         if outcome.left:
             break
-    return status
+    return 1 if stopped or any(_any_failed(part) for part in plan.slices) else 0
 
 
 def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
     """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
-    able: list[Slice] = []
-    refusals: dict[str, UserError] = {}
-    for part in plan.slices:
-        try:
-            check_requirements(part.suite, box)
-            able.append(part)
-        except UserError as refusal:
-            refusals.setdefault(part.suite.name, refusal)
+    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := lacks_of(part.suite, box))}
+    able = [part for part in plan.slices if part.suite.name not in lacking]
     if not able:
-        raise next(iter(refusals.values()))
-    for lacks in refusals.values():
+        raise next(iter(lacking.values()))
+    for lacks in lacking.values():
         print(f"notice: {lacks.problem}: left out", file=sys.stderr)
     return able
 
@@ -164,9 +157,12 @@ def _any_failed(part: Slice) -> bool:
 
 def weights(options: argparse.Namespace) -> int:
     """Each set in a process of its own, which is all that holds the model and its libraries."""
-    plan = _plan(options, this_box())
+    box = this_box()
+    plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
-    for cell, root in _within(plan, options.time_budget):
+    # Elsewhere than on its box a suite's weights may be drawn as well; there, those of what it will run.
+    parts = [part for part in plan.slices if not lacks_of(part.suite, box)] or plan.slices
+    for cell, root in _within(parts, options.time_budget):
         for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
             config = one.config
             if not config.virtual_world_size:
@@ -181,10 +177,10 @@ def weights(options: argparse.Namespace) -> int:
     return 1 if any(statuses) else 0
 
 
-def _within(plan: Plan, time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
+def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
     """What `study run` would come to, in its order."""
     spent = 0.0
-    for part in plan.slices:
+    for part in parts:
         for cell, seconds in left_to_run(part.cells, part.root):
             spent += seconds
             if time_budget_s is not None and spent > time_budget_s:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,15 @@ from study.strategies import REPOSITORY
 from study.sweep.box import Box, gpu_processes, matmul_rates
 from study.sweep.cgroups import oom_counts
 from study.sweep.lock import end_leftovers, only_sweep
-from study.sweep.notes import Durations, add_duration, append_attempt, earlier_durations, expected_s, startup_s
+from study.sweep.notes import (
+    Durations,
+    add_duration,
+    append_attempt,
+    earlier_durations,
+    expected_s,
+    note_searches,
+    startup_s,
+)
 from study.sweep.outcome import (
     Ending,
     Evidence,
@@ -70,6 +78,9 @@ def run_cells(
             except Stopped as why:
                 progress.say(str(why))
                 stopped = True
+            # A disk that takes no more has been told of.
+            with suppress(OSError):
+                note_searches(cells, root)
             left = len(to_do) - sweep.finished
             if left:
                 what = "cells and searches" if any(isinstance(cell, Search) for cell in cells) else "cells"
@@ -115,10 +126,9 @@ class _Sweep:
                     self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
                     return
                 self.progress.begin(cell, one_more=turn > 0)
-                search = item if isinstance(item, Search) else None
-                ending, seconds = self._timed(cell, len(ran), durations, search)
+                ending, seconds = self._timed(cell, len(ran), durations)
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
-                self.progress.end(cell, ending, seconds, oom_is_an_answer=search is not None)
+                self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
                 ran.append(cell.id)
             if isinstance(item, Search):
                 finding = item.finding(self.root)
@@ -131,10 +141,10 @@ class _Sweep:
         elif item.id not in ran:  # it may have been some search's probe by now
             yield item
 
-    def _timed(self, cell: Cell, order: int, durations: Durations, search: Search | None) -> tuple[Ending, float]:
+    def _timed(self, cell: Cell, order: int, durations: Durations) -> tuple[Ending, float]:
         started = time.monotonic()
         try:
-            ending = self.run_cell(cell, order, search)
+            ending = self.run_cell(cell, order)
         except OSError as error:
             # A record that cannot be written: the next cell would fare no better.
             raise Stopped(
@@ -145,7 +155,7 @@ class _Sweep:
             add_duration(durations, cell, seconds)
         return ending, seconds
 
-    def run_cell(self, cell: Cell, order: int, search: Search | None = None) -> Ending:
+    def run_cell(self, cell: Cell, order: int) -> Ending:
         directory = self.root / cell.id
         if lacks := self._what_the_box_lacks(cell):
             conclude(directory, attempt_of(directory), lacks)
@@ -193,7 +203,7 @@ class _Sweep:
             "matmul_rates": self._matmul_rates,
             "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
         }
-        append_attempt(directory, cell, command, attempt, search)
+        append_attempt(directory, cell, command, attempt)
         if ending.state != "ok" and uses_nvme(cell):
             # A rank that was killed leaves its swap files behind, and they are as large as the model.
             shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)

@@ -23,24 +23,47 @@ PROBES_OF_A_SEARCH = 4
 Durations = dict[tuple[str, ...], list[float]]
 
 
-def append_attempt(
-    directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any], search: Search | None = None
-) -> None:
+def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
     file = directory / NOTES
+    before: dict[str, Any]
     try:
-        attempts = list(read_json(file)["attempts"])
+        before = read_json(file)
+        attempts = list(before["attempts"])
     except (RecordError, KeyError, TypeError):
-        attempts = []
+        before, attempts = {}, []
     document = {
         "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
         "world_size": cell.world_size, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
         "command": list(command), "attempts": [*attempts, attempt],
     }  # fmt: skip
-    if search is not None:
-        document["search"] = {
-            "id": search.id, "axis": search.axis, "place": search.place_of(cell), "last": search.last,
-        }  # fmt: skip
-    write_json(file, document)
+    write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})
+
+
+def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
+    """Beside each probe's record every search that it answers to, also one that only found it there.
+
+    A run that the suite names for itself too is more than a probe.
+    """
+    cells = list(cells)
+    named = {cell.id for cell in cells if isinstance(cell, Cell)}
+    noted: dict[str, list[dict[str, Any]]] = {}
+    for search in (cell for cell in cells if isinstance(cell, Search)):
+        for place in search.standings(root):
+            entry = {"id": search.id, "axis": search.axis, "place": place, "last": search.last}
+            noted.setdefault(search.probe_of(place).id, []).append(entry)
+    for name, entries in noted.items():
+        file = root / name / NOTES
+        try:
+            document = read_json(file)
+        except RecordError:
+            # Cut off together with its sweep: it is run again.
+            continue
+        # `cells` may be some of the suite's: what was noted with the others stays.
+        before = document.get("searches", [])
+        others = [entry for entry in before if entry["id"] not in {mine["id"] for mine in entries}]
+        said = {"searches": others + entries, "probe": name not in named and document.get("probe", True)}
+        if said != {key: document.get(key) for key in said}:
+            write_json(file, document | said)
 
 
 def startup_s(directory: Path, started: float) -> float | None:

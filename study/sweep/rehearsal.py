@@ -37,9 +37,9 @@ def rehearsed(suite: Suite) -> Suite:
 
 def _small_grid(grid: Grid) -> Grid:
     fixed = {"max_steps": _AT_MOST["max_steps"], **_small_values(grid.fixed), "scale": "laptop"}
-    if grid.fixed.get("profile_steps"):
-        # The profiler wants steps of its own behind those that are timed.
-        fixed["max_steps"] = grid.fixed["max_steps"]
+    if profiled := _profiled_steps(grid):
+        # Behind the steps that are timed the profiler wants some of its own.
+        fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
     axes = {key: _small_options(key, options) for key, options in grid.axes.items() if key not in _DROPPED}
     if "seed" in axes:
         axes["seed"] = axes["seed"][:1]
@@ -52,6 +52,11 @@ def _small_grid(grid: Grid) -> Grid:
         exclude=tuple(_small_rule(rule) for rule in grid.exclude),
         ladder=_small_ladder(grid.ladder),
     )
+
+
+def _profiled_steps(grid: Grid) -> int:
+    given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
+    return max([*(values.get("profile_steps", 0) for values in given), *grid.axes.get("profile_steps", [0])])
 
 
 def _small_values(values: Mapping[str, Any]) -> dict[str, Any]:

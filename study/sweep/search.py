@@ -106,9 +106,6 @@ class Search:
     def last(self) -> int:
         return len(self.rungs) - 1
 
-    def place_of(self, probe: Cell) -> int:
-        return next(place for place in range(len(self.rungs)) if self.probe_of(place).id == probe.id)
-
     def distinct_models(self) -> list[Cell]:
         """A probe for every model that the search may come by."""
         return (

@@ -100,5 +100,7 @@ def _members(file: Path, series: Suite) -> list[_Part]:
             raise UserError(f"{part.place}: {refusal.problem}", refusal.mend) from None
         if suite.slices:
             raise UserError(f"{part.place}: {part.suite} is made of slices itself", "name the suites it is made of")
+        if any(other != part.suite and each.name == suite.name for other, each in read.items()):
+            raise UserError(f"{part.place}: another suite here is called {suite.name}, too", "give one another name")
         read[part.suite] = suite
     return [_Part(read[part.suite], part.only, part.place) for part in series.slices]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config import RunConfig
-from study.errors import Unsupported, UserError
+from study.errors import UserError
 from study.tasks.hub import first_line, from_folder, from_hub, hub_files
 from study.tasks.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
 
@@ -308,7 +308,8 @@ def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     needed, free = WEIGHT_FILE_BYTES * parameters, shutil.disk_usage(folder.parent).free
     if free < needed:
-        raise Unsupported(
+        # The drive is full today, and emptier on the next machine: not an answer for good.
+        raise UserError(
             f"the initial weights of {_model_name(config)} take {needed / 1e9:.1f} GB, and {folder.parent} has"
             f" {free / 1e9:.1f} GB free",
             "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
