@@ -15,14 +15,16 @@ import yaml
 from study import cli
 from study.records import RunWriter, State, read_json, read_run, read_status
 from study.report.fits import fits
-from study.report.frames import read_runs
+from study.report.frames import read_runs, real
 from study.sweep.box import Box, this_box
 from study.sweep.execute import run_cells, standings_of
+from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search, examine
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
+from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
 LADDER = {"search": {"largest_micro_batch": {"from": 1, "to": 512}}}
@@ -176,6 +178,38 @@ def test_a_probe_that_another_grid_names_too_is_run_once(tmp_path, order_seed):
     assert run_cells(plan_cells(read_suite(file), box), tmp_path / "runs", box).left == 0
     (directory,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     assert read_status(directory)["attempt"] == 1
+
+
+def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
+    """The second finds it answered and runs nothing; its answer is in the report all the same."""
+    tiny = {**UNSIZED, "strategy": "single", "world_size": 1, "max_steps": 3}
+    grids = [
+        {"fixed": {"model_name_or_path": "gpt-tiny-1layers"}, "search": {"largest_micro_batch": [1, 2]}},
+        {"fixed": {"per_device_train_batch_size": 1}, "search": {"largest_model": ["gpt-tiny-1layers", "gpt-tiny"]}},
+    ]
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump({"name": "tiny", "description": "a test's", "fixed": tiny, "grids": grids}))
+    cells, root = plan_cells(read_suite(file), CPU_BOX), tmp_path / "runs"
+    probes = {search.probe_of(place).id for search in cells for place in (0, 1)}
+    assert len(probes) == 3, "the smallest is shared"
+    for search in cells:
+        for place, state in ((0, "ok"), (1, "oom")):
+            probe = search.probe_of(place)
+            if not (root / probe.id).exists():
+                asked = {key: value for key, value in probe.asked.to_dict().items() if key != "scale"}
+                write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=asked)
+                append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
+    note_searches(cells, root)
+    told = {fit.axis: fit.answer for fit in fits(read_runs(root))}
+    assert told == {search.axis: search.finding(root).answer() for search in cells}
+    # What was noted with all of them stays when some are looked at again.
+    note_searches(cells[:1], root)
+    assert {fit.axis: fit.answer for fit in fits(read_runs(root))} == told
+    # One that the suite names for itself is a run like others as well.
+    assert real(read_runs(root)).runs.empty
+    note_searches([*cells, cells[0].probe_of(0)], root)
+    assert real(read_runs(root)).runs["run"].tolist() == [cells[0].probe_of(0).id]
+    assert {fit.axis: fit.answer for fit in fits(read_runs(root))} == told
 
 
 def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_them(tmp_path):
