@@ -154,3 +154,10 @@ def test_what_lies_between_two_numbers_of_bf16_is_no_difference_in_bf16(
     for strategy, shift in (("ddp", 0.0), ("zero2", share * 3.75)):
         write_run(tmp_path, strategy, loss_shift=shift, config={"precision": precision})
     assert answers(tmp_path)["effects"].answer.startswith("Loss: unchanged." if follows else "Loss: 0 of 1 arms follow")
+
+
+def test_nobody_is_told_to_train_under_the_profiler(tmp_path: Path) -> None:
+    write_run(tmp_path, "ddp", config={"profile_steps": 3})
+    assert answers(tmp_path)["advice"].answer.startswith("Nothing can be recommended")
+    write_run(tmp_path, "zero2")
+    assert "use `zero2`" in answers(tmp_path)["advice"].answer

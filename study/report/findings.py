@@ -5,6 +5,7 @@ Every figure is computed from the records, and stands beside the number of runs 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
@@ -65,7 +66,8 @@ def _effects(question: str, records: Records) -> Finding:
         ]  # fmt: skip
         details += [f"{workload}: {sentence}" for sentence in sentences if sentence]
     if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"{len(lines) - _MOST_LINES} more workloads stand in the details."]
+        more = len(lines) - _MOST_LINES
+        lines[_MOST_LINES:] = [f"{more} more workload{'s stand' if more > 1 else ' stands'} in the details."]
     answer = "\n".join([losses_in_short(comparisons), *lines])
     return Finding(question, answer, (*details, *_about_records(records)))
 
@@ -105,7 +107,9 @@ def _claims(question: str, records: Records) -> Finding:
 
 
 def _advice(question: str, records: Records) -> Finding:
-    workloads = _workloads(real(records))
+    runs = real(records).runs
+    # A profiled run tells where time goes; nobody should train so.
+    workloads = _workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
     if not workloads:
         return Finding(question, "Nothing can be recommended: no run with a time and a loss ended well.")
     answers = [f"{workload}: {recommendation(found)}" for workload, found in workloads.items()]
