@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import subprocess
@@ -17,7 +18,18 @@ from study.config import RunConfig
 from study.errors import UserError
 from study.records import SUMMARY_KEYS, read_run
 from study.report.findings import findings
-from study.report.frames import Records, read_parquet, read_records, real, steps_by_run, virtual, write_parquet
+from study.report.frames import (
+    RUNS_FILE,
+    Records,
+    is_empty,
+    read_parquet,
+    read_records,
+    real,
+    runs_only_in,
+    steps_by_run,
+    virtual,
+    write_parquet,
+)
 from study.report.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.report.tables import TABLES
 from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
@@ -241,3 +253,18 @@ def _cost(root: Path, count: int) -> float:
         table(records)
     assert len(findings(records)) == 3
     return time.process_time() - started
+
+
+def test_what_an_earlier_report_alone_has_is_told_and_one_that_cannot_be_read_hinders_no_new_one(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "ddp", seed=seed)
+    both = read_records(tmp_path / "runs")
+    write_parquet(both, tmp_path / "kept")
+    gone = both.runs["run"].iloc[1]
+    rest = dataclasses.replace(both, runs=both.runs.iloc[:1])
+    assert runs_only_in(tmp_path / "kept", rest) == [gone]
+    assert runs_only_in(tmp_path / "kept", both) == []
+    assert not is_empty(tmp_path / "kept")
+    (tmp_path / "kept" / RUNS_FILE).write_bytes(b"PAR1")
+    assert runs_only_in(tmp_path / "kept", both) == []
+    assert not is_empty(tmp_path / "kept")

@@ -178,19 +178,20 @@ def read_parquet(folder: Path) -> Records:
 def runs_only_in(folder: Path, records: Records) -> list[str]:
     """Runs of an earlier report that these records do not have, by whatever folder they are called after."""
     here = {Path(run).name for run in records.runs["run"]}
-    return sorted(run for run in _names_of_runs(folder) if Path(run).name not in here)
+    return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in here)
 
 
 def is_empty(folder: Path) -> bool:
     """The report of a study that had not begun, which knows less than its plan does now."""
-    return not _names_of_runs(folder)
+    return _names_of_runs(folder) == []
 
 
-def _names_of_runs(folder: Path) -> list[str]:
+def _names_of_runs(folder: Path) -> list[str] | None:
+    """None where they cannot be read: whoever needs the rest of the file says so, and a new report replaces it."""
     try:
         return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder / RUNS_FILE} is not readable ({error})", "remove it, or make it again") from None
+    except (OSError, ValueError):
+        return None
 
 
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:

@@ -68,16 +68,17 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
     seen: set[tuple[str, str]] = set()
     planned = {part.suite.name: plan_cells(part.suite, smallest_box_for(part.suite, box)) for part in parts}
     for part in parts:
-        name, taken = part.suite.name, chosen_of(planned[part.suite.name], part.only)
+        member = part.suite.name
+        taken = chosen_of(planned[member], part.only)
         if not taken:
             raise UserError(
-                f"{part.place}: only {list(part.only)} matches no cell of {name}",
-                f"an id looks like {planned[name][0].id}",
+                f"{part.place}: only {list(part.only)} matches no cell of {member}",
+                f"an id looks like {planned[member][0].id}",
             )
-        cells = [cell for cell in taken if (name, cell.id) not in seen]
-        seen |= {(name, cell.id) for cell in cells}
+        cells = [cell for cell in taken if (member, cell.id) not in seen]
+        seen |= {(member, cell.id) for cell in cells}
         if chosen := chosen_of(cells, only):
-            slices.append(Slice(part.suite, part.only, chosen, (runs_dir / name).absolute()))
+            slices.append(Slice(part.suite, part.only, chosen, (runs_dir / member).absolute()))
     if not slices:
         raise nothing_chosen(suite, only, next(iter(planned.values()))[0])
     return Plan(suite.name, is_series, slices)
