@@ -12,7 +12,7 @@ install: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
-	$(BIN)/python -m study.operators
+	$(BIN)/python -m study.host.operators
 	touch $@
 
 # A run that failed is a row of the report, so the report is built; the exit status is that of the runs. It goes beside

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return COMMANDS[options.command].run(options)
     except UserError as refusal:
-        print(f"error: {refusal.problem}. To mend it: {refusal.mend}.", file=sys.stderr)
+        print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1
@@ -61,7 +61,7 @@ COMMANDS = {
     "status": Command("where each cell of a suite stands, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
     "report": Command("build the report of a suite's records", report.add_arguments, report.run),
-    "doctor": Command("what this box has, what it lacks, and the mend", doctor.add_arguments, doctor.run),
+    "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 
 if __name__ == "__main__":

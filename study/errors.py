@@ -2,15 +2,15 @@
 
 
 class UserError(Exception):
-    """A request that cannot be served: says what is wrong and where, then how to mend it, on one line each read.
+    """A request that cannot be served: says what is wrong and where, then how to fix it, on one line each read.
 
     The command line prints it without a traceback and exits with 2.
     """
 
-    def __init__(self, problem: str, mend: str):
+    def __init__(self, problem: str, fix: str):
         self.problem = " ".join(problem.split())
-        self.mend = " ".join(mend.split())
-        super().__init__(f"{self.problem} -> {self.mend}")
+        self.fix = " ".join(fix.split())
+        super().__init__(f"{self.problem} -> {self.fix}")
 
 
 class Unsupported(UserError):
@@ -20,9 +20,9 @@ class Unsupported(UserError):
 class CannotBeHeld(Unsupported):
     """A model that is too large for this box's memory, and how many of its layers are not."""
 
-    def __init__(self, problem: str, mend: str, layers_that_fit: int):
+    def __init__(self, problem: str, fix: str, layers_that_fit: int):
         self.layers_that_fit = layers_that_fit
-        super().__init__(problem, mend)
+        super().__init__(problem, fix)
 
 
 class RunFailed(Exception):

@@ -3,7 +3,7 @@
     accelerate launch --config_file accelerate_configs/zero3.yaml study/train.py
 
 Which strategy runs is decided by the launched file alone, so the loop below is provably the same for every arm.
-What stands around it (checking the request, the record, failures) is study/session.py.
+What stands around it (checking the request, the record, failures) is study/run/session.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from study.session import Session, gather_measurements, run_session
+from study.run.session import Session, gather_measurements, run_session
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,14 @@ def train(session: Session) -> None:
     from accelerate.utils import set_seed
     from transformers import get_scheduler
 
-    from study import engine
-    from study.audit import audit, audit_end
-    from study.checkpoint import load_checkpoint, save_checkpoint
-    from study.evaluation import evaluate
     from study.measure import WARMUP_STEPS, Meters
-    from study.steplog import StepLog
+    from study.models.initial import load_initial_model
+    from study.run import engine
+    from study.run.audit import audit, audit_end
+    from study.run.checkpoint import load_checkpoint, save_checkpoint
+    from study.run.evaluation import evaluate
+    from study.run.steps import StepLog
     from study.tasks.blocks import sample_hashes, step_samples
-    from study.tasks.models import load_initial_model
 
     config, launch, plan, data = session.config, session.launch, session.plan, session.data
     first_step, total_steps = session.first_step, session.total_steps

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from runs import run_of
-from study.operators import use_own_build
-from study.preflight import cache_directory
+from study.host.folders import cache_directory
+from study.host.operators import use_own_build
 
 __all__ = ["run_of"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import launch
-from study.records import Run, read_run
+from study.record.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.config import RunConfig, resolved
-from study.records import seal
-from study.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
+from study.record.directory import seal
+from study.spec.config import RunConfig, resolved
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
 
 GIB = 2**30
 PARAMETERS = 2_500_000

@@ -13,7 +13,7 @@ from engines import launch
 from runs import FLAGS, RunFactory
 from study.baselines import bench
 from study.errors import RunFailed
-from study.records import Run, read_run
+from study.record.directory import Run, read_run
 
 HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
 
@@ -42,9 +42,9 @@ def assert_same_training(run: Run, study: Run) -> None:
     assert [row["step"] for row in run.evals] == [4, 8]
     for row, wanted in zip(run.evals, study.evals, strict=True):
         assert row == pytest.approx(wanted, rel=1e-5)
-    assert run.engine["initial_weights_sha256"] == study.engine["initial_weights_sha256"]
-    assert run.engine["optimizer_settings"] == study.engine["optimizer_settings"]
-    assert run.summary["tokens"] == study.summary["tokens"]
+    assert run.engine["initial_weights_sha256"] == study.run.engine["initial_weights_sha256"]
+    assert run.engine["optimizer_settings"] == study.run.engine["optimizer_settings"]
+    assert run.summary["tokens"] == study.run.summary["tokens"]
 
 
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
@@ -56,9 +56,9 @@ def test_the_trainer_trains_as_the_study_does_and_leaves_its_whole_record(
     assert run.engine["trainer"] == "hf_trainer"
     assert run.engine["gradient_accumulation_steps"] == 4
     assert all(row["step_time_s"] > 0 for row in run.steps)
-    assert run.summary["state_bytes_per_rank"] == study.summary["state_bytes_per_rank"]
+    assert run.summary["state_bytes_per_rank"] == study.run.summary["state_bytes_per_rank"]
     unmeasured = {key for key, value in run.summary.items() if value is None}
-    assert unmeasured == {key for key, value in study.summary.items() if value is None}
+    assert unmeasured == {key for key, value in study.run.summary.items() if value is None}
 
 
 def test_the_bare_loop_trains_as_the_study_does_and_says_what_it_did_not_measure(
@@ -127,7 +127,7 @@ def test_what_a_baseline_cannot_do_is_refused_in_one_line(
     assert result.returncode != 0
     assert len(refusals) == 1
     assert says in refusals[0]
-    assert "To mend it: " in refusals[0]
+    assert "To fix it: " in refusals[0]
     assert not (tmp_path / "run").exists()
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from transformers import SchedulerType
 
-from study import config as config_module
-from study.config import RunConfig, parse_command_line, parse_overrides, resolved
 from study.errors import UserError
+from study.spec import config as config_module
+from study.spec.config import RunConfig, parse_command_line, resolved
+from study.spec.overrides import parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_OF_THE_DESIGN = {
@@ -108,7 +109,7 @@ def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named
     with pytest.raises(UserError) as refusal:
         parse_command_line(arguments)
     assert named in refusal.value.problem
-    assert refusal.value.mend
+    assert refusal.value.fix
     assert "\n" not in str(refusal.value)
 
 
@@ -167,7 +168,7 @@ def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, m
             plan = config.batch_plan(world_size)
         except UserError as error:
             refused += 1
-            changes = _mends(error.mend)
+            changes = _mends(error.fix)
             assert changes
             for change in changes:
                 dataclasses.replace(config, **change).batch_plan(world_size)
@@ -178,11 +179,11 @@ def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, m
     assert refused or (world_size, micro or 1) == (1, 1)
 
 
-def _mends(mend: str) -> list[dict[str, int]]:
-    if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", mend):
+def _mends(fix: str) -> list[dict[str, int]]:
+    if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", fix):
         return [{"global_batch_size": int(found[1])}]
-    found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", mend)
-    assert found, mend
+    found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)
+    assert found, fix
     return [{"per_device_train_batch_size": int(found[1])}, {"global_batch_size": int(found[2])}]
 
 
@@ -287,7 +288,7 @@ def test_overrides_that_share_a_beginning_are_two_keys() -> None:
 
 def test_no_field_is_dead() -> None:
     """Each is read as an attribute somewhere in study/ outside the module that defines it, or by its own methods."""
-    own = ast.parse((ROOT / "study/config.py").read_text())
+    own = ast.parse((ROOT / "study/spec/config.py").read_text())
     methods = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
     used_here = {name for method in methods if method.name != "_check" for name in _attributes_of(method, {"self"})}
     elsewhere = {

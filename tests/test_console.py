@@ -24,7 +24,7 @@ KINDS = 7
 """
 START = """
 from pathlib import Path
-from study.console import Console
+from study.run.console import Console
 log = Path(sys.argv[1])
 console = Console(speaks=True)
 """

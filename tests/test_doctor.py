@@ -70,7 +70,7 @@ def memory_folder() -> Iterator[Path]:
 
 
 def line_of(text: str, name: str) -> tuple[str, str, str]:
-    """State, what was found and the mend of a check in the printed table."""
+    """State, what was found and the fix of a check in the printed table."""
     lines = text.splitlines()
     index = next(number for number, line in enumerate(lines) if line[9:].startswith(f"{name} "))
     after = lines[index + 1].strip()
@@ -87,10 +87,10 @@ def test_json_is_one_document_with_every_check_in_a_known_state(normal: subproce
         "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
     } <= set(names)  # fmt: skip
     for check in document["checks"]:
-        assert set(check) == {"name", "state", "found", "mend"}
+        assert set(check) == {"name", "state", "found", "fix"}
         assert check["state"] in STATES
         assert check["found"]
-        assert check["mend"] or check["state"] != "missing", check
+        assert check["fix"] or check["state"] != "missing", check
 
 
 def test_exit_status_tells_whether_anything_is_missing(
@@ -151,12 +151,12 @@ def test_no_secret_and_no_host_name_is_printed(
 
 
 def test_a_box_without_compilers_is_told_what_to_install(poor: subprocess.CompletedProcess[str]) -> None:
-    state, _, mend = line_of(poor.stdout, "compiler")
-    assert (state, mend) == ("missing", "apt-get install g++")
-    state, found, mend = line_of(poor.stdout, "ninja")
+    state, _, fix = line_of(poor.stdout, "compiler")
+    assert (state, fix) == ("missing", "apt-get install g++")
+    state, found, fix = line_of(poor.stdout, "ninja")
     assert state == "missing"
     # Installed beside this Python, it is not to be installed again.
-    assert ("export PATH=" in mend) == (Path(sys.executable).parent / "ninja").exists(), found
+    assert ("export PATH=" in fix) == (Path(sys.executable).parent / "ninja").exists(), found
     # Without a compiler nothing that calls libaio links, so asynchronous I/O cannot be built.
     assert line_of(poor.stdout, "libaio")[0] == "missing"
     state, found, _ = line_of(poor.stdout, "strategies")
@@ -168,18 +168,18 @@ def test_a_box_without_compilers_is_told_what_to_install(poor: subprocess.Comple
 def test_a_path_below_a_file_and_low_limits_are_missing_with_the_mend(
     poor: subprocess.CompletedProcess[str],
 ) -> None:
-    state, found, mend = line_of(poor.stdout, "nvme path")
+    state, found, fix = line_of(poor.stdout, "nvme path")
     assert state == "missing"
     assert "is a file" in found
-    assert "--nvme_path DIR" in mend
+    assert "--nvme_path DIR" in fix
     assert line_of(poor.stdout, "nvme bandwidth")[0] == "none"
-    state, found, mend = line_of(poor.stdout, "open files")
-    assert (state, mend) == ("missing", "ulimit -n 1024")
+    state, found, fix = line_of(poor.stdout, "open files")
+    assert (state, fix) == ("missing", "ulimit -n 1024")
     assert " 256 " in found
-    state, found, mend = line_of(poor.stdout, "pinned memory")
+    state, found, fix = line_of(poor.stdout, "pinned memory")
     assert state == "missing"
     assert "ulimit -l is 1 MiB" in found
-    assert mend.startswith("ulimit -l unlimited")
+    assert fix.startswith("ulimit -l unlimited")
 
 
 def test_memory_is_not_measured_as_a_drive(memory_folder: Path) -> None:

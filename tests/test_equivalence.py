@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from runs import RunFactory
-from study.strategies import read_strategy
+from study.spec.strategies import read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
 SHARDED = (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from study.config import RunConfig, Task, resolved
 from study.measure.flops import model_flops_per_sample
-from study.tasks.models import build_model, model_config
+from study.models.initial import build_model, model_config
+from study.spec.config import RunConfig, Task, resolved
 from study.theory.hardware import find_device, known_devices, mfu, peak_flops
 
 # As torch.cuda.get_device_name prints them.

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from study.libraries import importing
+from study.host.imports import importing
 
 SHOWN = """
 import gc, sys
-from study.libraries import import_libraries
-from study.strategies import read_strategy
+from study.host.imports import import_libraries
+from study.spec.strategies import read_strategy
 import_libraries(read_strategy(sys.argv[1]))
 from transformers import GPT2LMHeadModel
 import evaluate
@@ -53,7 +53,7 @@ def test_scikit_learn_finds_the_scipy_that_it_is_built_on(tmp_path):
     (tmp_path / "sklearn/__init__.py").write_text("")
     (tmp_path / "sklearn/metrics.py").write_text("import scipy.sparse\n")
     code = (
-        "from study.libraries import import_libraries\nfrom study.strategies import read_strategy\n"
+        "from study.host.imports import import_libraries\nfrom study.spec.strategies import read_strategy\n"
         "import_libraries(read_strategy('single'))\nimport sklearn.metrics"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -21,10 +21,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
-from study import engine
-from study.config import RunConfig, Task, resolved
 from study.errors import UserError
-from study.tasks.models import (
+from study.models.initial import (
     RECORD_NAME,
     InitialWeights,
     build_model,
@@ -33,7 +31,9 @@ from study.tasks.models import (
     materialize_initial_weights,
     model_config,
 )
-from study.tasks.presets import DROPOUT_FIELDS, PRESETS
+from study.models.presets import DROPOUT_FIELDS, PRESETS
+from study.run import engine
+from study.spec.config import RunConfig, Task, resolved
 
 PARAMETERS = {
     "bert-large-uncased": 335_143_938,
@@ -273,8 +273,8 @@ def test_a_damaged_set_of_weights_is_refused_and_a_half_written_one_is_redone(tm
 
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from study.config import RunConfig, resolved; "
-        "from study.tasks.models import materialize_initial_weights as materialize; "
+        "import sys, pathlib; from study.spec.config import RunConfig, resolved; "
+        "from study.models.initial import materialize_initial_weights as materialize; "
         "print(materialize(resolved(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
     )
     ranks = [
@@ -292,9 +292,9 @@ ZERO3 = """
 import sys, pathlib, deepspeed, torch
 from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
-from study.config import RunConfig, resolved
+from study.spec.config import RunConfig, resolved
 from study.measure.flops import model_flops_per_sample
-from study.tasks.models import load_initial_model, materialize_initial_weights
+from study.models.initial import load_initial_model, materialize_initial_weights
 cache = pathlib.Path(sys.argv[1])
 config = resolved(RunConfig(task=sys.argv[2], scale="laptop"), False)
 initial = materialize_initial_weights(config, cache)
@@ -449,7 +449,7 @@ def small_hub() -> Iterator[str]:
 
 ASK_HUB = """
 import json, pathlib, sys, time
-from study.config import RunConfig, resolved
+from study.spec.config import RunConfig, resolved
 from study.errors import Unsupported, UserError
 from study.tasks import models
 def ask(do, task, model, **asked):
@@ -490,11 +490,11 @@ def test_a_hub_that_cannot_be_reached_is_an_answer_within_seconds(environment: d
         ],
         **environment,
     )
-    for (answer, seconds), mend in zip(
+    for (answer, seconds), fix in zip(
         answers, ("--weights random", "--tokenizer_name", "--weights random"), strict=True
     ):
         assert "the hub cannot be reached" in answer
-        assert mend in answer
+        assert fix in answer
         assert seconds < 15, answer
     assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
 
@@ -559,7 +559,18 @@ def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp
 def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) -> None:
     config = run_config("gpt-tiny", seed=7)
     flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--weights", "random"]
-    command = [sys.executable, "-m", "study.weights", *flags, "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "study.models.draw",
+        *flags,
+        "--seed",
+        "7",
+        "--precision",
+        "bf16",
+        "--max_steps",
+        "3",
+    ]
     environment = {**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())

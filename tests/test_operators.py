@@ -8,13 +8,13 @@ import time
 
 import cpuinfo
 
-from study.operators import _build_folder, _clear_dead_build, _remember_the_processor
-from study.records import read_json
+from study.host.operators import _build_folder, _clear_dead_build, _remember_the_processor
+from study.record.directory import read_json
 
 LOAD = """
-from study.operators import build_operators
-from study.preflight import cache_directory
-from study.strategies import read_strategy
+from study.host.operators import build_operators
+from study.host.folders import cache_directory
+from study.spec.strategies import read_strategy
 build_operators(read_strategy("zero0"), cache_directory())
 """
 

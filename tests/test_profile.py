@@ -18,19 +18,19 @@ from engines import launch
 from runs import FLAGS as RUN_FLAGS
 from runs import RunFactory, train
 from study.baselines.bare_loop import refuse
-from study.config import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
 from study.errors import UserError
 from study.measure import Meters
 from study.measure.kernels import category
 from study.measure.profiling import profile_document
-from study.record_schema import PROFILE_CATEGORIES, RecordError, check_profile
-from study.records import read_run
+from study.record.directory import read_run
+from study.record.schema import PROFILE_CATEGORIES, RecordError, check_profile
 from study.report import plots
 from study.report.frames import Records, read_parquet, read_records, write_parquet
 from study.report.page import table_html
 from study.report.show import as_png
 from study.report.tables import TABLES, absent
-from study.strategies import Launch, read_strategy
+from study.spec.config import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
+from study.spec.strategies import Launch, read_strategy
 from synthetic_records import write_run
 
 STEPS = 11
@@ -213,7 +213,7 @@ def test_too_few_steps_for_a_profile_are_refused_in_one_line(tmp_path: Path) -> 
     assert result.returncode != 0
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert "--profile_steps 4 needs 12 steps (warm-up, the watched one, 3 that are timed, the profiler's own" in line
-    assert f"this run does {STEPS}. To mend it: use --max_steps 12 or more" in line
+    assert f"this run does {STEPS}. To fix it: use --max_steps 12 or more" in line
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="--profile_steps -1 is out of range"):
         parse_command_line(["--profile_steps", "-1"])

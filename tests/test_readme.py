@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from study.report.readme import rewritten
-from study.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 
 def test_the_table_in_the_readme_is_the_one_the_records_give():

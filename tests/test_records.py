@@ -20,7 +20,7 @@ import pytest
 
 from damage import damaged_bytes
 from engines import ROOT
-from study.records import (
+from study.record.directory import (
     SUMMARY_KEYS,
     RecordError,
     Run,
@@ -175,7 +175,7 @@ def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) 
 KEEP_WRITING = """
 import sys
 from pathlib import Path
-from study.records import write_json
+from study.record.directory import write_json
 file = Path(sys.argv[1])
 for round in range(10**9):
     write_json(file, {"first": round, "filling": "x" * 2_000_000, "last": round})
@@ -206,7 +206,7 @@ KEEP_TRAINING = """
 import sys
 from pathlib import Path
 import test_records
-from study.records import RunWriter
+from study.record.directory import RunWriter
 writer = RunWriter.open(Path(sys.argv[1]))
 writer.write("config.json", test_records.CONFIG)
 writer.write("engine.json", test_records.ENGINE)

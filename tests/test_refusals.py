@@ -1,4 +1,4 @@
-"""What a user sees who asks for something that cannot be: one line that says what and how to mend it, and no trace."""
+"""What a user sees who asks for something that cannot be: one line that says what and how to fix it, and no trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from test_records import write_run
 
 from engines import ROOT
-from study.config import RunConfig, resolved
 from study.errors import UserError
-from study.preflight import check_devices
-from study.records import read_json, write_json
-from study.strategies import Launch, read_strategy
+from study.record.directory import read_json, write_json
+from study.run.checks import check_devices
+from study.spec.config import RunConfig, resolved
+from study.spec.strategies import Launch, read_strategy
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
@@ -72,29 +72,29 @@ def contents(box: Path) -> dict[str, bytes | None]:
     }
 
 
-def assert_refused(box: Path, *arguments: str, says: tuple[str, ...], mend: str, **environment: str) -> None:
+def assert_refused(box: Path, *arguments: str, says: tuple[str, ...], fix: str, **environment: str) -> None:
     (box / "cwd").mkdir(exist_ok=True)
     before = contents(box)
     result = refuse(box, *arguments, **environment)
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
-    assert_is_one_line(result.stderr, says, mend)
+    assert_is_one_line(result.stderr, says, fix)
     assert contents(box) == before
 
 
-def assert_is_one_line(stderr: str, says: tuple[str, ...], mend: str) -> None:
+def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
     lines = stderr.splitlines()
     assert len(lines) == 1, stderr
-    problem, found, how = lines[0].partition(". To mend it: ")
+    problem, found, how = lines[0].partition(". To fix it: ")
     assert found
     assert problem.startswith("error: ")
     for part in says:
         assert part in problem
-    assert mend in how
+    assert fix in how
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says", "mend"),
+    ("arguments", "says", "fix"),
     [
         (["--nonsense", "1"], ("--nonsense",), "--help"),
         (["--precision", "bf8"], ("--precision", "bf8"), "--help"),
@@ -134,17 +134,17 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], mend: str) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
-    arguments: list[str], says: tuple[str, ...], mend: str, tmp_path: Path
+    arguments: list[str], says: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
-    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, mend=mend)
+    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
-    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), mend="--data builtin", HF_HUB_OFFLINE="1")
+    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), fix="--data builtin", HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.parametrize(
-    ("task", "rows", "says", "mend"),
+    ("task", "rows", "says", "fix"),
     [
         ("bert-imdb", [{"review": "good", "sentiment": 1}], ("review, sentiment", "text, label"), "schema"),
         ("bert-imdb", [{"text": "good", "label": 7}], ("`label`", "7"), "0 (bad) or 1 (good)"),
@@ -154,17 +154,17 @@ def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: P
     ids=["other columns", "other labels", "no text", "no text column"],
 )
 def test_local_data_of_another_schema_is_refused(
-    task: str, rows: list[dict[str, object]], says: tuple[str, ...], mend: str, tmp_path: Path
+    task: str, rows: list[dict[str, object]], says: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "reviews.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows * 64))
     arguments = ("--scale", "laptop", "--task", task, "--data", str(file))
-    assert_refused(tmp_path, *arguments, says=(str(file), *says), mend=mend)
+    assert_refused(tmp_path, *arguments, says=(str(file), *says), fix=fix)
 
 
 def test_a_finished_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    assert_refused(tmp_path, "--output_dir", str(run), says=(str(run), "finished run"), mend="--overwrite_output_dir")
+    assert_refused(tmp_path, "--output_dir", str(run), says=(str(run), "finished run"), fix="--overwrite_output_dir")
 
 
 def test_a_folder_that_is_no_run_directory_is_never_touched(tmp_path: Path) -> None:
@@ -172,20 +172,20 @@ def test_a_folder_that_is_no_run_directory_is_never_touched(tmp_path: Path) -> N
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     for flags in ((), ("--overwrite_output_dir",)):
         arguments = ("--output_dir", str(tmp_path / "thesis"), *flags)
-        assert_refused(tmp_path, *arguments, says=("thesis", "none is a run's"), mend="new folder")
+        assert_refused(tmp_path, *arguments, says=("thesis", "none is a run's"), fix="new folder")
 
 
 def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     for output_dir in ("file", "file/below", "file/far/below"):
         arguments = ("--output_dir", str(tmp_path / output_dir))
-        assert_refused(tmp_path, *arguments, says=(str(tmp_path / output_dir), "file"), mend="name a folder")
+        assert_refused(tmp_path, *arguments, says=(str(tmp_path / output_dir), "file"), fix="name a folder")
 
 
 def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     cache = str(tmp_path / "file" / "cache")
-    assert_refused(tmp_path, says=(cache,), mend="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
+    assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
@@ -193,7 +193,7 @@ def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Pat
     run = write_run(tmp_path / "run")
     (run / "status.json").write_text(damage)
     arguments = ("--output_dir", str(run))
-    assert_refused(tmp_path, *arguments, says=("damaged run", "status.json"), mend="--overwrite_output_dir")
+    assert_refused(tmp_path, *arguments, says=("damaged run", "status.json"), fix="--overwrite_output_dir")
 
 
 def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
@@ -212,7 +212,7 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_pa
     if rows is not None:
         (checkpoint / "steps.jsonl").write_text(rows)
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("not a whole checkpoint", "steps.jsonl"), mend="checkpoint.json")
+    assert_refused(tmp_path, *arguments, says=("not a whole checkpoint", "steps.jsonl"), fix="checkpoint.json")
 
 
 @pytest.mark.parametrize(
@@ -223,19 +223,19 @@ def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, t
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
     write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {key: value})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("checkpoint",), mend="")
+    assert_refused(tmp_path, *arguments, says=("checkpoint",), fix="")
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, seed=7)
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), mend="--seed 7")
+    assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), fix="--seed 7")
 
 
 def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, max_steps=3)
     arguments = ("--scale", "laptop", "--max_steps", "3", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("step 3 of 3",), mend="earlier")
+    assert_refused(tmp_path, *arguments, says=("step 3 of 3",), fix="earlier")
 
 
 def test_ranks_of_one_launch_say_it_once(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: s
     assert f"{ranks} ranks" in refusal.value.problem
     assert f"{gpus} GPU" in refusal.value.problem
     command = f"accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes {gpus} "
-    assert command in refusal.value.mend
+    assert command in refusal.value.fix
 
 
 def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:

@@ -18,7 +18,7 @@ from study.report import command
 from study.report.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
 from study.report.execute import NotebookFailed, execute
 from study.report.frames import Records, read_parquet, write_parquet
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 
 PARAMETERS = 'records_dir = "reports/laptop"\nfigures_dir = ""'
 
@@ -171,7 +171,7 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monk
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert words in line
-    assert "To mend it: " in line
+    assert "To fix it: " in line
 
 
 def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ import papermill
 import pytest
 import yaml
 
-from study.records import read_status
+from study.record.directory import read_status
 from study.report.build import NOTEBOOKS
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 
 COLAB = NOTEBOOKS / "colab.ipynb"
 # The operators above all: two installations that share their folder rebuild them in turns.

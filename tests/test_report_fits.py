@@ -15,7 +15,7 @@ from study.report.findings import findings
 from study.report.fits import NO_PROBES, QUESTION, fits, fits_table, probes_table
 from study.report.frames import probes, read_parquet, read_runs, real, write_parquet
 from study.report.tables import TABLES, absent
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 from synthetic_records import write_run
 
 LADDER = [8, 16, 32, 64, 128]

@@ -14,9 +14,8 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from study.config import RunConfig
 from study.errors import UserError
-from study.records import SUMMARY_KEYS, read_run
+from study.record.directory import SUMMARY_KEYS, read_run
 from study.report.findings import findings
 from study.report.frames import (
     RUNS_FILE,
@@ -32,6 +31,7 @@ from study.report.frames import (
 )
 from study.report.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.report.tables import TABLES
+from study.spec.config import RunConfig
 from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
 
 
@@ -166,7 +166,7 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
     with pytest.raises(UserError) as refusal:
         read_records(kept)
     assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.mend.startswith("make it again: python -m study.report.frames")
+    assert refusal.value.fix.startswith("make it again: python -m study.report.frames")
 
 
 def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from study.report.frames import Records, read_parquet
 from study.report.palette import STRATEGIES
 from study.report.plots.loss import MOST_POINTS
 from study.report.show import as_svg
-from study.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 ALL = [getattr(plots, name) for name in plots.__all__ if name != "Drawing"]
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from damage import damaged_bytes
-from study.records import RunWriter, read_run
+from study.record.directory import RunWriter, read_run
 from study.report.findings import findings
 from study.report.frames import Records, read_records
 from study.report.tables import TABLES

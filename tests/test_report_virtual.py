@@ -15,7 +15,7 @@ from study.report.frames import Records, read_records, read_runs, write_parquet
 from study.report.plots import settings, table1
 from study.report.tables import TABLES, absent
 from study.report.virtual_tables import AS_SHIPPED, changes, sent, summaries
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
 from synthetic_records import write_run
 

@@ -9,7 +9,7 @@ import pytest
 
 from engines import launch
 from runs import train
-from study.records import read_run, read_status
+from study.record.directory import read_run, read_status
 
 GPT = ("--task", "gpt-wikitext")
 

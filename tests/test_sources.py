@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from study.config import RunConfig, resolved
 from study.errors import UserError
+from study.spec.config import RunConfig, resolved
 from study.tasks import load_data, sources
 from study.tasks.builtin import builtin_tokenizer
 from study.tasks.gpt_wikitext import pack
@@ -328,7 +328,7 @@ def test_data_that_cannot_serve_are_refused_by_name_with_a_mend(case: str, tmp_p
     config = asked(task, make(tmp_path / "data"))
     with pytest.raises(UserError, match=message) as refusal:
         {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
-    assert refusal.value.mend
+    assert refusal.value.fix
     assert "data" in refusal.value.problem
 
 
@@ -337,7 +337,7 @@ def test_data_that_cannot_serve_are_refused_by_name_with_a_mend(case: str, tmp_p
 LOAD = """
 import sys, time
 from pathlib import Path
-from study.config import RunConfig, resolved
+from study.spec.config import RunConfig, resolved
 from study.errors import UserError
 from study.tasks import sources
 task, cache = sys.argv[1:]

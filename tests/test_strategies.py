@@ -11,7 +11,7 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from study.errors import UserError
-from study.strategies import STRATEGY_NAMES, Launch, Strategy, lint, read_strategy, this_launch
+from study.spec.strategies import STRATEGY_NAMES, Launch, Strategy, lint, read_strategy, this_launch
 
 DIRECTORY = ROOT / "accelerate_configs"
 WITH_DEEPSPEED = [name for name in STRATEGY_NAMES if name.startswith("zero")]
@@ -41,7 +41,7 @@ def test_a_strategy_does_what_its_name_says(name: str) -> None:
 def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
     with pytest.raises(UserError, match="zero4") as refusal:
         read_strategy("zero4")
-    assert "zero3_cpu_nvme" in refusal.value.mend
+    assert "zero3_cpu_nvme" in refusal.value.fix
 
 
 def test_the_shipped_files_pass_the_lint() -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from study import cli
-from study.records import RunWriter, read_json, read_run, read_status, write_json
-from study.sweep.box import Box, matmul_rates
+from study.host.box import Box, matmul_rates
+from study.launch.process import clean_environment
+from study.launch.verdict import standing_of
+from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
 from study.sweep.execute import run_cells
 from study.sweep.notes import Durations, add_duration, append_attempt, expected_s
-from study.sweep.outcome import standing_of
 from study.sweep.plan import plan_cells
-from study.sweep.process import clean_environment
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
 from sweeps import ROOT, TINY, run, write_suite

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from study.outcome import classify
-from study.sweep.cgroups import OomCounts, oom_counts
-from study.sweep.outcome import ANSWERED, Evidence, judge, last_lines
+from study.host.cgroups import OomCounts, oom_counts
+from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
+from study.record.outcome import classify
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
 PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
@@ -75,9 +75,9 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "CUDA out of memory"),
         (evidence(OPEN, ended=False, log=NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         # Refusals.
-        (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "mend": "install"}), "unsupported", "no aio"),
-        (evidence(refusal={"kind": "CannotBeHeld", "problem": "20 B", "mend": "smaller"}), "unsupported", "20 B"),
-        (evidence(refusal={"kind": "UserError", "problem": "odd batch", "mend": "even"}), "failed", "odd batch"),
+        (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "fix": "install"}), "unsupported", "no aio"),
+        (evidence(refusal={"kind": "CannotBeHeld", "problem": "20 B", "fix": "smaller"}), "unsupported", "20 B"),
+        (evidence(refusal={"kind": "UserError", "problem": "odd batch", "fix": "even"}), "failed", "odd batch"),
         # Nothing but what was printed.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
         (evidence(printed="OSError: [Errno 28] No space left on device"), "failed", "the disk is full"),

@@ -10,19 +10,20 @@ import pytest
 import yaml
 
 from study import cli
-from study.capacity import available_host_bytes
-from study.config import parse_command_line, resolved
 from study.errors import UserError
+from study.host.box import Box, _visible, gpu_processes, this_box
+from study.launch.process import launch_command
 from study.measure.profiling import check_profiled_steps
-from study.strategies import STRATEGY_NAMES
-from study.sweep.box import Box, _visible, check_requirements, gpu_processes, this_box
+from study.spec.config import parse_command_line, resolved
+from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
-from study.sweep.process import launch_command
 from study.sweep.rehearsal import rehearsed
+from study.sweep.requirements import check_requirements
 from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+from study.virtual.rank.capacity import available_host_bytes
 from sweeps import ROOT, TINY, write_suite
 
 CPU_BOX = Box((), 16.0)
@@ -101,7 +102,7 @@ def test_what_a_suite_gets_wrong_is_refused_with_file_and_line(tmp_path, text, l
 def test_a_suite_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(UserError) as refusal:
         find_suite("labtop")
-    assert "laptop" in refusal.value.mend
+    assert "laptop" in refusal.value.fix
 
 
 @pytest.mark.parametrize("text", ["- a\n", "", "a: !!python/object:os.system {}\n", "\x00"])
@@ -319,7 +320,7 @@ def test_the_user_may_say_how_much_memory_a_box_that_grows_will_have(monkeypatch
 def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
     pynvml = pytest.importorskip("pynvml")
     # Asked without nvmlInit, or of no GPU, NVML itself refuses.
-    monkeypatch.setattr("study.sweep.box._nvml", lambda: (pynvml, [None]))
+    monkeypatch.setattr("study.host.box._nvml", lambda: (pynvml, [None]))
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)
     assert gpu_processes() == []
@@ -357,7 +358,7 @@ def test_a_wrong_request_ends_in_one_line_and_status_2(capsys, arguments):
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert said.count("\n") == 1
-    assert "To mend it: " in said
+    assert "To fix it: " in said
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("9m", 540), ("90s", 90), ("90", 90), ("1h30m", 5400), ("2h", 7200)])

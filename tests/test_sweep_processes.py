@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from study.records import read_json, read_run, read_status
-from study.sweep import supervise
+from study.launch import supervise
+from study.record.directory import read_json, read_run, read_status
 from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
 
 ESCAPE = """

@@ -11,11 +11,11 @@ import yaml
 
 from study import cli
 from study.errors import UserError
+from study.host.box import Box
 from study.report.findings import findings
 from study.report.frames import read_parquet, read_runs, write_parquet
 from study.report.remaining import QUESTION, remaining_of, remaining_table
-from study.strategies import REPOSITORY
-from study.sweep.box import Box
+from study.spec.strategies import REPOSITORY
 from study.sweep.notes import left_to_run
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite

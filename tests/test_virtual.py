@@ -14,11 +14,11 @@ import pytest
 
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
-from study.host_limits import HOST_MEMORY_VARIABLE
-from study.records import Run, read_run, read_status
+from study.host.memory import HOST_MEMORY_VARIABLE
+from study.record.directory import Run, read_run, read_status
 from study.report.frames import read_records
 from study.report.virtual_tables import settings_table, summaries
-from study.virtual_figures import extrapolate, summary_of
+from study.virtual.figures import extrapolate, summary_of
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
@@ -296,8 +296,8 @@ def test_the_papers_rows_of_stage_1_and_2_by_extrapolation(strategy: str, papers
 def test_the_large_presets_have_the_size_that_they_are_called_after() -> None:
     import torch
 
-    from study.config import RunConfig, resolved
-    from study.tasks.models import build_model
+    from study.models.initial import build_model
+    from study.spec.config import RunConfig, resolved
 
     sizes = {"7.5b": 7.5e9, "13b": 13e9, "20b": 20e9, "128b": 128e9, "175b": 175e9, "1t": 1e12}
     for name, parameters in sizes.items():

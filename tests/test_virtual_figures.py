@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from study.records import STATE_KINDS, STATE_PLACES, read_run
+from study.record.directory import STATE_KINDS, STATE_PLACES, read_run
+from study.virtual.figures import COUNTS, PEAKS, crossed, depths_beyond, extrapolate, summary_of
 from study.virtual.show import describe, gb, table
-from study.virtual_figures import COUNTS, PEAKS, crossed, depths_beyond, extrapolate, summary_of
 from synthetic_records import write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4

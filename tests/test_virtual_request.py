@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from study.capacity import layers_within, needed_host_bytes, shape_of
 from study.cli import main
-from study.config import RunConfig, refuse_what_no_virtual_run_has, resolved
 from study.errors import UserError
+from study.host.box import Box
 from study.measure.clock import WARMUP_STEPS
-from study.outcome import Terminated, classify
-from study.records import STATE_KINDS, STATE_PLACES
-from study.steplog import StepLog
-from study.strategies import STRATEGY_NAMES, Launch, read_strategy
-from study.summary import memory_document, summarize
-from study.sweep.box import Box
+from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.outcome import Terminated, classify
+from study.run.steps import StepLog
+from study.run.summary import memory_document, summarize
+from study.spec.config import RunConfig, refuse_what_no_virtual_run_has, resolved
+from study.spec.strategies import STRATEGY_NAMES, Launch, read_strategy
+from study.virtual.rank.capacity import layers_within, needed_host_bytes, shape_of
 from study.virtual.request import Request, _strategies, _with_absolute_paths, base_model, depth_of
 
 NO_GPU = Box((), 16)
@@ -64,7 +64,7 @@ def test_a_misuse_is_one_line_before_anything_runs(
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     assert says in line
-    assert ". To mend it: " in line
+    assert ". To fix it: " in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from study.baselines import refuse_what_only_the_study_does
-from study.config import RunConfig
 from study.errors import UserError
-from study.records import STATE_KINDS, STATE_PLACES
-from study.session import Session, run_session
-from study.strategies import Launch
+from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.run.session import Session, run_session
+from study.spec.config import RunConfig
+from study.spec.strategies import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +136,13 @@ def train(session: Session) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import get_scheduler, set_seed
 
-    from study import engine
-    from study.audit import audit, check_compute_dtype
-    from study.evaluation import evaluate
     from study.measure import WARMUP_STEPS, Meters
-    from study.steplog import StepLog
+    from study.models.initial import load_initial_model
+    from study.run import engine
+    from study.run.audit import audit, check_compute_dtype
+    from study.run.evaluation import evaluate
+    from study.run.steps import StepLog
     from study.tasks.blocks import sample_hashes, step_samples
-    from study.tasks.models import load_initial_model
 
     config, launch, plan, data = session.config, session.launch, session.plan, session.data
     if config.device_memory_cap_gib is not None:
@@ -159,7 +159,7 @@ def train(session: Session) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if not config.torch_compile:
-        # As in study/engine.py: a hook would cut the compiled graph in pieces.
+        # As in study/run/engine.py: a hook would cut the compiled graph in pieces.
         check_compute_dtype(model, config.precision)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True

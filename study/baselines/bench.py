@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from study.console import Console, Progress
 from study.errors import RunFailed
-from study.records import Run, read_run
-from study.session import Session, run_session
-from study.strategies import REPOSITORY
+from study.record.directory import Run, read_run
+from study.run.console import Console, Progress
+from study.run.session import Session, run_session
+from study.spec.strategies import REPOSITORY
 
 SCRIPTS = {
     "study": "study/train.py",

@@ -9,10 +9,10 @@ import os
 from typing import TYPE_CHECKING
 
 from study.baselines import refuse_what_only_the_study_does
-from study.config import RunConfig
 from study.errors import UserError
-from study.session import Session, run_session
-from study.strategies import Launch
+from study.run.session import Session, run_session
+from study.spec.config import RunConfig
+from study.spec.strategies import Launch
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -22,7 +22,7 @@ def refuse(config: RunConfig, launch: Launch) -> None:
     refuse_what_only_the_study_does("hf_trainer", config)
     if launch.strategy.name == "fsdp2":
         raise UserError(
-            "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/engine.py",
+            "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/run/engine.py",
             "use study/train.py, or launch hf_trainer with another file",
         )
 
@@ -32,7 +32,7 @@ def training_arguments(session: Session) -> TrainingArguments:
     import torch
     from transformers import TrainingArguments
 
-    from study import engine
+    from study.run import engine
 
     config, launch, plan = session.config, session.launch, session.plan
     deepspeed = None
@@ -81,11 +81,11 @@ def train(session: Session) -> None:
     import torch
     from transformers import set_seed
 
-    from study import engine
-    from study.audit import check_compute_dtype
     from study.baselines.recorded_trainer import RecordedTrainer
     from study.measure import WARMUP_STEPS, Meters
-    from study.tasks.models import load_initial_model
+    from study.models.initial import load_initial_model
+    from study.run import engine
+    from study.run.audit import check_compute_dtype
 
     config, launch = session.config, session.launch
     if config.device_memory_cap_gib is not None:
@@ -107,7 +107,7 @@ def train(session: Session) -> None:
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if not config.torch_compile:
-        # As in study/engine.py: a hook would cut the compiled graph in pieces.
+        # As in study/run/engine.py: a hook would cut the compiled graph in pieces.
         check_compute_dtype(model, config.precision)
     # The model's forward takes **kwargs, so the Trainer believes that it divides its loss by the items of the whole
     # step. BERT does not, and its loss would grow with accumulation steps and ranks; this asks for plain means.

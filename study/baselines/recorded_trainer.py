@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from study.audit import audit, audit_end
-from study.engine import nvme_folder
-from study.evaluation import evaluate
 from study.measure import Meters
-from study.session import Session, gather_measurements
-from study.steplog import StepLog
+from study.run.audit import audit, audit_end
+from study.run.engine import nvme_folder
+from study.run.evaluation import evaluate
+from study.run.session import Session, gather_measurements
+from study.run.steps import StepLog
 from study.tasks.blocks import sample_hashes, step_samples
 
 

@@ -17,9 +17,9 @@ from typing import Literal
 
 import psutil
 
-from study.host_limits import can_lock, locked_bytes
-from study.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
-from study.sweep.cgroups import memory_cgroups
+from study.host.cgroups import memory_cgroups
+from study.host.memory import can_lock, locked_bytes
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
 
 INSTALL = "make -B install"
 PIP = "python -m pip install --no-build-isolation -c constraints.txt"
@@ -40,7 +40,7 @@ class Check:
     name: str
     state: Literal["ok", "missing", "none"]
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def shown(path: Path) -> str:
@@ -121,8 +121,8 @@ def tools() -> Iterator[Check]:
         yield Check("ninja", "ok", version)
     elif beside.exists():
         # torch asks the shell's PATH alone.
-        mend = f'export PATH="{beside.parent}:$PATH"'
-        yield Check("ninja", "missing", "installed, and not on PATH, where torch looks for it", mend)
+        fix = f'export PATH="{beside.parent}:$PATH"'
+        yield Check("ninja", "missing", "installed, and not on PATH, where torch looks for it", fix)
     else:
         yield Check("ninja", "missing", "no ninja, and DeepSpeed builds with it", "python -m pip install ninja")
 
@@ -144,8 +144,8 @@ def memory() -> Iterator[Check]:
     if available >= LAPTOP_MEMORY_GIB:
         yield Check("host memory", "ok", found)
     else:
-        mend = "end other programs, or give the container more: docker run --memory=8g"
-        yield Check("host memory", "missing", f"{found}; {LAPTOP_MEMORY_GIB} GiB are needed", mend)
+        fix = "end other programs, or give the container more: docker run --memory=8g"
+        yield Check("host memory", "missing", f"{found}; {LAPTOP_MEMORY_GIB} GiB are needed", fix)
     yield _pinned_memory()
     yield _shared_memory()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -174,8 +174,8 @@ def _pinned_memory() -> Check:
     if can_lock(wanted):
         return Check("pinned memory", "ok", f"{limit}; {wanted / GIB:.1f} GiB can be locked")
     found = f"{limit}; {wanted / GIB:.1f} GiB cannot be locked, as each rank's buffers for parameters on NVMe must be"
-    mend = "ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)"
-    return Check("pinned memory", "missing", found, mend)
+    fix = "ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)"
+    return Check("pinned memory", "missing", found, fix)
 
 
 def _shared_memory() -> Check:
@@ -185,27 +185,27 @@ def _shared_memory() -> Check:
     found = f"/dev/shm: {size.total / GIB:.2f} GiB, {size.free / GIB:.2f} GiB free"
     if size.free >= LAPTOP_SHARED_MEMORY_MIB * MIB:
         return Check("shared memory", "ok", found)
-    mend = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
-    return Check("shared memory", "missing", f"{found}; {LAPTOP_SHARED_MEMORY_MIB} MiB are needed", mend)
+    fix = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
+    return Check("shared memory", "missing", f"{found}; {LAPTOP_SHARED_MEMORY_MIB} MiB are needed", fix)
 
 
 def nvme_path(path: Path) -> tuple[Check, Path | None, str]:
     """The check, the folder to measure in (None where there is none), and its file system."""
-    mend = "study doctor --nvme_path DIR, with a folder on a local drive that you may write"
+    fix = "study doctor --nvme_path DIR, with a folder on a local drive that you may write"
     try:
         folder = next(place for place in (path, *path.absolute().parents) if place.exists())
         if not folder.is_dir():
             found = f"{shown(path)} cannot be a folder: {shown(folder)} is a file"
-            return Check("nvme path", "missing", found, mend), None, ""
+            return Check("nvme path", "missing", found, fix), None, ""
         with tempfile.TemporaryFile(dir=folder):
             pass
         free = shutil.disk_usage(folder).free / GIB
     except OSError as error:
-        return Check("nvme path", "missing", f"{shown(path)} is not writable ({error.strerror})", mend), None, ""
+        return Check("nvme path", "missing", f"{shown(path)} is not writable ({error.strerror})", fix), None, ""
     kind = _file_system(folder.resolve())
     found = f"{shown(path)}: writable, {free:.1f} GiB free, {kind}"
     if free < NVME_FREE_GIB:
-        return Check("nvme path", "missing", f"{found}; {NVME_FREE_GIB} GiB are needed", mend), None, kind
+        return Check("nvme path", "missing", f"{found}; {NVME_FREE_GIB} GiB are needed", fix), None, kind
     return Check("nvme path", "ok", found), folder, kind
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from study.doctor.checks import INSTALL, Check, memory, nvme_path, strategies, tools, versions
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 
 # torch and DeepSpeed are imported in seconds, an operator loaded in as many; a cold disk may take ten times that.
 PROBE_LIMIT_S = 180
@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         width = max(len(check.name) for check in checks)
         for check in checks:
             print(f"{check.state:<7}  {check.name:<{width}}  {check.found}")
-            if check.mend:
-                print(f"{'':<7}  {'':<{width}}  -> {check.mend}")
+            if check.fix:
+                print(f"{'':<7}  {'':<{width}}  -> {check.fix}")
         print(f"\nmissing for `study run laptop`: {', '.join(missing) or 'nothing'}")
     return 1 if missing else 0
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import GIB, INSTALL, MIB, Check, shown
-from study.operators import use_own_build
-from study.preflight import cache_directory
+from study.host.folders import cache_directory
+from study.host.operators import use_own_build
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
 TRANSFER_S = 2.0
-BUILD = "python -m study.operators"
+BUILD = "python -m study.host.operators"
 
 
 def main() -> None:
@@ -59,8 +59,8 @@ def main() -> None:
 def _gpus() -> Check:
     import torch
 
-    from study.environment import describe_environment
-    from study.sweep.box import this_box
+    from study.host.box import this_box
+    from study.host.environment import describe_environment
 
     visible = this_box().gpus
     seen = describe_environment()
@@ -80,8 +80,8 @@ def _nccl() -> Check:
     if not torch.cuda.is_available():
         return Check("nccl", "none", "none; ranks talk over gloo")
     if not torch.distributed.is_nccl_available():
-        mend = "python -m pip install --force-reinstall -c constraints.txt torch"
-        return Check("nccl", "missing", f"torch {torch.__version__} is built without it", mend)
+        fix = "python -m pip install --force-reinstall -c constraints.txt torch"
+        return Check("nccl", "missing", f"torch {torch.__version__} is built without it", fix)
     return Check("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
@@ -140,8 +140,8 @@ def _operator_states() -> Iterator[tuple[str, str]]:
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import _get_build_directory
 
-    from study.operators import builders
-    from study.strategies import STRATEGY_NAMES, read_strategy
+    from study.host.operators import builders
+    from study.spec.strategies import STRATEGY_NAMES, read_strategy
 
     strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
     needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
@@ -163,7 +163,7 @@ def _nvme_bandwidth(folder: Path) -> Check:
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    from study.strategies import read_strategy
+    from study.spec.strategies import read_strategy
 
     name = "nvme bandwidth"
     # Loading would build it, which takes a minute and is not a doctor's; and would wait for ever for a dead build.
@@ -242,7 +242,7 @@ def _hub(ask: bool) -> Check:
 def _reachable(said: list[str]) -> bool:
     from huggingface_hub import HfApi
 
-    from study.tasks.hub import PROBE_TIMEOUT_S
+    from study.models.hub import PROBE_TIMEOUT_S
     from study.tasks.sources import IMDB, IMDB_REVISION
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from study.config import RunConfig
+from study.spec.config import RunConfig
 
 
 def model_flops_per_sample(config: RunConfig) -> int:
@@ -17,8 +17,8 @@ def model_flops_per_sample(config: RunConfig) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from study.tasks.models import build_model
-    from study.tasks.presets import FAMILY_OF_TASK
+    from study.models.initial import build_model
+    from study.models.presets import FAMILY_OF_TASK
 
     assert config.seq_length is not None
     with torch.device("meta"):

@@ -18,11 +18,11 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from study.config import RunConfig
 from study.errors import Unsupported, UserError
 from study.measure.clock import WARMUP_STEPS
 from study.measure.kernels import category
-from study.record_schema import PROFILE_CATEGORIES
+from study.record.schema import PROFILE_CATEGORIES
+from study.spec.config import RunConfig
 
 # Between the watched step and the profiler, so that a profiled run still has times of its own to be held against.
 COUNTED_STEPS = 3

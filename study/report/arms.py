@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.records import STATE_KINDS, STATE_PLACES
+from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.report.fairness import baseline_arm
 from study.report.statistics import Interval, paired_ratio
 

@@ -24,7 +24,7 @@ from study.report.findings import findings
 from study.report.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
 from study.report.remaining import remaining_table
 from study.report.show import METADATA_KEY
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 NAMES = ("loss_curves", "peak_memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from study.errors import UserError
-from study.strategies import REPOSITORY
-from study.sweep.box import this_box
+from study.host.box import this_box
+from study.spec.strategies import REPOSITORY
 from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
 

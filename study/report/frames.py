@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.errors import UserError
-from study.records import RecordError, check_seal, digests, find_runs, read_run
+from study.record.directory import RecordError, check_seal, digests, find_runs, read_run
 from study.report.duplicates import Found, each_once
 from study.report.fairness import label_confounds
 from study.report.remaining import Remaining
@@ -195,17 +195,17 @@ def _names_of_runs(folder: Path) -> list[str] | None:
 
 
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
-    mend = f"make it again: python -m study.report.frames RUNS_DIR {file.parent}"
+    fix = f"make it again: python -m study.report.frames RUNS_DIR {file.parent}"
     try:
         table = pq.read_table(file)
         frame = table.to_pandas()
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not readable ({error})", mend) from None
+        raise UserError(f"{file} is not readable ({error})", fix) from None
     later = [key for key in columns if key in LATER_COLUMNS and key not in frame]
     frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
     wrong = [key for key in {*columns, *frame} if key not in frame or str(frame[key].dtype) != columns.get(key)]
     if wrong:
-        raise UserError(f"{file} has other columns than this version reads ({', '.join(sorted(wrong)[:3])})", mend)
+        raise UserError(f"{file} has other columns than this version reads ({', '.join(sorted(wrong)[:3])})", fix)
     return frame[list(columns)], table.schema.metadata or {}
 
 

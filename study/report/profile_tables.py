@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.record_schema import PROFILE_CATEGORIES
+from study.record.schema import PROFILE_CATEGORIES
 from study.report.arms import NAN, Arm, Row, arms, frame, one_value
 from study.report.frames import Records, real
 from study.theory.hardware import peak_flops

@@ -15,7 +15,7 @@ import pandas as pd
 
 from study.report.frames import Records, only_virtual, read_parquet
 from study.report.virtual_tables import GB, Summary, state_bytes, table1_rows
-from study.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 MIB = 2**20
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

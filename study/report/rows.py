@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from study.config import RunConfig, parse_command_line, resolved
 from study.errors import UserError
-from study.records import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
-from study.strategies import STRATEGY_NAMES, read_strategy
+from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
+from study.spec.config import RunConfig, parse_command_line, resolved
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.suite_file import SearchAxis
-from study.virtual_figures import MOMENTS
+from study.virtual.figures import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
 FIGURES = ("allocated", "reserved", "device", "host")

@@ -18,7 +18,7 @@ from study.report.frames import Records
 from study.report.page import paragraph_html, table_html
 from study.report.palette import SETTINGS
 from study.report.plots import Drawing
-from study.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY
 
 # The key under which a report finds its figures and sentences again in an executed notebook.
 METADATA_KEY = "zero_study"

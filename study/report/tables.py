@@ -7,7 +7,7 @@ from collections.abc import Callable, Sized
 import numpy as np
 import pandas as pd
 
-from study.records import STATE_KINDS, STATE_PLACES
+from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.report.arms import MIB, NAN, Arm, Row, against, arms, frame, peak_gib, state_bytes, state_mib
 from study.report.fits import NO_PROBES, fits_table, probes_table
 from study.report.frames import Records, probes, real, steps_by_run, virtual, without_probes

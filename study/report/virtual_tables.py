@@ -15,10 +15,10 @@ from typing import Any
 
 import pandas as pd
 
-from study.records import STATE_KINDS, STATE_PLACES
+from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.report.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
-from study.virtual_figures import COUNTS, PEAKS, SENT, extrapolate, total_state_bytes
+from study.virtual.figures import COUNTS, PEAKS, SENT, extrapolate, total_state_bytes
 
 GB = 1e9
 AS_SHIPPED = "as shipped"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from study.strategies import STRATEGY_NAMES
+from study.spec.strategies import STRATEGY_NAMES
 
 # What a comparison is measured against, best first; without any of these the first strategy in the usual order.
 BASELINES = ("single", "ddp", "zero0")

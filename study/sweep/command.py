@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from study.sweep.box import Box, lacks_of, this_box
+from study.host.box import Box, this_box
+from study.launch.cell import Cell
+from study.launch.process import launch_command
 from study.sweep.execute import run_cells, standings_of
 from study.sweep.notes import estimate, left_to_run
-from study.sweep.plan import Cell
-from study.sweep.process import launch_command
+from study.sweep.requirements import lacks_of
 from study.sweep.search import Search
 from study.sweep.slices import Plan, Slice, plan_suite
 from study.sweep.tables import result_table, series_table, status_table
@@ -143,7 +144,7 @@ def _say_what_failed(part: Slice, suite: str) -> None:
     states = Counter(standing.state for _, standing in standings_of(part.cells, part.root))
     if len(states) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        print(f"\n{counts}; `study status {suite}` says why. What is mended is run again with --retry.")
+        print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
 
 
 def _any_failed(part: Slice) -> bool:
@@ -170,7 +171,7 @@ def weights(options: argparse.Namespace) -> int:
                 sets.setdefault(key, (one, root))
     if not sets:
         print(f"no cell that {plan.name} would run now starts from weights")
-    command = [sys.executable, "-m", "study.weights"]
+    command = [sys.executable, "-m", "study.models.draw"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
     ]

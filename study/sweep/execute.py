@@ -13,21 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from study.records import read_json, read_status, utc_now
-from study.strategies import REPOSITORY
-from study.sweep.box import Box, gpu_processes, matmul_rates
-from study.sweep.cgroups import oom_counts
-from study.sweep.lock import end_leftovers, only_sweep
-from study.sweep.notes import (
-    Durations,
-    add_duration,
-    append_attempt,
-    earlier_durations,
-    expected_s,
-    note_searches,
-    startup_s,
-)
-from study.sweep.outcome import (
+from study.host.box import Box, gpu_processes, matmul_rates
+from study.host.cgroups import oom_counts
+from study.launch.cell import Cell
+from study.launch.lock import end_leftovers, only_sweep
+from study.launch.process import CellProcess, clean_environment, launch_command
+from study.launch.verdict import (
     Ending,
     Evidence,
     Standing,
@@ -38,8 +29,17 @@ from study.sweep.outcome import (
     last_lines,
     standing_of,
 )
-from study.sweep.plan import Cell, uses_nvme
-from study.sweep.process import CellProcess, clean_environment, launch_command
+from study.record.directory import read_json, read_status, utc_now
+from study.spec.strategies import REPOSITORY
+from study.sweep.notes import (
+    Durations,
+    add_duration,
+    append_attempt,
+    earlier_durations,
+    expected_s,
+    note_searches,
+    startup_s,
+)
 from study.sweep.progress import Progress, StepTail, show_duration
 from study.sweep.search import Search
 
@@ -147,9 +147,7 @@ class _Sweep:
             ending = self.run_cell(cell, order)
         except OSError as error:
             # A record that cannot be written: the next cell would fare no better.
-            raise Stopped(
-                f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or mend it"
-            ) from None
+            raise Stopped(f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or fix it") from None
         seconds = time.monotonic() - started
         if ending.state == "ok":
             add_duration(durations, cell, seconds)
@@ -204,7 +202,7 @@ class _Sweep:
             "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
         }
         append_attempt(directory, cell, command, attempt)
-        if ending.state != "ok" and uses_nvme(cell):
+        if ending.state != "ok" and cell.uses_nvme:
             # A rank that was killed leaves its swap files behind, and they are as large as the model.
             shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
         if seen.stopped_by == "user":

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.config import RunConfig
 from study.errors import UserError
-from study.records import RecordError, read_json, write_json
-from study.sweep.outcome import standing_of
-from study.sweep.plan import Cell
+from study.launch.cell import Cell
+from study.launch.verdict import standing_of
+from study.record.directory import RecordError, read_json, write_json
+from study.spec.config import RunConfig
 from study.sweep.progress import show_duration
 from study.sweep.search import Search
 

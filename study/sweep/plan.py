@@ -9,71 +9,19 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
-from study.config import RunConfig, resolved
 from study.errors import UserError
-from study.strategies import STRATEGY_NAMES, read_strategy
-from study.sweep.box import Box
+from study.host.box import Box
+from study.launch.cell import Cell, Trainer
+from study.spec.config import RunConfig, resolved
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.search import Search
-from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite, Trainer
+from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
 # A probe asks what fits, and not what is learned: all that a run goes through, and no more of it.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One run of a suite."""
-
-    strategy: str
-    world_size: int
-    config: RunConfig
-    # What the suite says of it, without the defaults of study/train.py.
-    asked: RunConfig
-    repeat: int
-    time_limit_s: float
-    # The suite's own estimate, which holds until a record says better.
-    expected_s: float | None = None
-    trainer: Trainer = "study"
-
-    @functools.cached_property
-    def id(self) -> str:
-        return f"{self.config.run_id(self.arm, self.ranks)}-r{self.repeat}"
-
-    @property
-    def ranks(self) -> int:
-        """Of the job that is measured; a virtual one launches a single process of them."""
-        return self.config.virtual_world_size or self.world_size
-
-    @property
-    def arm(self) -> str:
-        """What a run is called after: its strategy, and whose loop trained it where that is not the study's."""
-        marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
-        return "-".join([self.strategy, *marks])
-
-    @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps, where they can be told without the data."""
-        known = self.config.max_steps or self.config.train_samples
-        return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if known else None
-
-    def flags(self, output_dir: Path) -> list[str]:
-        """The command line of study/train.py that asks for exactly this run."""
-        flags = []
-        for field in dataclasses.fields(RunConfig):
-            value = getattr(self.asked, field.name)
-            if value == field.default and field.name != "task":
-                continue
-            if isinstance(value, bool):
-                flags.append(f"--{field.name}" if value else f"--no-{field.name}")
-            elif isinstance(value, tuple):
-                flags += [f"--{field.name}={item}" for item in value]
-            else:
-                flags += [f"--{field.name}", str(value)]
-        return [*flags, "--output_dir", str(output_dir)]
 
 
 def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | Search]:
@@ -227,7 +175,7 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         )
         cell.total_steps  # noqa: B018 - refuses a batch larger than the samples
     except UserError as refusal:
-        raise UserError(f"{place}: {strategy} on {world_size} ranks: {refusal.problem}", refusal.mend) from None
+        raise UserError(f"{place}: {strategy} on {world_size} ranks: {refusal.problem}", refusal.fix) from None
     return cell
 
 
@@ -235,7 +183,3 @@ def _check_trainer(strategy: str, trainer: Trainer) -> None:
     runs = {"hf_trainer": set(STRATEGY_NAMES) - {"fsdp2"}, "bare_loop": {"single", "ddp"}}.get(trainer)
     if runs is not None and strategy not in runs:
         raise UserError(f"trainer: {trainer} does not run {strategy}", "exclude the combination")
-
-
-def uses_nvme(cell: Cell) -> bool:
-    return read_strategy(cell.strategy).uses_nvme

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from study.sweep.outcome import Ending
-from study.sweep.plan import Cell
+from study.launch.cell import Cell
+from study.launch.verdict import Ending
 
 
 def show_duration(seconds: float) -> str:

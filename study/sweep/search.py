@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.sweep.outcome import Standing, standing_of
+from study.launch.verdict import Standing, standing_of
 from study.sweep.suite_file import SearchAxis
 
 if TYPE_CHECKING:
-    from study.sweep.plan import Cell
+    from study.launch.cell import Cell
 
 
 @dataclasses.dataclass(frozen=True)

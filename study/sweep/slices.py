@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from study.errors import UserError
-from study.sweep.box import Box
-from study.sweep.plan import Cell, chosen_of, nothing_chosen, plan_cells
+from study.host.box import Box
+from study.launch.cell import Cell
+from study.sweep.plan import chosen_of, nothing_chosen, plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
 from study.sweep.suite_file import Suite, find_suite, read_suite
@@ -98,7 +99,7 @@ def _members(file: Path, series: Suite) -> list[_Part]:
             beside = file.parent / f"{part.suite}.yaml"
             suite = read_suite(beside if beside.is_file() else find_suite(part.suite))
         except UserError as refusal:
-            raise UserError(f"{part.place}: {refusal.problem}", refusal.mend) from None
+            raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
         if suite.slices:
             raise UserError(f"{part.place}: {part.suite} is made of slices itself", "name the suites it is made of")
         if any(other != part.suite and each.name == suite.name for other, each in read.items()):

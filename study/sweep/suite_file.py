@@ -11,16 +11,16 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from study.config import RunConfig
 from study.errors import UserError
-from study.strategies import STRATEGY_NAMES
+from study.launch.cell import Trainer
+from study.spec.config import RunConfig
+from study.spec.strategies import STRATEGY_NAMES
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 DEFAULT_TIME_LIMIT_S = 3600.0
 # Where a run writes, and what it goes on from, is the sweep's own business.
 _NOT_FOR_SUITES = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
 RUN_KEYS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - _NOT_FOR_SUITES
-Trainer = Literal["study", "hf_trainer", "bare_loop"]
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
 CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s", "expected_s", "trainer"})
@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise UserError(f"{self.file}:{line}: the key {key!r} is not a word", "quote it, or mend it")
+                raise UserError(f"{self.file}:{line}: the key {key!r} is not a word", "quote it, or fix it")
             if key in mapping:
                 raise UserError(f"{self.file}:{line}: {key} is there twice", "remove one of them")
             mapping[key], mapping.lines[key] = self.construct_object(value_node, deep=True), line
@@ -138,11 +138,11 @@ def read_suite(file: Path) -> Suite:
         loader.file = file
         document = loader.get_single_data()
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable ({error})", "mend the file") from None
+        raise UserError(f"{file} is not readable ({error})", "fix the file") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "mend the file") from None
+        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "fix the file") from None
     return _Reader(file).suite(document)
 
 
@@ -234,8 +234,8 @@ class _Reader:
             return Ladder(axis, range(first, last + 1))
         kind = int if axis == "largest_micro_batch" else str
         if not isinstance(given, list) or len(given) < 2 or any(type(rung) is not kind for rung in given):
-            mend = "{from: 1, to: 512}, or a list such as [1, 2, 4, 8]" if kind is int else "a list of model names"
-            raise self.refusal(section, axis, f"is {given!r}", f"use {mend}, the smallest first")
+            fix = "{from: 1, to: 512}, or a list such as [1, 2, 4, 8]" if kind is int else "a list of model names"
+            raise self.refusal(section, axis, f"is {given!r}", f"use {fix}, the smallest first")
         if kind is int and not (given[0] >= 1 and given == sorted(set(given))):
             raise self.refusal(section, axis, f"is {given}", "let it go up from 1 or more")
         if len(set(given)) < len(given):
@@ -309,8 +309,8 @@ class _Reader:
     def place(self, section: _Mapping, key: str) -> str:
         return f"{self.file}:{section.lines.get(key, section.line)}"
 
-    def refusal(self, section: _Mapping, key: str, problem: str, mend: str) -> UserError:
-        return UserError(f"{self.place(section, key)}: {key} {problem}", mend)
+    def refusal(self, section: _Mapping, key: str, problem: str, fix: str) -> UserError:
+        return UserError(f"{self.place(section, key)}: {key} {problem}", fix)
 
 
 def _empty(parent: _Mapping) -> _Mapping:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.records import RecordError, Run, read_run
+from study.launch.cell import Cell
+from study.launch.verdict import Standing
+from study.record.directory import RecordError, Run, read_run
 from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
-from study.sweep.outcome import Standing
-from study.sweep.plan import Cell
 from study.sweep.progress import show_duration
 from study.sweep.search import Search
 from study.sweep.slices import Slice

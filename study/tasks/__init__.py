@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.config import RunConfig
+from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ def load_task_tokenizer(config: RunConfig, frame: bool) -> PreTrainedTokenizerBa
         from study.tasks.builtin import builtin_tokenizer
 
         return builtin_tokenizer(frame)
-    from study.tasks.models import load_tokenizer
+    from study.models.initial import load_tokenizer
 
     return load_tokenizer(config)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from study.config import RunConfig
+from study.spec.config import RunConfig
 from study.tasks import builtin, describe, load_task_tokenizer, sources, uses_builtin_tokenizer
 from study.tasks.blocks import Split, TaskData
 

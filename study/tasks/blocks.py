@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from study.config import RunConfig
+from study.spec.config import RunConfig
 from study.tasks.builtin import Floor
 
 

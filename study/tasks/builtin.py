@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from study.models.presets import BUILTIN_VOCABULARY_SIZE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -28,8 +30,7 @@ SplitName = Literal["train", "eval"]
 
 CORPUS_SEED = 20191004
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDS = 251
-VOCABULARY_SIZE = len(SPECIAL_TOKENS) + WORDS
+WORDS = BUILTIN_VOCABULARY_SIZE - len(SPECIAL_TOKENS)
 
 SUCCESSORS_PER_WORD = 8
 WORDS_PER_ROW = 64

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from study.config import RunConfig
 from study.errors import UserError
+from study.spec.config import RunConfig
 from study.tasks import builtin, describe, load_task_tokenizer, sources, uses_builtin_tokenizer
 from study.tasks.blocks import Split, TaskData
 

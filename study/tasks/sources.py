@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.config import RunConfig
 from study.errors import UserError
+from study.models.hub import PROBE_TIMEOUT_S, first_line
+from study.spec.config import RunConfig
 from study.tasks import builtin
-from study.tasks.hub import PROBE_TIMEOUT_S, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -280,14 +280,14 @@ def _read_acl_imdb(folder: Path) -> Dataset:
 
 def _check_columns(dataset: Dataset, needed: tuple[str, ...], where: str, schema: str) -> None:
     missing = [name for name in needed if name not in dataset.column_names]
-    mend = f"rename its columns, or give the data in the schema of {schema} on the hub"
+    fix = f"rename its columns, or give the data in the schema of {schema} on the hub"
     if missing:
         raise UserError(
-            f"--data {where} has the columns {', '.join(dataset.column_names)}; needed: {', '.join(needed)}", mend
+            f"--data {where} has the columns {', '.join(dataset.column_names)}; needed: {', '.join(needed)}", fix
         )
     kind = str(getattr(dataset.features["text"], "dtype", dataset.features["text"]))
     if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
-        raise UserError(f"--data {where} has a `text` column of {kind} with gaps or of another type", mend)
+        raise UserError(f"--data {where} has a `text` column of {kind} with gaps or of another type", fix)
     if "label" in needed:
         kind = str(getattr(dataset.features["label"], "dtype", dataset.features["label"]))
         values = dataset.unique("label") if "int" in kind else [kind]

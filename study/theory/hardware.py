@@ -10,7 +10,7 @@ from typing import get_args
 
 import yaml
 
-from study.config import Precision
+from study.spec.config import Precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import CannotBeHeld, Unsupported, UserError
-from study.records import write_json
-from study.sweep.box import Box, this_box
-from study.sweep.lock import only_sweep
-from study.sweep.plan import Cell
+from study.host.box import Box, this_box
+from study.launch.cell import Cell
+from study.launch.lock import only_sweep
+from study.record.directory import write_json
 from study.virtual import show
 from study.virtual.execute import VirtualRunFailed, run_rank
+from study.virtual.figures import extrapolate, summary_of
 from study.virtual.request import Request, add_arguments, base_model, depth_of, read_request
-from study.virtual_figures import extrapolate, summary_of
 
 __all__ = ["add_arguments", "run"]
 EPILOG = """\
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
                     raise
                 # What is wrong with one strategy is no reason to leave the others out.
                 state = "unsupported" if isinstance(refusal, Unsupported) else "refused"
-                _say(f"{strategy}: {state}: {refusal.problem}. To mend it: {refusal.mend}.")
+                _say(f"{strategy}: {state}: {refusal.problem}. To fix it: {refusal.fix}.")
                 failed.append({"strategy": strategy, "state": state, "reason": refusal.problem})
             except KeyboardInterrupt:
                 _say(f"{strategy}: stopped from the keyboard; nothing of it runs on")

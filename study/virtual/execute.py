@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from study.errors import CannotBeHeld, Unsupported, UserError
-from study.records import Run, is_finished, read_json, read_run, read_status
-from study.sweep.plan import Cell
-from study.sweep.process import CellProcess, clean_environment, launch_command
+from study.launch.cell import Cell
+from study.launch.process import CellProcess, clean_environment, launch_command
+from study.record.directory import Run, is_finished, read_json, read_run, read_status
 
 
 class VirtualRunFailed(Exception):
@@ -55,6 +55,6 @@ _EXTRAPOLATE = "if its memory ran out, extrapolate over layers: --layers-fit A,B
 def _refusal(file: Path) -> UserError:
     said = read_json(file)
     if "layers_that_fit" in said:
-        return CannotBeHeld(said["problem"], said["mend"], said["layers_that_fit"])
+        return CannotBeHeld(said["problem"], said["fix"], said["layers_that_fit"])
     kind = Unsupported if said["kind"] == "Unsupported" else UserError
-    return kind(said["problem"], said["mend"])
+    return kind(said["problem"], said["fix"])

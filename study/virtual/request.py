@@ -8,7 +8,10 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from study.config import (
+from study.errors import UserError
+from study.host.box import Box
+from study.launch.cell import Cell
+from study.spec.config import (
     LARGEST_WORLD,
     Precision,
     RunConfig,
@@ -18,10 +21,7 @@ from study.config import (
     refuse_what_no_virtual_run_has,
     resolved,
 )
-from study.errors import UserError
-from study.strategies import STRATEGY_NAMES, read_strategy
-from study.sweep.box import Box
-from study.sweep.plan import Cell
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
 
 TIME_LIMIT_S = 3600.0
 # bf16 is what the papers call mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed has it under
@@ -121,7 +121,7 @@ def _check_job(world_size: int, rank: int) -> None:
 def task_of(model: str | None) -> str:
     """The task that a preset is for; of any other model nothing is known without asking for it."""
     # Beside the built-in corpora, which need numpy: no other command should pay for that.
-    from study.tasks.presets import FAMILY_OF_TASK, preset_family
+    from study.models.presets import FAMILY_OF_TASK, preset_family
 
     family = preset_family(model) if model else None
     return next((task for task, asked in FAMILY_OF_TASK.items() if asked == family), RunConfig.task)
@@ -129,7 +129,7 @@ def task_of(model: str | None) -> str:
 
 def base_model(config: RunConfig) -> str:
     """A preset's name without its depth; of nothing else can the number of layers be changed."""
-    from study.tasks.presets import find_model, without_depth
+    from study.models.presets import find_model, without_depth
 
     name = config.model_name_or_path
     base = without_depth(name)
@@ -141,7 +141,7 @@ def base_model(config: RunConfig) -> str:
 
 def depth_of(config: RunConfig) -> int | None:
     """How many layers a preset is asked for; None of any other model."""
-    from study.tasks.presets import preset_layers
+    from study.models.presets import preset_layers
 
     said = re.search(r"-(\d+)layers$", config.model_name_or_path)
     layers = preset_layers(config.model_name_or_path)
@@ -150,7 +150,7 @@ def depth_of(config: RunConfig) -> int | None:
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Every run starts in the repository, and a relative path is meant from where the command was typed."""
-    from study.tasks.presets import without_depth
+    from study.models.presets import without_depth
 
     kept = {"hub", "builtin"}
     if config.model_name_or_path and without_depth(config.model_name_or_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study.records import STATE_KINDS, STATE_PLACES
-from study.virtual_figures import total
+from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.virtual.figures import total
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 LEGEND = """\

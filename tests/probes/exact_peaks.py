@@ -10,7 +10,7 @@ import gc
 import os
 
 from study.measure.memory import MemoryMeter
-from study.session import Session, run_session
+from study.run.session import Session, run_session
 from study.train import train
 
 _M_MMAP_THRESHOLD = -3
@@ -24,7 +24,7 @@ def enter_phase_collected(meter: MemoryMeter, *phase: object) -> None:
 
 
 def train_and_keep_nothing(session: Session) -> None:
-    # After study/preflight.py has asked for the opposite.
+    # After study/run/checks.py has asked for the opposite.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 2**10)
     MemoryMeter.enter_phase = enter_phase_collected
     train(session)

@@ -5,6 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from study.strategies import this_launch
+from study.spec.strategies import this_launch
 
 print("PROBE " + json.dumps(dataclasses.asdict(this_launch())), flush=True)

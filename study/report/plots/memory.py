@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from study.records import STATE_KINDS, STATE_PLACES
+from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.report.frames import Records, without_probes
 from study.report.palette import PLACES, QUIET, STATE
 from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet

@@ -1,0 +1,1 @@
+"""This machine: its memory, devices, libraries and compiled operators."""

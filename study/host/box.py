@@ -1,0 +1,109 @@
+"""What this machine has, asked without importing torch: its GPUs, who else uses them, its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from study.host.memory import stated_host_memory_gib
+from study.spec.strategies import REPOSITORY
+
+_MATMUL_LIMIT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    gpu_memory_gib: tuple[float, ...]
+    host_memory_gib: float
+
+    @property
+    def gpus(self) -> int:
+        return len(self.gpu_memory_gib)
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuProcess:
+    gpu: int
+    pid: int
+    memory_gib: float | None
+
+
+def this_box() -> Box:
+    found = _nvml()
+    memory: list[float] = []
+    if found is not None:
+        nvml, handles = found
+        memory = [nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles]
+    return Box(tuple(memory), stated_host_memory_gib() or psutil.virtual_memory().total / 2**30)
+
+
+def gpu_processes() -> list[GpuProcess]:
+    """Who computes on the visible GPUs now. Between two runs nobody should."""
+    found = _nvml()
+    if found is None:
+        return []
+    nvml, handles = found
+    try:
+        return [
+            GpuProcess(gpu, process.pid, process.usedGpuMemory / 2**30 if process.usedGpuMemory else None)
+            for gpu, handle in enumerate(handles)
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ]
+    except nvml.NVMLError:
+        # Some boxes do not let a guest ask, and no run depends on the answer.
+        return []
+
+
+@functools.cache
+def matmul_rates(box: Box) -> dict[str, Any]:
+    """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU.
+
+    Measured in a process of its own, which is gone before the first cell begins.
+    """
+    if not box.gpus:
+        return {}
+    command = [sys.executable, "-m", "study.measure.matmul"]
+    try:
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True
+        )
+        return dict(json.loads(answer.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return {"error": f"not measured ({type(error).__name__})"}
+
+
+def _nvml() -> tuple[Any, list[Any]] | None:
+    """NVML and a handle for each GPU a run would see; None where there is no driver or no package for it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return pynvml, [_handle(pynvml, name) for name in _visible(pynvml)]
+    except pynvml.NVMLError:
+        return None
+
+
+def _visible(pynvml: Any) -> list[str]:
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    names: list[str] = []
+    for name in filter(None, (part.strip() for part in chosen.split(","))):
+        # As CUDA does: the first entry that names no GPU hides all behind it.
+        if name.startswith("-"):
+            break
+        names.append(name)
+    return names
+
+
+def _handle(pynvml: Any, name: str) -> Any:
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)

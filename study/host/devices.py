@@ -1,0 +1,37 @@
+"""The processor and the GPUs: how many there are, and each rank's share."""
+
+from __future__ import annotations
+
+import os
+
+from study.host.imports import importing
+from study.host.memory import keep_freed_memory
+from study.spec.strategies import Launch
+
+
+def prepare_devices(launch: Launch) -> int:
+    """Give this rank its share of the processor; returns how many GPUs are visible."""
+    # An engine's own OpenMP library reads this once, when it is loaded; torch's is set below.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if launch.virtual:
+        # It copies its part into N places where a real one receives: threads that spin between two small copies would
+        # take most of the time, and more where the cores are shared.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    with importing():
+        import torch
+
+    gpus = torch.cuda.device_count()
+    # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs the cores are shared
+    # out: launchers set 1, which would starve an optimizer that runs on the host.
+    # A virtual rank has the machine to itself, and its time is no figure.
+    threads = max(1, available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    if not gpus:
+        # There the host's memory is the device's, and its allocator part of every step.
+        keep_freed_memory()
+    return gpus
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

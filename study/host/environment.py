@@ -1,0 +1,78 @@
+"""environment.json: on what a run ran. Versions, devices, the commit; never a token, a user or a host name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from study.spec.strategies import REPOSITORY
+
+PACKAGES = (
+    "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
+    "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+
+
+def describe_environment() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := package_version(name)) is not None},
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "devices": [
+            {
+                "name": torch.cuda.get_device_name(index),
+                "memory_gib": round(torch.cuda.get_device_properties(index).total_memory / 2**30, 2),
+            }
+            for index in range(torch.cuda.device_count())
+        ],
+        "cuda": torch.version.cuda,
+        "driver": _driver_version(),
+    }
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _driver_version() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None

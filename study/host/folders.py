@@ -1,0 +1,29 @@
+"""Folders that a run writes to: refused in one line where it could not."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from study.errors import UserError
+
+
+def cache_directory() -> Path:
+    """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zero-study"
+    folder = Path(os.environ.get("ZERO_STUDY_CACHE", default))
+    refuse_unwritable(folder, f"the cache {folder}", "let ZERO_STUDY_CACHE name a folder that you may write")
+    return folder
+
+
+def refuse_unwritable(folder: Path, what: str, fix: str) -> None:
+    """Tried in the nearest folder that exists, with a file that has no name: a refused request leaves nothing."""
+    try:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not existing.is_dir():
+            raise UserError(f"{what} cannot be a folder: {existing} is a file", fix)
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"{what} is not writable ({error.strerror})", fix) from None

@@ -1,0 +1,152 @@
+"""DeepSpeed's own operators: which ones a strategy needs, built once and in good time.
+
+torch guards a build with a lock file that a killed build leaves behind; every later run then waits for it for ever.
+Here one process builds under a lock that dies with its holder, and clears such leftovers first.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from study.errors import Unsupported
+from study.record.directory import RecordError, read_json, write_json
+from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
+
+
+def build_operators(strategy: Strategy, cache: Path) -> float:
+    """Build and load what the strategy needs; returns the seconds it took (near 0 when all was built)."""
+    if strategy.deepspeed is None:
+        return 0.0
+    from filelock import FileLock
+
+    started = time.perf_counter()
+    use_own_build(cache)
+    _remember_the_processor(cache)
+    for builder in builders(strategy):
+        folder = _build_folder(builder.name)
+        # Beside the folder it guards: whoever shares the one must share the other, whatever cache it was given.
+        with FileLock(folder.with_suffix(".build.lock")):
+            _clear_dead_build(folder)
+            try:
+                builder.load(verbose=False)
+            except Exception as error:  # the compiler's, the linker's or ninja's: all end the same way here
+                raise Unsupported(
+                    f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
+                    "install g++, ninja and, for NVMe, libaio-dev",
+                ) from error
+    return time.perf_counter() - started
+
+
+def use_own_build(cache: Path) -> None:
+    """One folder per installation, and its own ninja: two that share one rebuild everything in turns."""
+    installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
+    # Looked for on PATH, and the environment need not be activated. Another version of ninja does not trust this one's
+    # log, and starts over.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def _remember_the_processor(cache: Path) -> None:
+    """DeepSpeed asks py-cpuinfo twice per operator, at every load, and each answer takes a second of processor time."""
+    import cpuinfo
+
+    ask = cpuinfo.get_cpu_info
+
+    @functools.cache
+    def get_cpu_info() -> dict[str, Any]:
+        file = cache / "operators" / f"processor-{_processor_key()}.json"
+        try:
+            return read_json(file)
+        except RecordError:
+            answer = ask()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, answer)
+            return answer
+
+    cpuinfo.get_cpu_info = get_cpu_info
+
+
+def _processor_key() -> str:
+    """One of each kind of processor: several machines may share a cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    said = [next((line for line in lines if line.startswith(name)), name) for name in ("model name", "flags")]
+    return hashlib.sha256("\n".join([platform.platform(), platform.machine(), *said]).encode()).hexdigest()[:12]
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+
+
+def builders(strategy: Strategy) -> list[Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    names = []
+    if accelerator.device_name() == "cpu":
+        names.append("ShareMemCommBuilder")
+    if strategy.offload_device("optimizer"):
+        names.append("CPUAdamBuilder")
+    if strategy.uses_nvme:
+        names.append("AsyncIOBuilder")
+    return [accelerator.create_op_builder(name) for name in names]
+
+
+def _build_folder(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, verbose=False))
+
+
+def _clear_dead_build(folder: Path) -> None:
+    """For the holder of the lock beside the folder, to whom torch's lock can only be a dead process's.
+
+    Every load takes that lock for a moment, built or not, so any run that is killed may leave it. What a killed build
+    has started goes on compiling, and is left to finish.
+    """
+    lock = folder / "lock"
+    while lock.exists() and _works_in(folder):
+        time.sleep(0.2)
+    lock.unlink(missing_ok=True)
+
+
+def _works_in(folder: Path) -> bool:
+    import psutil
+
+    # ninja and the compilers it runs work inside the folder.
+    return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
+
+
+def main() -> None:
+    """Build every operator the shipped strategies need, so that no run's start-up pays for it."""
+    from study.host.folders import cache_directory
+
+    for name in STRATEGY_NAMES:
+        if read_strategy(name).uses_nvme and not _libaio_is_there():
+            continue
+        try:
+            seconds = build_operators(read_strategy(name), cache_directory())
+        except Unsupported as refusal:
+            print(f"{name} will not run here: {refusal.problem}. To fix it: {refusal.fix}.")
+            continue
+        if seconds > 10:
+            print(f"{name}: operators built in {seconds:.0f} s")
+
+
+def _libaio_is_there() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One cell in processes of its own: started, supervised, ended, judged."""

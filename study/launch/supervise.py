@@ -1,0 +1,95 @@
+"""Stands between the sweep and the processes of one run, and outlives neither.
+
+    python study/launch/supervise.py COMMAND...
+
+The sweep holds the other end of stdin. When that closes, because the sweep wants the run ended or because it was
+killed itself, everything below is ended. A launcher's own process group is not enough for this: torchrun puts every
+rank into a session of its own. So this process adopts whatever loses its parent, and nobody escapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import site
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_S = 5.0
+KILL_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(command: list[str]) -> int:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The sweep alone decides: it closes the pipe.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_the_launcher)
+    ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    threading.Thread(target=lambda: ended.put(launcher.wait()), daemon=True).start()
+    threading.Thread(target=_wait_for_the_sweep, args=(ended,), daemon=True).start()
+    status = ended.get()
+    _end_all_below()
+    if status is None:
+        return 128 + signal.SIGTERM
+    return status if status >= 0 else 128 - status
+
+
+def _wait_for_the_sweep(ended: queue.SimpleQueue[int | None]) -> None:
+    os.read(0, 1)
+    ended.put(None)
+
+
+def _as_the_launcher() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    # Where the host's memory runs out the kernel shall end the run, and neither the sweep nor anybody else's work.
+    with contextlib.suppress(OSError):
+        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"1000")
+
+
+def _end_all_below() -> None:
+    """SIGTERM, so that the ranks can close their record; then SIGKILL, for a rank that hangs in a collective."""
+    if not _children_are_left():
+        return
+    # Started without site-packages, which would cost each run a tenth of a second.
+    site.main()
+    import psutil
+
+    started = time.monotonic()
+    told: set[int] = set()
+    while _children_are_left() and time.monotonic() - started < GRACE_S + KILL_S:
+        patient = time.monotonic() - started < GRACE_S
+        for process in psutil.Process().children(recursive=True):
+            if not patient:
+                _signal(process.pid, signal.SIGKILL)
+            elif process.pid not in told:
+                told.add(process.pid)
+                _signal(process.pid, signal.SIGTERM)
+        time.sleep(0.02)
+
+
+def _children_are_left() -> bool:
+    """Buries the dead among the children on the way."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""How a cell ended, as data, also where its own processes could not say it any more."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from study.host.cgroups import OomCounts
+from study.record.directory import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
+from study.record.out_of_memory import OF_THE_GPU, OF_THE_HOST, line_of
+
+# A run that will end the same way again is answered; it is repeated on request only.
+ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
+StoppedBy = Literal["time limit", "user"]
+_LAST_LINES = 15
+
+_SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
+_EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
+# What study/train.py says of a box that cannot do what is asked, and not of a request that is wrong.
+_OF_THE_BOX = {"Unsupported", "CannotBeHeld"}
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
+SMALLER = "use a smaller batch, or a strategy that shards or offloads more"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    state: State
+    reason: str
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known when the last process of a cell is gone."""
+
+    launcher_status: int
+    stopped_by: StoppedBy | None
+    time_limit_s: float
+    # This attempt's own status.json, and what study/train.py said when it refused.
+    status: Mapping[str, Any] | None
+    refusal: Mapping[str, Any] | None
+    printed: str
+    log: str
+    ooms: OomCounts
+
+
+def judge(evidence: Evidence) -> Ending:
+    status = evidence.status
+    said = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+    if said is not None and said.state in ("ok", "oom", "unsupported"):
+        # Finished is finished, whatever the processes did on their way out.
+        return said
+    if evidence.stopped_by == "time limit":
+        return Ending(
+            "timeout",
+            f"ended after its {evidence.time_limit_s:g} s",
+            "raise time_limit_s, or find out what it waits for",
+        )
+    if evidence.stopped_by == "user":
+        return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
+    if evidence.refusal is not None:
+        state: State = "unsupported" if evidence.refusal["kind"] in _OF_THE_BOX else "failed"
+        return Ending(state, evidence.refusal["problem"], evidence.refusal["fix"])
+    text = f"{evidence.log}\n{evidence.printed}"
+    killed = _signals(evidence.printed, evidence.launcher_status)
+    if 9 in killed:
+        return _sigkilled(evidence.ooms)
+    if memory := _memory_ran_out(said.reason if said else text):
+        return memory
+    if _DISK_FULL.search(said.reason if said else text):
+        return Ending("failed", "the disk is full", "free some space, and run it again")
+    # A launcher ends the others when one rank has died: then the one that did not get to say why is the one to ask.
+    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
+        return said
+    lines = last_lines(text, 3)
+    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
+    return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
+
+
+def _sigkilled(ooms: OomCounts) -> Ending:
+    if ooms.killed and ooms.cgroup_limit_hit:
+        return Ending("oom", "the cgroup's memory limit was reached, and the kernel killed a process", SMALLER)
+    if ooms.killed:
+        return Ending("oom", "the host's memory ran out, and its OOM killer killed a process", SMALLER)
+    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+
+
+def _memory_ran_out(text: str) -> Ending | None:
+    if found := OF_THE_GPU.search(text):
+        return Ending("oom", f"CUDA out of memory ({line_of(text, found)})", SMALLER)
+    if found := OF_THE_HOST.search(text):
+        return Ending(
+            "oom", f"the host refused an allocation, or a limit on the process did ({line_of(text, found)})", SMALLER
+        )
+    return None
+
+
+def _signals(printed: str, launcher_status: int) -> set[int]:
+    """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
+    numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
+    return numbers | ({-launcher_status} if launcher_status < 0 else set())
+
+
+def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
+    """What was said last, without the frames of tracebacks and the launcher's chatter."""
+    lines = [line.strip()[:300] for line in text.splitlines() if not _NOISE.search(line)]
+    return lines[-count:]
+
+
+def attempt_of(directory: Path) -> int:
+    try:
+        return int(read_status(directory)["attempt"])
+    except RecordError:
+        return 0
+
+
+def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
+    """Make status.json say how the attempt ended. Nobody else writes it any more: the processes are gone."""
+    if attempt_of(directory) <= attempt_before:
+        RunWriter.open(directory).close(ending.state, ending.reason, ending.hint)
+        return
+    status = read_status(directory)
+    if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
+        ended = {"state": ending.state, "reason": ending.reason, "hint": ending.hint, "ended_at": utc_now()}
+        write_json(directory / "status.json", status | ended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a cell stands: a state of a record, `to do`, or `damaged`, which is to do as well."""
+
+    state: str
+    reason: str = ""
+    hint: str = ""
+
+    def is_answered(self, retry: bool) -> bool:
+        return self.state == "ok" or (not retry and self.state in ANSWERED)
+
+
+def standing_of(directory: Path) -> Standing:
+    if not (directory / "status.json").exists():
+        return Standing("to do")
+    try:
+        status = read_run(directory).status
+    except RecordError as error:
+        return Standing("damaged", str(error), "it is run again")
+    return Standing(status["state"], status["reason"], status["hint"])

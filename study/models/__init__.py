@@ -1,0 +1,1 @@
+"""Models by name, and the one set of initial weights that every arm loads."""

@@ -1,0 +1,87 @@
+"""Reading from the Hugging Face hub or its local cache, with an answer in seconds when neither has it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from study.errors import UserError
+
+Loaded = TypeVar("Loaded")
+
+# The libraries retry an unreachable hub for a quarter of a minute and more per file; one probe settles it for all.
+PROBE_TIMEOUT_S = 5.0
+
+
+@functools.cache
+def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
+    """The repository's file names; None when the hub cannot be reached or HF_HUB_OFFLINE is set."""
+    from huggingface_hub import HfApi
+
+    # HTTPError is the transport's own, from whichever http library this huggingface_hub is built on.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, timeout=PROBE_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise UserError(*_gated(repo_id)) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"the hub has no model {repo_id} at revision {revision or 'main'} that this login may read",
+            "check owner/name, log in with `hf auth login`, or give a preset or a local folder",
+        ) from error
+    except (OfflineModeIsEnabled, HTTPError, OSError):
+        return None
+    return tuple(sibling.rfilename for sibling in info.siblings or ())
+
+
+def from_hub(
+    load: Callable[..., Loaded], repo_id: str, revision: str | None, what: str, fix: str, **options: Any
+) -> Loaded:
+    """`load(repo_id, ...)` from the hub, or from the cache alone where the hub cannot be reached."""
+    from huggingface_hub.errors import GatedRepoError
+
+    reachable = hub_files(repo_id, revision) is not None
+    try:
+        return load(
+            repo_id, revision=revision or "main", local_files_only=not reachable, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error.__cause__, GatedRepoError):
+            raise UserError(*_gated(repo_id)) from error
+        if reachable:
+            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", fix) from error
+        raise UserError(
+            f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the local cache has no {what} of {repo_id}",
+            fix,
+        ) from error
+
+
+def from_folder(load: Callable[..., Loaded], folder: Path, what: str, fix: str, **options: Any) -> Loaded:
+    """`load(folder, ...)` with the network never asked."""
+    if what == "config" and not (folder / "config.json").is_file():
+        raise UserError(f"there is no config.json in {folder}", fix)
+    try:
+        return load(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"cannot load the {what} in {folder}: {first_line(error)}", fix) from error
+
+
+def _gated(repo_id: str) -> tuple[str, str]:
+    return (
+        f"{repo_id} on the hub is gated and this login may not read it",
+        "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",
+    )
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

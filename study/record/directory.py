@@ -1,0 +1,334 @@
+"""The run directory: written by training, read by everything else.
+
+Every document is written whole or not at all, and what a reader may believe is in study/record/schema.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+from study.record.schema import (
+    PLAIN_STEP,
+    SEAL,
+    STATE_KINDS,
+    STATE_PLACES,
+    STATES,
+    STATUS,
+    SUMMARY_KEYS,
+    RecordError,
+    State,
+    check,
+    check_agreement,
+    check_engine,
+    check_environment,
+    check_evaluations,
+    check_memory,
+    check_profile,
+    check_step_numbers,
+    check_steps,
+    check_summary,
+    check_traffic,
+)
+
+__all__ = [
+    "ROW_FILES", "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
+    "check_seal", "digests", "end_interrupted_run", "find_runs", "is_finished", "number_or_none", "read_json",
+    "read_rows", "read_run", "read_status", "seal", "utc_now", "write_json",
+]  # fmt: skip
+_CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
+    "environment": check_environment, "engine": check_engine, "summary": check_summary, "memory": check_memory,
+    "traffic": check_traffic, "profile": check_profile,
+}  # fmt: skip
+ROW_FILES = ("steps.jsonl", "evals.jsonl")
+_DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
+# Of a run that was asked for it.
+_OPTIONAL_DOCUMENTS = ("profile",)
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Atomic: a reader sees the old document or the new one, also after a power cut."""
+    _replace(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            os.fchmod(stream.fileno(), 0o644)
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = _parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecordError(path, "is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(path, f"is not readable as JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise RecordError(path, f"holds a {type(document).__name__} where an object belongs")
+    return document
+
+
+def _parse(text: str) -> Any:
+    return json.loads(
+        text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=_unique_keys
+    )
+
+
+def _number(text: str) -> float:
+    """A float's reach is the limit for whole numbers as well: what reads a record may divide."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("a key is there twice")
+    return document
+
+
+def number_or_none(value: float | None) -> float | None:
+    """JSON has no NaN: a figure that is not finite is not a figure."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+class RunWriter:
+    """The main process's pen: opens a run directory, appends rows, closes it with a status."""
+
+    def __init__(self, path: Path, attempt: int, started_at: str):
+        self.path, self.attempt, self.started_at = path, attempt, started_at
+        self._streams: dict[str, IO[str]] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, rows_from: Path | None = None) -> RunWriter:
+        """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            attempt = read_status(path)["attempt"] + 1
+        except RecordError:
+            attempt = 1
+        writer = cls(path, attempt, utc_now())
+        # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
+        writer._write_status("interrupted", "the run has not ended, or was killed", "run it again", None)
+        for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
+            (path / name).unlink(missing_ok=True)
+        for leftover in path.glob(".*.json*.*"):
+            leftover.unlink(missing_ok=True)
+        for name in ROW_FILES:
+            rows = _rows(rows_from / name, complete=True) if rows_from else ()
+            _replace(path / name, "".join(json.dumps(row) + "\n" for row in rows))
+        return writer
+
+    def write(self, name: str, document: Mapping[str, Any]) -> None:
+        write_json(self.path / name, document)
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+        stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def first_loss(self) -> float | None:
+        first = next(_rows(self.path / "steps.jsonl"), None)
+        return first["loss"] if first else None
+
+    def flush(self) -> None:
+        for stream in self._streams.values():
+            stream.flush()
+
+    def close(self, state: State, reason: str = "", hint: str = "") -> None:
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+        self._streams.clear()
+        self._write_status(state, reason, hint, utc_now(), sealed=True)
+
+    def _write_status(self, state: State, reason: str, hint: str, ended_at: str | None, sealed: bool = False) -> None:
+        values = (state, reason, hint, self.attempt, self.started_at, ended_at)
+        status: dict[str, Any] = dict(zip(STATUS, values, strict=True))
+        self.write("status.json", seal(self.path, status) if sealed else status)
+
+
+def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
+    """The status of a closed record, with what every file of it then held."""
+    sealed = {**status, "files_sha256": digests(path)}
+    return sealed | {"status_sha256": _status_sha256(sealed)}
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of every file of a record that is there, but of status.json, which may hold them."""
+    documents = (f"{document}.json" for document in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS))
+    files = (path / name for name in (*documents, *ROW_FILES))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
+def _status_sha256(status: Mapping[str, Any]) -> str:
+    said = {key: value for key, value in status.items() if key != "status_sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def check_seal(path: Path, status: Mapping[str, Any], found: Mapping[str, str]) -> bool:
+    """Refuse a record that is not what its writer closed; False where the writer left nothing to tell it by.
+
+    Many figures stand in one place only, and nothing else would show that one of them was changed.
+    """
+    if not set(SEAL) <= set(status):
+        return False
+    if status["status_sha256"] != _status_sha256(status):
+        raise RecordError(path / "status.json", "was changed after the run had closed its record")
+    for name in sorted({*found, *status["files_sha256"]}):
+        if found.get(name) != status["files_sha256"].get(name):
+            raise RecordError(path / name, "was changed after the run had closed its record")
+    return True
+
+
+def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
+    """Any rank's last word on a run that did not finish; the first rank to say why is believed."""
+    if not (path / "status.json").exists():
+        return  # before the main process opened the record there is nothing to end
+    ending = path / ".status.json.ending"
+    try:
+        # Ranks fail together and would all find the run still open; the one that makes this file has the word.
+        ending.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    try:
+        status = read_status(path)
+        if status["ended_at"] is None:
+            ended = {"state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
+            write_json(path / "status.json", status | ended)
+    finally:
+        ending.unlink()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run directory as read back. A run that did not end `ok` has what it got to write."""
+
+    path: Path
+    status: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    engine: dict[str, Any]
+    summary: dict[str, Any]
+    memory: dict[str, Any]
+    traffic: dict[str, Any]
+    # Empty where no step was profiled.
+    profile: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+
+    @property
+    def state(self) -> State:
+        return self.status["state"]
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    file = path / "status.json"
+    status = read_json(file)
+    check(file, status, STATUS | (SEAL if SEAL.keys() & status.keys() else {}))
+    if status["ended_at"] is None and status["state"] != "interrupted":
+        raise RecordError(file, f"ended_at is null, and the state is {status['state']}")
+    return status
+
+
+def is_finished(path: Path) -> bool:
+    return (path / "status.json").exists() and read_status(path)["state"] == "ok"
+
+
+def read_run(path: Path) -> Run:
+    """Read one run directory; raises RecordError with the file and the reason."""
+    status = read_status(path)
+    complete = status["state"] == "ok"
+    required = _DOCUMENTS if complete else ()
+    documents = {
+        name: read_json(path / f"{name}.json") if name in required or (path / f"{name}.json").exists() else {}
+        for name in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS)
+    }
+    steps, evals = read_rows(path, complete)
+    run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
+    for name, check_document in _CHECKS.items():
+        if name in required or documents[name]:
+            check_document(path / f"{name}.json", documents[name])
+    if complete:
+        check_agreement(run)
+    return run
+
+
+def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
+    steps = _steps(path / "steps.jsonl", complete)
+    evals = list(_rows(path / "evals.jsonl", complete))
+    check_evaluations(path / "evals.jsonl", evals)
+    return steps, evals
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Every run directory below `root`, in name order."""
+    yield from sorted(file.parent for file in root.glob("**/status.json"))
+
+
+def _steps(file: Path, complete: bool) -> list[dict[str, Any]]:
+    """Studies have millions of these rows: what a writer of this project wrote is recognized at a glance."""
+    lines = _lines(file, complete)
+    if all(map(PLAIN_STEP.fullmatch, lines)):
+        steps: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]")
+        check_step_numbers(file, steps)
+        return steps
+    steps = list(_parsed(file, lines))
+    check_steps(file, steps)
+    return steps
+
+
+def _rows(file: Path, complete: bool = False) -> Iterator[dict[str, Any]]:
+    yield from _parsed(file, _lines(file, complete))
+
+
+def _lines(file: Path, complete: bool) -> list[str]:
+    if not file.exists():
+        if complete:
+            raise RecordError(file, "is missing")
+        return []
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(file, f"is not readable ({error})") from None
+    lines = text.split("\n")
+    torn = lines.pop()
+    if torn and complete:
+        raise RecordError(file, "its last line is cut off")
+    return lines
+
+
+def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = _parse(line)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(file, f"row {number} is not JSON ({error})") from None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RecordError(file, f"row {number} is not an object with a whole-numbered step")
+        yield row

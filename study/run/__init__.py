@@ -1,0 +1,1 @@
+"""What stands around every training loop: one run opened, checked, recorded and closed."""

@@ -1,0 +1,273 @@
+"""What really runs, read back from the live engine: never from the files, always against what they ask.
+
+A run that does not do what its file says fails before its first step; what the engine insists on is a warning in the
+record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.errors import RunFailed
+from study.host.environment import package_version
+from study.models.presets import preset_layers
+from study.spec.config import BatchPlan, RunConfig
+from study.spec.overrides import parse_overrides
+from study.spec.strategies import Launch, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+BUCKET_KEYS = (
+    "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
+    "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
+)  # fmt: skip
+
+
+def audit(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    launch: Launch,
+    plan: BatchPlan,
+    nvme: Path,
+) -> dict[str, Any]:
+    """engine.json from the live objects. Raises RunFailed where they differ from what was asked."""
+    import torch
+
+    live = (
+        _read_deepspeed(model)
+        if launch.strategy.deepspeed is not None
+        else _read_plain(accelerator, model, config, plan)
+    )
+    base = base_optimizer(optimizer)
+    live |= {
+        "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
+        "strategy": launch.strategy.name,
+        "distributed_type": accelerator.distributed_type.value,
+        "world_size": accelerator.num_processes,
+        "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
+        "optimizer_settings": _optimizer_settings(base),
+    }
+    asked = _asked(config, launch, plan, nvme)
+    differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
+    if differences:
+        raise RunFailed(
+            f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
+            "compare the strategy file with engine.json",
+        )
+    live["warnings"] = _forced_differences(launch.strategy, live, model) + _stand_ins(config, launch)
+    _check_swapped(launch.strategy, nvme)
+    return live | {
+        "virtual": launch.virtual,
+        "virtual_rank": launch.rank if launch.virtual else None,
+        # A large device that stands in for a smaller one, where this is a number.
+        "emulated_device_memory_gib": config.device_memory_cap_gib,
+        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
+        # Where the model is a preset at another depth, the depth it has by itself.
+        "preset_layers": preset_layers(config.model_name_or_path),
+        "torch": torch.__version__,
+        "deepspeed": package_version("deepspeed"),
+    }
+
+
+def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
+    """What of this run was not the thing itself."""
+    import torch
+
+    warnings = []
+    if launch.virtual:
+        warnings.append(
+            f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
+            " every weight, and what it receives is its own data"
+        )
+        if torch.cuda.is_available():
+            warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
+    if config.device_memory_cap_gib is not None:
+        warnings.append(
+            f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"
+            " allocates; context and communicators come on top"
+        )
+    return warnings
+
+
+def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, nvme: Path) -> dict[str, Any]:
+    strategy = launch.strategy
+    asked: dict[str, Any] = {
+        "distributed_type": _expected_distributed_type(strategy),
+        "world_size": launch.world_size,
+        "zero_stage": strategy.zero_stage,
+        "offload_optimizer": strategy.offload_device("optimizer"),
+        "offload_param": strategy.offload_device("param"),
+        "precision": config.precision,
+        "gradient_clipping": config.max_grad_norm,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "per_device_train_batch_size": plan.per_device_train_batch_size,
+        "nvme_path": str(nvme) if strategy.uses_nvme else None,
+        "optimizer_settings": {
+            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
+            "decoupled_weight_decay": True,
+        },
+    }  # fmt: skip
+    if strategy.deepspeed is None:
+        asked["fully_sharded"] = strategy.name == "fsdp2"
+    for key, value in parse_overrides(config.engine_override).items():
+        if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
+            asked[key.split(".")[1]] = value
+    return asked
+
+
+def _expected_distributed_type(strategy: Strategy) -> str:
+    import torch
+
+    if strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available():
+        return "MULTI_CPU"
+    return strategy.distributed_type
+
+
+def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    group = optimizer.param_groups[0]
+    # torch.optim.AdamW decouples by its class, DeepSpeedCPUAdam by a switch that defaults to on.
+    decoupled = getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
+    return {
+        "lr": group["initial_lr"] if "initial_lr" in group else group["lr"],
+        "weight_decay": group["weight_decay"],
+        "betas": list(group["betas"]),
+        "eps": group["eps"],
+        "decoupled_weight_decay": bool(decoupled),
+    }
+
+
+def _read_deepspeed(engine: Any) -> dict[str, Any]:
+    zero = engine._config.zero_config
+    offload = {}
+    for what in ("optimizer", "param"):
+        section = getattr(zero, f"offload_{what}")
+        device = getattr(section.device, "value", section.device) if section is not None else "none"
+        offload[what] = (None if device == "none" else device, section)
+    paths = {str(section.nvme_path) for device, section in offload.values() if device == "nvme"}
+    parameters = list(engine.module.parameters())
+    if engine.bfloat16_enabled():
+        precision = "bf16-engine"
+    elif engine.fp16_enabled():
+        precision = "fp16"
+    elif engine.torch_autocast_enabled():
+        precision = {"torch.bfloat16": "bf16"}.get(
+            str(engine.torch_autocast_dtype()), str(engine.torch_autocast_dtype())
+        )
+    else:
+        precision = "fp32"
+    return {
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "offload_optimizer": offload["optimizer"][0],
+        "offload_param": offload["param"][0],
+        "nvme_path": paths.pop() if len(paths) == 1 else (sorted(paths) or None),
+        "precision": precision,
+        "param_dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "gradient_clipping": float(engine.gradient_clipping()),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "buckets": {key: getattr(zero, key) for key in BUCKET_KEYS},
+    }
+
+
+def _read_plain(accelerator: Accelerator, model: torch.nn.Module, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    buckets: dict[str, Any] = {}
+    if isinstance(model, DistributedDataParallel):
+        buckets = {"ddp_bucket_bytes": int(model.bucket_bytes_cap)}
+    return {
+        "zero_stage": None,
+        "offload_optimizer": None,
+        "offload_param": None,
+        "nvme_path": None,
+        "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        "param_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "buckets": buckets,
+        "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        # Without an engine these two are the loop's own doing; there is no second opinion to read back.
+        "gradient_clipping": config.max_grad_norm,
+        "per_device_train_batch_size": plan.per_device_train_batch_size,
+    }
+
+
+def _forced_differences(strategy: Strategy, live: Mapping[str, Any], model: Any) -> list[str]:
+    """What the engine insists on, said aloud: it bears on the comparison and cannot be switched off."""
+    warnings = []
+    if "DeepSpeedCPUAdam" in live["optimizer_class"]:
+        warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
+    if strategy.offload_device("param") == "nvme":
+        swapped = _nvme_parameter_dtype(model)
+        if swapped != live["param_dtype"]:
+            warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
+    if live["world_size"] == 1 and live["zero_stage"]:
+        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
+    return warnings
+
+
+def _nvme_parameter_dtype(engine: Any) -> str:
+    swappers = [getattr(parameter, "nvme_swapper", None) for parameter in engine.module.parameters()]
+    return next(str(swapper.dtype).removeprefix("torch.") for swapper in swappers if swapper is not None)
+
+
+def audit_end(accelerator: Accelerator, model: Any, config: RunConfig, strategy: Strategy, nvme: Path) -> None:
+    """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
+    accelerator.wait_for_everyone()
+    _check_stepped(model, config.precision)
+    _check_swapped(strategy, nvme)
+
+
+def _check_swapped(strategy: Strategy, folder: Path) -> None:
+    """NVMe offload that leaves no file where it was asked to did not happen."""
+    for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
+        if strategy.offload_device(what) == "nvme" and not any(folder.rglob(pattern)):
+            raise RunFailed(
+                f"{strategy.name} swapped no {what} to {folder}",
+                "DeepSpeed keeps tensors in host memory whose shard is under 1 MiB: use a larger model or fewer ranks",
+            )
+
+
+def _check_stepped(model: Any, precision: str) -> None:
+    """DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
+
+    Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
+    """
+    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
+    if skipped and (precision != "fp16" or skipped == steps):
+        raise RunFailed(
+            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
+            "lower --learning_rate, or use a precision with more range",
+        )
+
+
+def check_compute_dtype(model: torch.nn.Module, precision: str) -> None:
+    """Fail in the first forward pass, before any step, where a linear layer computes in another type than asked."""
+    import torch
+
+    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
+
+    def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        handle.remove()
+        if output.dtype != expected:
+            raise RunFailed(
+                f"the model computes in {output.dtype}, --precision {precision} asks for {expected}",
+                "the engine ignored the precision it was given",
+            )
+
+    handle = layer.register_forward_hook(look)

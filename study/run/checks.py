@@ -1,0 +1,114 @@
+"""What is settled before a run begins: threads, the cache, and that the run directory is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from study.errors import Unsupported, UserError
+from study.host.folders import refuse_unwritable
+from study.host.memory import can_lock, locked_bytes
+from study.record.directory import RecordError, is_finished
+from study.spec.config import RunConfig
+from study.spec.overrides import override
+from study.spec.strategies import Launch, Strategy
+
+
+def check_output_dir(config: RunConfig, output_dir: Path) -> None:
+    """A finished run is never overwritten unasked, and a folder that is no run directory is never touched."""
+    refuse_unwritable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
+    if not (output_dir / "status.json").exists():
+        # A run killed while it wrote its very first status leaves a part of it behind.
+        foreign = output_dir.exists() and any(
+            not file.name.startswith(".status.json.") for file in output_dir.iterdir()
+        )
+        if foreign:
+            raise UserError(f"--output_dir {output_dir} holds files, and none is a run's", "name a new folder")
+        return
+    if config.overwrite_output_dir:
+        return
+    try:
+        finished = is_finished(output_dir)
+    except RecordError as error:
+        raise UserError(
+            f"--output_dir holds a damaged run ({error})", "remove it, or add --overwrite_output_dir"
+        ) from None
+    if finished:
+        raise UserError(
+            f"--output_dir {output_dir} holds a finished run",
+            "name another, or add --overwrite_output_dir to replace it",
+        )
+
+
+def check_devices(launch: Launch, gpus: int) -> str | None:
+    """Refuse more ranks than GPUs; return a notice when GPUs stay idle. A box without a GPU takes any number."""
+    if gpus and launch.local_world_size > gpus:
+        raise Unsupported(
+            f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
+            f"run: {launch.command(gpus)}",
+        )
+    if launch.local_world_size < gpus and launch.strategy.name != "single" and not launch.virtual:
+        return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {launch.command(gpus)}"
+    return None
+
+
+def check_request(config: RunConfig, launch: Launch) -> None:
+    """What this box or this strategy cannot do is refused before anything is written."""
+    import torch
+
+    strategy = launch.strategy
+    on_gpu = torch.cuda.is_available()
+    if config.precision == "fp16" and not on_gpu:
+        raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
+    strategy.check_engine_flags(config)
+    if (
+        config.precision in ("bf16", "bf16-engine")
+        and on_gpu
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
+    if config.device_memory_cap_gib is not None and not on_gpu:
+        raise Unsupported("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
+    if strategy.deepspeed is not None:
+        override(strategy.deepspeed, config.engine_override)
+    if config.device_memory_cap_gib is not None:
+        _check_cap(config.device_memory_cap_gib, launch.local_rank)
+    if config.report_to != "none":
+        _check_tracker(config.report_to)
+    if strategy.uses_nvme:
+        _check_nvme(strategy, Path(config.nvme_path))
+
+
+def _check_cap(cap_gib: float, local_rank: int) -> None:
+    import torch
+
+    total_gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
+    if cap_gib > total_gib:
+        raise Unsupported(
+            f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
+        )
+
+
+def _check_tracker(name: str) -> None:
+    from accelerate.tracking import get_available_trackers
+
+    available = [tracker.value for tracker in get_available_trackers()]
+    if name not in available:
+        known = ", ".join(["none", *available])
+        raise UserError(f"--report_to {name}: no such tracker is installed", f"install it, or use one of: {known}")
+
+
+def _check_nvme(strategy: Strategy, folder: Path) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise Unsupported(
+            "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
+        )
+    wanted = locked_bytes(strategy)
+    if not can_lock(wanted):
+        # Left to itself DeepSpeed aborts the process.
+        raise Unsupported(
+            f"{strategy.name} locks {wanted / 2**20:.0f} MiB of memory or more per rank, and `ulimit -l` allows less",
+            "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
+        )
+    refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")

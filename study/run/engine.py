@@ -1,0 +1,148 @@
+"""From a launched strategy to a live engine: the only module that translates a RunConfig into engine settings."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.run.audit import check_compute_dtype
+from study.spec.config import BatchPlan, RunConfig
+from study.spec.overrides import override
+from study.spec.strategies import Launch, Strategy
+from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+def nvme_folder(config: RunConfig, output_dir: Path) -> Path:
+    """Each run swaps into a folder of its own: DeepSpeed empties the folder it is given."""
+    return Path(config.nvme_path).absolute() / output_dir.absolute().name
+
+
+def remove_nvme_folder(config: RunConfig, launch: Launch, output_dir: Path) -> None:
+    if launch.strategy.uses_nvme and launch.is_local_main:
+        shutil.rmtree(nvme_folder(config, output_dir), ignore_errors=True)
+
+
+def deepspeed_settings(strategy: Strategy, config: RunConfig, plan: BatchPlan, nvme: Path) -> dict[str, Any]:
+    """The strategy's DeepSpeed JSON with the run's own values: batch, clipping, precision, NVMe folder."""
+    assert strategy.deepspeed is not None
+    settings = copy.deepcopy(dict(strategy.deepspeed))
+    settings["train_batch_size"] = plan.global_batch_size
+    settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
+    settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
+    settings["gradient_clipping"] = config.max_grad_norm
+    if config.precision == "bf16":
+        # Like for like with Accelerate's DDP: autocast over fp32 weights, and gradients travel in fp32. DeepSpeed's
+        # own default would reduce the gradients of every nn.Linear in bf16.
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    for what in ("offload_optimizer", "offload_param"):
+        section = settings["zero_optimization"].get(what)
+        if section and section["device"] == "nvme":
+            # The Accelerate YAML's own NVMe keys never reach the workers; the JSON's do.
+            section["nvme_path"] = str(nvme)
+    return override(settings, config.engine_override)
+
+
+def make_accelerator(config: RunConfig, launch: Launch, plan: BatchPlan, output_dir: Path) -> Accelerator:
+    """The Accelerator that the launched file describes, on whatever this box has."""
+    import torch
+    from accelerate import Accelerator, DistributedType, PartialState
+
+    if launch.virtual:
+        join_virtual_group(launch)
+    if not torch.cuda.is_available():
+        # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
+        # would believe that it is alone.
+        state = PartialState(cpu=True)
+        if launch.strategy.name == "fsdp2":
+            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
+            state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        if launch.strategy.deepspeed is not None and launch.world_size > 1:
+            import deepspeed
+
+            # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
+            deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    elif config.device_memory_cap_gib is not None:
+        cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+    arguments: dict[str, Any] = {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "mixed_precision": {"fp32": "no", "bf16": "bf16", "bf16-engine": "bf16", "fp16": "fp16"}[config.precision],
+        "log_with": None if config.report_to == "none" else config.report_to,
+        "project_dir": str(output_dir),
+        "dynamo_backend": "inductor" if config.torch_compile else "no",
+        # The study's loop steps its schedule itself, once per optimizer step.
+        "step_scheduler_with_optimizer": False,
+    }
+    if launch.strategy.deepspeed is not None:
+        from accelerate import DeepSpeedPlugin
+
+        settings = deepspeed_settings(launch.strategy, config, plan, nvme_folder(config, output_dir))
+        arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings)
+        if config.precision == "bf16":
+            # DeepSpeed's own bf16 is another training (bf16 weights, fp32 masters); autocast is in the settings.
+            arguments["mixed_precision"] = "no"
+    elif launch.strategy.name == "fsdp2" and config.precision == "bf16":
+        from accelerate import FullyShardedDataParallelPlugin
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
+        arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+    accelerator = Accelerator(**arguments)
+    if config.torch_compile:
+        # Accelerate turns TF32 on where it compiles without autocast: fp32 would no longer mean fp32.
+        torch.backends.cuda.matmul.allow_tf32 = False
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: RunConfig
+) -> tuple[Any, Any]:
+    """Accelerate's `prepare`, with what its FSDP2 path leaves undone; the first forward pass proves the precision."""
+    if accelerator.is_fsdp2:
+        _prepare_for_fsdp2(accelerator, model)
+    if not config.torch_compile:
+        # Its hook would cut the compiled graph in pieces; the same run without compilation makes the check.
+        check_compute_dtype(model, config.precision)
+    prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    if config.virtual_world_size:
+        let_ddp_go_on(prepared_model)
+    return prepared_model, prepared_optimizer
+
+
+def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None:
+    # Accelerate gives the input embedding a shard group of its own, and fails where a block around it has one too.
+    embedding = model.get_input_embeddings()
+    holds_embedding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = [
+        name for name in model._no_split_modules or [] if name not in holds_embedding
+    ]
+    if accelerator.native_amp:
+        # Under DDP Accelerate runs the forward pass under autocast. Under FSDP2 it does not, and still says "bf16".
+        forward = model.forward
+
+        def forward_under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with accelerator.autocast():
+                return forward(*args, **kwargs)
+
+        model.forward = forward_under_autocast
+
+
+def cap_device_memory(cap_gib: float, local_rank: int) -> None:
+    import torch
+
+    total = torch.cuda.get_device_properties(local_rank).total_memory
+    torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, local_rank)
+
+
+def tear_down(accelerator: Accelerator, model: Any) -> None:
+    """Engine first, then the process group it talks through; the other order aborts now and then."""
+    destroy = getattr(model, "destroy", None)
+    if destroy is not None:
+        destroy()
+    accelerator.end_training()

@@ -1,0 +1,66 @@
+"""Evaluation whose result does not depend on how many ranks share it.
+
+Every rank makes the same number of equal forward passes (a sharded engine hangs otherwise), so the last batches are
+padded with repeats; a loss per sample lets the repeats weigh nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from study.errors import RunFailed
+from study.run.steps import DIVERGED_FIX
+from study.tasks.blocks import Split
+from study.tasks.metrics import summarize_evaluation
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+
+def evaluate(
+    accelerator: Accelerator, model: torch.nn.Module, task: str, split: Split, batch_size: int
+) -> dict[str, float | None]:
+    """Loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    world_size, rank = accelerator.num_processes, accelerator.process_index
+    turns = -(-len(split) // (batch_size * world_size))
+    losses, predictions = [], []
+    with torch.no_grad():
+        for turn in range(turns):
+            first = (turn * world_size + rank) * batch_size
+            indices = [index % len(split) for index in range(first, first + batch_size)]
+            batch = {name: tensor.to(accelerator.device) for name, tensor in split.__getitems__(indices).items()}
+            logits = model(**batch).logits
+            losses.append(accelerator.gather(_sample_losses(task, logits, batch["labels"])))
+            if task == "bert-imdb":
+                predictions.append(accelerator.gather(logits.argmax(-1)))
+    model.train(was_training)
+    # gather() lays the ranks' batches one after the other, which is the order of the indices above.
+    sample_losses = torch.cat(losses)[: len(split)].double().cpu()
+    if not sample_losses.isfinite().all():
+        raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)
+    if not accelerator.is_main_process:
+        return {}
+    figures = summarize_evaluation(
+        task,
+        sample_losses,
+        torch.cat(predictions)[: len(split)].cpu() if predictions else None,
+        split.tensors["labels"] if predictions else None,
+    )
+    # A hopeless model is infinitely perplexed, which JSON cannot say.
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+
+
+def _sample_losses(task: str, logits: Any, labels: Any) -> Any:
+    """Mean loss of each sample; every sample has equally many scored tokens, so their mean is the token mean."""
+    from torch.nn.functional import cross_entropy
+
+    if task == "bert-imdb":
+        return cross_entropy(logits.float(), labels, reduction="none")
+    token_losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), labels[:, 1:], reduction="none")
+    return token_losses.mean(dim=1)

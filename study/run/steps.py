@@ -1,0 +1,94 @@
+"""One row per optimizer step, without making the device wait at every step.
+
+Losses stay on the device until a flush, where one reduction brings the rows of many steps together from all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from study.errors import RunFailed
+from study.record.directory import RunWriter, number_or_none
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+DIVERGED_FIX = "lower --learning_rate, or use another --precision"
+_PART_BITS = 22
+_PARTS = 3
+
+
+class StepLog:
+    """Collects what each step left behind, and writes it as rows of steps.jsonl."""
+
+    def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int, virtual: bool = False):
+        self._accelerator, self._record, self._tokens_per_step = accelerator, record, tokens_per_step
+        # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
+        self._virtual = virtual
+        self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
+        # A resumed run's first loss is in the rows it goes on from.
+        self.first_loss: float | None = record.first_loss() if record else None
+        self.last_loss: float | None = None
+        self.last_step = 0
+        self.tokens_per_s: float | None = None
+
+    def add(self, step: int, loss: torch.Tensor, learning_rate: float, grad_norm: Any, samples_hash: int) -> None:
+        self._pending.append((step, loss, learning_rate, grad_norm, samples_hash))
+
+    def flush(self, step_times_s: dict[int, float]) -> None:
+        """Write the pending rows; raises RunFailed at the first loss that is not a number."""
+        import torch
+
+        if not self._pending:
+            return
+        rows = torch.stack(
+            [torch.cat([loss.reshape(1).double(), _parts(key, loss)]) for _, loss, _, _, key in self._pending]
+        )
+        loss_is_on_host = rows.device.type == "cpu"
+        reduced = self._accelerator.reduce(rows, reduction="sum").tolist()
+        pending, self._pending = self._pending, []
+        not_finite = None
+        for (step, _, learning_rate, grad_norm, _), (loss_sum, *hash_parts) in zip(pending, reduced, strict=True):
+            loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
+            if loss is None and not_finite is None and not self._virtual:
+                not_finite = (step, loss_sum)
+            self.first_loss = loss if self.first_loss is None else self.first_loss
+            self.last_loss, self.last_step = loss, step
+            row = {
+                "step": step,
+                "loss": loss,
+                "lr": learning_rate,
+                "grad_norm": number_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
+                # Without a GPU a virtual rank's time is that of copies in memory more than of computing.
+                "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
+                "tokens": self._tokens_per_step,
+                "samples_hash": _joined(hash_parts),
+            }
+            if self._record is not None:
+                self._record.append("steps.jsonl", row)
+            if not_finite is not None:
+                break
+        seconds = sum(step_times_s.values())
+        timed = seconds and not self._virtual
+        self.tokens_per_s = self._tokens_per_step * len(step_times_s) / seconds if timed else None
+        if self._record is not None:
+            self._record.flush()
+        if not_finite is not None:
+            step, value = not_finite
+            name = "NaN" if math.isnan(value) else "infinite"
+            raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
+
+
+def _parts(key: int, like: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash as three small numbers, whose sum over ranks stays exact in float64."""
+    import torch
+
+    mask = (1 << _PART_BITS) - 1
+    parts = [float(key >> (_PART_BITS * place) & mask) for place in range(_PARTS)]
+    return torch.tensor(parts, dtype=torch.float64, device=like.device)
+
+
+def _joined(parts: list[float]) -> str:
+    return f"{sum(int(part) << (_PART_BITS * place) for place, part in enumerate(parts)) % 2**64:016x}"

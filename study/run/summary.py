@@ -1,0 +1,116 @@
+"""From what the ranks measured to the figures of summary.json: maxima over ranks for memory, units in the names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.spec.config import RunConfig
+
+if TYPE_CHECKING:
+    from study.run.steps import StepLog
+
+GIB = 2**30
+
+
+def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """memory.json: per rank and phase in GiB, and what each rank holds of the model's state in bytes."""
+    return {
+        "unit": "GiB",
+        "ranks": [
+            {
+                "rank": rank["rank"],
+                "phases": {
+                    phase: {figure: _gib(value) for figure, value in figures.items()}
+                    for phase, figures in rank["memory"]["phases"].items()
+                },
+                "device_mean_over_steps": _gib(rank["memory"]["device_mean_over_steps"]),
+                "state": rank["state"],
+                "time": rank["time"],
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def summarize(
+    world_size: int,
+    config: RunConfig,
+    ranks: list[dict[str, Any]],
+    traffic: dict[str, Any] | None,
+    log: StepLog,
+    evaluation: dict[str, float | None],
+    timing: dict[str, float],
+) -> dict[str, Any]:
+    """Every key of summary.json; null where it could not be measured on this box."""
+    from study.measure.flops import model_flops_per_sample
+    from study.theory.hardware import mfu
+
+    time = ranks[0]["time"]
+    virtual = bool(config.virtual_world_size)
+    # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.
+    steps_per_s = time["window_steps"] / time["window_s"] if time["window_steps"] and not virtual else None
+    flops_per_step = model_flops_per_sample(config) * config.global_batch_size
+    tokens_per_step = config.global_batch_size * config.seq_length
+    tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
+    collectives = traffic["collectives"].values() if traffic else ()
+    # Of one rank, where the figure is for all of them.
+    energies: list[Any] = [None] if virtual else [rank["time"]["energy_j"] for rank in ranks]
+    summary = {
+        "steps": log.last_step,
+        "tokens": log.last_step * tokens_per_step,
+        "train_loss_first": log.first_loss,
+        "train_loss_final": log.last_loss,
+        "eval_loss_final": evaluation.get("eval_loss"),
+        "eval_accuracy": evaluation.get("accuracy"),
+        "eval_perplexity": evaluation.get("perplexity"),
+        **timing,
+        "step_time_s_median": time["step_time_s_median"],
+        "step_time_s_p10": time["step_time_s_p10"],
+        "step_time_s_p90": time["step_time_s_p90"],
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": None if tokens_per_s is None else tokens_per_s / world_size,
+        "samples_per_s": None if steps_per_s is None else config.global_batch_size * steps_per_s,
+        "model_flops_per_step": flops_per_step,
+        "mfu": _mfu(mfu, flops_per_step, steps_per_s, world_size, config.precision),
+        "peak_memory_gib_allocated": _peak_gib(ranks, "allocated"),
+        "peak_memory_gib_reserved": _peak_gib(ranks, "reserved"),
+        "peak_memory_gib_device": _peak_gib(ranks, "device"),
+        "avg_memory_gib_device": _gib(_largest(rank["memory"]["device_mean_over_steps"] for rank in ranks)),
+        "host_peak_rss_gib": _peak_gib(ranks, "host"),
+        "state_bytes_per_rank": {
+            kind: {
+                # Where a loss scaler skipped the watched step and all after it, nobody has read any.
+                place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
+                for place in STATE_PLACES
+            }
+            for kind in STATE_KINDS
+        },
+        "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
+        "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
+        "energy_j": None if None in energies else sum(energies),
+    }
+    assert set(summary) == set(SUMMARY_KEYS), set(summary) ^ set(SUMMARY_KEYS)
+    return summary
+
+
+def _mfu(mfu: Any, flops_per_step: float, steps_per_s: float | None, world_size: int, precision: str) -> float | None:
+    import torch
+
+    if steps_per_s is None or not torch.cuda.is_available():
+        return None
+    figure: float | None = mfu(flops_per_step, 1 / steps_per_s, world_size, torch.cuda.get_device_name(), precision)
+    return figure
+
+
+def _peak_gib(ranks: list[dict[str, Any]], figure: str) -> float | None:
+    return _gib(_largest(phase[figure] for rank in ranks for phase in rank["memory"]["phases"].values()))
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _gib(size: float | None) -> float | None:
+    return None if size is None else size / GIB

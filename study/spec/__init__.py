@@ -1,0 +1,1 @@
+"""What a run is: its flags and defaults, and the strategy files."""

@@ -1,0 +1,158 @@
+"""Can this box hold one virtual rank? Estimated before anything is allocated, since a host that runs full kills others.
+
+Rough, and on the safe side. What a rank really takes is measured by running it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from study.errors import CannotBeHeld
+from study.host.memory import locked_bytes, stated_host_memory_gib
+from study.models.presets import without_depth
+from study.spec.config import RunConfig
+from study.spec.overrides import override
+from study.spec.strategies import Launch, Strategy
+
+GIB = 2**30
+# Interpreter, torch, DeepSpeed and their libraries.
+LIBRARIES_BYTES = 1.2 * GIB
+# What is left to the rest of the box.
+USABLE_SHARE = 0.85
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model as its sizes."""
+
+    parameters: int
+    largest_parameter: int
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+
+
+def shape_of(config: RunConfig) -> Shape:
+    import torch
+
+    from study.models.initial import build_model
+
+    with torch.device("meta"):
+        model = build_model(config)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    known = model.config
+    return Shape(
+        parameters=sum(sizes),
+        largest_parameter=max(sizes),
+        layers=known.num_hidden_layers,
+        width=known.hidden_size,
+        heads=known.num_attention_heads,
+        vocabulary=known.vocab_size,
+    )
+
+
+def check_can_be_held(config: RunConfig, launch: Launch) -> None:
+    """Refuse a model that this box's memory cannot take, and say how many of its layers it could."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    needed, available = needed_host_bytes(config, launch, shape_of(config), on_gpu), available_host_bytes()
+    if needed <= available:
+        return
+    layers = layers_within(available, config, launch, on_gpu)
+    raise CannotBeHeld(
+        f"one rank of {launch.strategy.name} on {launch.world_size} takes about {needed / GIB:.1f} GiB of host memory"
+        f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB may be used here",
+        "extrapolate over layers with `study virtual --layers-fit A,B,C` and depths that fit: "
+        + (f"here up to {layers}" if layers else "here not even one layer does, so use a box with more memory"),
+        layers,
+    )
+
+
+def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
+    """How deep the model could be; 0 where no layer fits, or where it is no preset whose depth can be changed."""
+    base = without_depth(config.model_name_or_path)
+    if base is None:
+        return 0
+    shallow = [shape_of(dataclasses.replace(config, model_name_or_path=f"{base}-{depth}layers")) for depth in (1, 2)]
+    first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
+    # Where every layer goes to the GPU, what the host needs is the same at any depth.
+    return max(0, 1 + int((available - first) // (second - first))) if second > first else 0
+
+
+def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
+    per_weight = 2 if config.precision in ("bf16-engine", "fp16") and launch.strategy.deepspeed else 4
+    if on_gpu:
+        offloaded = _offloaded_bytes(config, launch, shape, per_weight)
+        return LIBRARIES_BYTES + locked_bytes(launch.strategy) + _built_bytes(launch.strategy, shape) + offloaded
+    state = _state_and_working_bytes(config, launch, shape, per_weight)
+    tokens = config.seq_length * config.batch_plan(launch.world_size).per_device_train_batch_size
+    # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
+    per_token = shape.layers * (2 * 34 * shape.width + 2 * 5 * shape.heads * config.seq_length)
+    logits = 3 * 4 * shape.vocabulary
+    return LIBRARIES_BYTES + locked_bytes(launch.strategy) + state + tokens * (per_token + logits)
+
+
+def _built_bytes(strategy: Strategy, shape: Shape) -> float:
+    """Outside ZeRO-3 the whole model is made in fp32 on the host first."""
+    return 4 * shape.parameters if strategy.zero_stage != 3 else 3 * 4 * shape.largest_parameter
+
+
+def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
+    """What of this rank's state is in host memory where there is a GPU for the rest."""
+    strategy, elements = launch.strategy, shape.parameters / launch.world_size
+    per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
+    optimizer = strategy.offload_device("optimizer")
+    if optimizer is not None:
+        # Gradients as they come, and in fp32 for the step.
+        per_element += per_weight + 4
+    if optimizer == "cpu":
+        per_element += 12
+    size = per_element * elements
+    if optimizer == "nvme":
+        zero = _zero_settings(strategy, config)
+        size += 4 * zero["offload_optimizer"]["buffer_count"] * min(elements, zero["sub_group_size"])
+    return size
+
+
+def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
+    elements, ranks, strategy = shape.parameters, launch.world_size, launch.strategy
+    built = _built_bytes(strategy, shape)
+    if strategy.name == "ddp":
+        # Weights, gradients, the reducer's copy of them, and two moments.
+        return 20 * elements
+    if strategy.deepspeed is None:
+        return built + 4 * elements + 20 * elements / ranks + 4 * 4 * shape.largest_parameter
+    zero = _zero_settings(strategy, config)
+    # A gradient that is larger than the bucket is held beside it.
+    bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
+    if strategy.zero_stage == 0:
+        return bucket + (16 if per_weight == 4 else 20) * elements
+    shard = (per_weight + per_weight + 16) * elements / ranks
+    if strategy.zero_stage == 3:
+        # Gloo, or who stands for it, scatters out of a copy.
+        bucket *= 1.5
+        live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
+        return shard + bucket + per_weight * (live + 3 * shape.largest_parameter)
+    return shard + max(built + per_weight * elements, 2 * per_weight * elements + bucket)
+
+
+def _zero_settings(strategy: Strategy, config: RunConfig) -> dict[str, Any]:
+    assert strategy.deepspeed is not None
+    settings: dict[str, Any] = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
+    return settings
+
+
+def available_host_bytes() -> float:
+    import psutil
+
+    if (stated := stated_host_memory_gib()) is not None:
+        return USABLE_SHARE * stated * GIB
+    left: list[float] = [psutil.virtual_memory().available]
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        left.append(int(text) - int(used.read_text()))
+    return USABLE_SHARE * min(left)
