@@ -35,7 +35,7 @@ quality: install
 
 # The README's table from the records in reports/.
 readme: install
-	$(BIN)/python -m study.report.readme
+	$(BIN)/python -m study.report.site.readme
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from study.doctor import command as doctor
 from study.errors import UserError
-from study.report import command as report
+from study.report.site import command as report
 from study.sweep import command as sweep
 from study.virtual import command as virtual
 

@@ -25,10 +25,10 @@ from study.measure.profiling import profile_document
 from study.record.directory import read_run
 from study.record.schema import PROFILE_CATEGORIES, RecordError, check_profile
 from study.report import plots
-from study.report.frames import Records, read_parquet, read_records, write_parquet
-from study.report.page import table_html
-from study.report.show import as_png
-from study.report.tables import TABLES, absent
+from study.report.questions.tables import TABLES, absent
+from study.report.records.frames import Records, read_parquet, read_records, write_parquet
+from study.report.site.page import table_html
+from study.report.site.show import as_png
 from study.spec.config import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
 from study.spec.strategies import Launch, read_strategy
 from synthetic_records import write_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from study.report.readme import rewritten
+from study.report.site.readme import rewritten
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 
@@ -16,5 +16,5 @@ def test_the_table_in_the_readme_is_the_one_the_records_give():
 
 
 def test_records_are_read_without_torch():
-    code = "import sys, study.report.readme; sys.exit('torch' in sys.modules)"
+    code = "import sys, study.report.site.readme; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

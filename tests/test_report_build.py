@@ -14,10 +14,10 @@ import pytest
 
 from study import cli
 from study.errors import UserError
-from study.report import command
-from study.report.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
-from study.report.execute import NotebookFailed, execute
-from study.report.frames import Records, read_parquet, write_parquet
+from study.report.records.frames import Records, read_parquet, write_parquet
+from study.report.site import command
+from study.report.site.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
+from study.report.site.execute import NotebookFailed, execute
 from study.spec.strategies import REPOSITORY
 
 PARAMETERS = 'records_dir = "reports/laptop"\nfigures_dir = ""'
@@ -43,7 +43,8 @@ def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("notebooks")
     for name in NAMES:
         notebook(folder / f"{name}.ipynb", "2 + 2")
-    notebook(folder / "loss_curves.ipynb", "from study.report import plots, show\nrecords = show.records(records_dir)",
+    notebook(folder / "loss_curves.ipynb", "from study.report import plots\n"
+             "from study.report.site import show\nrecords = show.records(records_dir)",
              "show.figures(plots.loss_curves(records), figures_dir)")  # fmt: skip
     notebook(folder / "offload.ipynb", "before = 1", "before / 0", "after = 1")
     return folder

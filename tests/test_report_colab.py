@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from study.record.directory import read_status
-from study.report.build import NOTEBOOKS
+from study.report.site.build import NOTEBOOKS
 from study.spec.strategies import REPOSITORY
 
 COLAB = NOTEBOOKS / "colab.ipynb"

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.report.fairness import baseline_arm
-from study.report.frames import read_records
-from study.report.tables import TABLES
+from study.report.questions.tables import TABLES
+from study.report.records.fairness import baseline_arm
+from study.report.records.frames import read_records
 from synthetic_records import close, write_run
 
 Change = Mapping[str, Any]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from study.report.finding import Finding
-from study.report.findings import QUESTIONS, findings
-from study.report.frames import read_records
+from study.report.questions.finding import Finding
+from study.report.questions.findings import QUESTIONS, findings
+from study.report.records.frames import read_records
 from synthetic_records import REPOSITORY, write_run
 
 

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 from study.report import plots
-from study.report.build import FITS_NAMES, NAMES, _names
-from study.report.findings import findings
-from study.report.fits import NO_PROBES, QUESTION, fits, fits_table, probes_table
-from study.report.frames import probes, read_parquet, read_runs, real, write_parquet
-from study.report.tables import TABLES, absent
+from study.report.questions.findings import findings
+from study.report.questions.fits import NO_PROBES, QUESTION, fits, fits_table, probes_table
+from study.report.questions.tables import TABLES, absent
+from study.report.records.frames import probes, read_parquet, read_runs, real, write_parquet
+from study.report.site.build import FITS_NAMES, NAMES, _names
 from study.spec.strategies import REPOSITORY
 from synthetic_records import write_run
 

@@ -16,8 +16,9 @@ import pytest
 
 from study.errors import UserError
 from study.record.directory import SUMMARY_KEYS, read_run
-from study.report.findings import findings
-from study.report.frames import (
+from study.report.questions.findings import findings
+from study.report.questions.tables import TABLES
+from study.report.records.frames import (
     RUNS_FILE,
     Records,
     is_empty,
@@ -29,8 +30,7 @@ from study.report.frames import (
     virtual,
     write_parquet,
 )
-from study.report.rows import RUN_COLUMNS, STEP_COLUMNS
-from study.report.tables import TABLES
+from study.report.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.spec.config import RunConfig
 from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
 
@@ -166,7 +166,7 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
     with pytest.raises(UserError) as refusal:
         read_records(kept)
     assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.fix.startswith("make it again: python -m study.report.frames")
+    assert refusal.value.fix.startswith("make it again: python -m study.report.records.frames")
 
 
 def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_texts_are_texts_whatever_a_record_holds(tmp_path: Path) -> None:
 
 def test_the_command_writes_parquet_and_names_what_it_left_out(runs: Path, tmp_path: Path) -> None:
     (next(runs.glob("*-ddp-*")) / "engine.json").unlink()
-    command = [sys.executable, "-m", "study.report.frames", str(runs), str(tmp_path / "kept")]
+    command = [sys.executable, "-m", "study.report.records.frames", str(runs), str(tmp_path / "kept")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert result.returncode == 1
     assert "engine.json: is missing" in result.stderr

@@ -18,9 +18,9 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from study.report.build import NAMES
-from study.report.findings import QUESTIONS
-from study.report.frames import Records, read_parquet, write_parquet
+from study.report.questions.findings import QUESTIONS
+from study.report.records.frames import Records, read_parquet, write_parquet
+from study.report.site.build import NAMES
 from study.spec.strategies import REPOSITORY
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

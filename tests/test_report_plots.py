@@ -14,10 +14,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from study.report import plots
-from study.report.frames import Records, read_parquet
-from study.report.palette import STRATEGIES
 from study.report.plots.loss import MOST_POINTS
-from study.report.show import as_svg
+from study.report.plots.palette import STRATEGIES
+from study.report.records.frames import Records, read_parquet
+from study.report.site.show import as_svg
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 ALL = [getattr(plots, name) for name in plots.__all__ if name != "Drawing"]

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from study.report.statistics import (
+from study.report.records.statistics import (
     LOSS_MARGIN,
     effect,
     equivalence,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from study.report.frames import Records, read_records
-from study.report.tables import TABLES, absent
+from study.report.questions.tables import TABLES, absent
+from study.report.records.frames import Records, read_records
 from synthetic_records import PARAMETERS, state_bytes, write_run
 
 MIB = 2**20

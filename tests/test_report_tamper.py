@@ -15,9 +15,9 @@ import pytest
 
 from damage import damaged_bytes
 from study.record.directory import RunWriter, read_run
-from study.report.findings import findings
-from study.report.frames import Records, read_records
-from study.report.tables import TABLES
+from study.report.questions.findings import findings
+from study.report.questions.tables import TABLES
+from study.report.records.frames import Records, read_records
 from synthetic_records import close, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")

@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.report.build import VIRTUAL_NAMES, build
-from study.report.findings import findings
-from study.report.frames import Records, read_records, read_runs, write_parquet
 from study.report.plots import settings, table1
-from study.report.tables import TABLES, absent
-from study.report.virtual_tables import AS_SHIPPED, changes, sent, summaries
+from study.report.questions.findings import findings
+from study.report.questions.tables import TABLES, absent
+from study.report.questions.virtual_tables import AS_SHIPPED, changes, sent, summaries
+from study.report.records.frames import Records, read_records, read_runs, write_parquet
+from study.report.site.build import VIRTUAL_NAMES, build
 from study.spec.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
 from synthetic_records import write_run

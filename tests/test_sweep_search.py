@@ -15,8 +15,8 @@ import yaml
 from study import cli
 from study.host.box import Box, this_box
 from study.record.directory import RunWriter, State, read_json, read_run, read_status
-from study.report.fits import fits
-from study.report.frames import read_runs, real
+from study.report.questions.fits import fits
+from study.report.records.frames import read_runs, real
 from study.sweep.execute import run_cells, standings_of
 from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells

@@ -12,9 +12,9 @@ import yaml
 from study import cli
 from study.errors import UserError
 from study.host.box import Box
-from study.report.findings import findings
-from study.report.frames import read_parquet, read_runs, write_parquet
-from study.report.remaining import QUESTION, remaining_of, remaining_table
+from study.report.questions.findings import findings
+from study.report.questions.remaining import QUESTION, remaining_of, remaining_table
+from study.report.records.frames import read_parquet, read_runs, write_parquet
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import left_to_run
 from study.sweep.slices import plan_suite

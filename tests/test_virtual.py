@@ -16,8 +16,8 @@ from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.record.directory import Run, read_run, read_status
-from study.report.frames import read_records
-from study.report.virtual_tables import settings_table, summaries
+from study.report.questions.virtual_tables import settings_table, summaries
+from study.report.records.frames import read_records
 from study.virtual.figures import extrapolate, summary_of
 
 GPT = ("--task", "gpt-wikitext")

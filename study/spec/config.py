@@ -45,7 +45,7 @@ class RunConfig:
 
     task: Task = _flag("what is trained, and on which data", "bert-imdb")
     scale: Scale = _flag("paper: what the studied documents did; laptop: tiny; auto: paper with a GPU", "auto")
-    model_name_or_path: str = _flag("a preset of study/models/initial.py, a hub id or a local folder")
+    model_name_or_path: str = _flag("a preset of study/models/presets.py, a hub id or a local folder")
     weights: Weights = _flag("start from the published weights, or from a seeded random draw")
     data: str = _flag("hub, builtin (generated here, needs no network) or the path of a local copy")
     dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means")

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from study.report.palette import INK, QUIET, SETTINGS, WIDTH_IN, style_of
+from study.report.plots.palette import INK, QUIET, SETTINGS, WIDTH_IN, style_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

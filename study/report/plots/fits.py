@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from study.report.fits import NO_PROBES, Fit, fits
-from study.report.frames import Records
-from study.report.palette import style_of
 from study.report.plots.canvas import Drawing, in_house_style, plain_ticks, rows_of_arms, sheet
+from study.report.plots.palette import style_of
+from study.report.questions.fits import NO_PROBES, Fit, fits
+from study.report.records.frames import Records
 
 _ROW_IN, _FRAME_IN = 0.34, 0.75
 _AT_LEAST = "≥ "

@@ -10,9 +10,6 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from study.report.fairness import baseline_arm
-from study.report.frames import Records
-from study.report.palette import ACCENT, INK, QUIET, style_of
 from study.report.plots.canvas import (
     Drawing,
     EndLabel,
@@ -27,7 +24,10 @@ from study.report.plots.canvas import (
     sheet,
     strategy_of_arm,
 )
+from study.report.plots.palette import ACCENT, INK, QUIET, style_of
 from study.report.plots.select import arms_of, finished, notes_of, workloads
+from study.report.records.fairness import baseline_arm
+from study.report.records.frames import Records
 
 NOTHING = "No finished run here has a loss at every step, so there is no curve to draw."
 NO_BASELINE = "No workload here has a baseline and another arm, so there is no difference to draw."

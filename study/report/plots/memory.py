@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.report.frames import Records, without_probes
-from study.report.palette import PLACES, QUIET, STATE
 from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet
+from study.report.plots.palette import PLACES, QUIET, STATE
 from study.report.plots.select import arms_of, finished, notes_of, workloads
+from study.report.records.frames import Records, without_probes
 
 NOTHING = "No finished run here says how much state a rank held, so there is no memory to draw."
 _WORDS = {

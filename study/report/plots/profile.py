@@ -6,12 +6,12 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
-from study.report.arms import Arm
-from study.report.frames import Records
-from study.report.palette import INK, PROFILE
 from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet
+from study.report.plots.palette import INK, PROFILE
 from study.report.plots.select import MOST_WORKLOADS, arms_of, notes_of
-from study.report.profile_tables import LABELS, NO_PROFILE, parts_ms, profiled_arms
+from study.report.questions.profile_tables import LABELS, NO_PROFILE, parts_ms, profiled_arms
+from study.report.records.arms import Arm
+from study.report.records.frames import Records
 
 Profiled = tuple[Arm, dict[str, Any]]
 _ROW_IN, _FRAME_IN = 0.36, 0.75

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from study.report.fairness import baseline_arm
-from study.report.frames import Records
-from study.report.palette import QUIET, style_of
 from study.report.plots.canvas import (
     Drawing,
     EndLabel,
@@ -19,7 +16,10 @@ from study.report.plots.canvas import (
     plain_ticks,
     sheet,
 )
+from study.report.plots.palette import QUIET, style_of
 from study.report.plots.select import MOST_WORKLOADS, finished, notes_of, whole_parameters, workloads
+from study.report.records.fairness import baseline_arm
+from study.report.records.frames import Records
 
 ONE_WORLD = "No workload here ran with more than one number of ranks, so there is no scaling to draw."
 ONE_BATCH = "No model here was trained with more than one global batch, so there is no amortization to draw."

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from study.report.frames import Records, real
-from study.report.workloads import strategy_order
+from study.report.records.frames import Records, real
+from study.report.records.workloads import strategy_order
 
 # More than this many workloads in one notebook is a heap; the tables hold them all.
 MOST_WORKLOADS = 6

@@ -10,8 +10,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from study.report.frames import Records, without_probes
-from study.report.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
 from study.report.plots.canvas import (
     Drawing,
     EndLabel,
@@ -26,7 +24,9 @@ from study.report.plots.canvas import (
     sheet,
     strategy_of_arm,
 )
+from study.report.plots.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
 from study.report.plots.select import arms_of, finished, notes_of, whole_parameters, workloads
+from study.report.records.frames import Records, without_probes
 
 NO_TIMES = "No finished run here has timed steps, so there is no time to draw."
 NO_TRAFFIC = "No run here watched its collectives, so there is no traffic to draw."

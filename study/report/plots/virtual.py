@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from study.report.frames import Records
-from study.report.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
 from study.report.plots.canvas import (
     Drawing,
     in_house_style,
@@ -22,7 +20,8 @@ from study.report.plots.canvas import (
     rows_of_arms,
     sheet,
 )
-from study.report.virtual_tables import (
+from study.report.plots.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
+from study.report.questions.virtual_tables import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
@@ -34,6 +33,7 @@ from study.report.virtual_tables import (
     summaries,
     table1_rows,
 )
+from study.report.records.frames import Records
 from study.theory.paper import papers_traffic
 
 NO_TABLE1 = "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."

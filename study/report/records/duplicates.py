@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
-from study.report.rows import CONFIG_COLUMNS
+from study.report.records.rows import CONFIG_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.report.frames import Records, virtual
+from study.report.records.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
 from study.virtual.figures import COUNTS, PEAKS, SENT, extrapolate, total_state_bytes
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pandas as pd
 
-from study.report.arms import Arm, one_value
-from study.report.effects import compared, listed
-from study.report.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
-from study.report.tables import largest_step_difference
+from study.report.questions.effects import compared, listed
+from study.report.questions.tables import largest_step_difference
+from study.report.records.arms import Arm, one_value
+from study.report.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
 
 _BASELINE = "their baseline"
 

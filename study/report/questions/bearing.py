@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pandas as pd
 
-from study.report.arms import Arm, one_value, state_bytes
-from study.report.effects import compared, compared_with, plain_reference
-from study.report.scaling_tables import same_stage
-from study.report.statistics import paired_ratio, percent
+from study.report.questions.effects import compared, compared_with, plain_reference
+from study.report.questions.scaling_tables import same_stage
+from study.report.records.arms import Arm, one_value, state_bytes
+from study.report.records.statistics import paired_ratio, percent
 
 Bearing = Callable[[list[Arm]], str]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from study.report.workloads import BASELINES, strategy_order
+from study.report.records.workloads import BASELINES, strategy_order
 
 # Classes that are AdamW when their settings say so; any other class is other mathematics.
 _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}

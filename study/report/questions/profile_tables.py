@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from study.record.schema import PROFILE_CATEGORIES
-from study.report.arms import NAN, Arm, Row, arms, frame, one_value
-from study.report.frames import Records, real
+from study.report.records.arms import NAN, Arm, Row, arms, frame, one_value
+from study.report.records.frames import Records, real
 from study.theory.hardware import peak_flops
 
 NO_PROFILE = "No run here was profiled: --profile_steps does that."

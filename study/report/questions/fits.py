@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from study.report.arms import NAN
-from study.report.finding import Finding
-from study.report.frames import Records, probes
-from study.report.workloads import strategy_order, word_for
+from study.report.questions.finding import Finding
+from study.report.records.arms import NAN
+from study.report.records.frames import Records, probes
+from study.report.records.workloads import strategy_order, word_for
 from study.sweep.search import Bracket, examine
 
 NO_PROBES = "No run here was a probe of a search: nobody asked these records for the largest that fits."

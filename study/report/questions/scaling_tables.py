@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pandas as pd
 
 from study.record.directory import STATE_PLACES
-from study.report.arms import NAN, Arm, Row, against, arms, frame, one_value, peak_gib, ratio_text, state_mib
-from study.report.fairness import baseline_arm
-from study.report.frames import Records, real
-from study.report.statistics import paired_ratio
+from study.report.records.arms import NAN, Arm, Row, against, arms, frame, one_value, peak_gib, ratio_text, state_mib
+from study.report.records.fairness import baseline_arm
+from study.report.records.frames import Records, real
+from study.report.records.statistics import paired_ratio
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -15,7 +15,7 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from study.report.palette import STRATEGIES
+from study.report.plots.palette import STRATEGIES
 
 TEMPLATES = Path(__file__).with_name("templates")
 # So many refused records fit on a page that opens with findings; summary.md has the rest.

@@ -17,13 +17,14 @@ from jinja2 import DictLoader
 from PIL import Image
 
 from study.errors import UserError
-from study.report import page, tables
-from study.report.execute import NotebookFailed, execute
-from study.report.finding import Finding
-from study.report.findings import findings
-from study.report.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
-from study.report.remaining import remaining_table
-from study.report.show import METADATA_KEY
+from study.report.questions import tables
+from study.report.questions.finding import Finding
+from study.report.questions.findings import findings
+from study.report.questions.remaining import remaining_table
+from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
+from study.report.site import page
+from study.report.site.execute import NotebookFailed, execute
+from study.report.site.show import METADATA_KEY
 from study.spec.strategies import REPOSITORY
 
 NOTEBOOKS = REPOSITORY / "notebooks"

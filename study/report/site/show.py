@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from study.errors import UserError
-from study.report import frames, tables
-from study.report.frames import Records
-from study.report.page import paragraph_html, table_html
-from study.report.palette import SETTINGS
 from study.report.plots import Drawing
+from study.report.plots.palette import SETTINGS
+from study.report.questions import tables
+from study.report.records import frames
+from study.report.records.frames import Records
+from study.report.site.page import paragraph_html, table_html
 from study.spec.strategies import REPOSITORY
 
 # The key under which a report finds its figures and sentences again in an executed notebook.

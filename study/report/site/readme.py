@@ -1,7 +1,7 @@
 """The README's tables, generated from the records in git.
 
-python -m study.report.readme            rewrites it
-python -m study.report.readme --check    exit status 1 when it is stale
+python -m study.report.site.readme            rewrites it
+python -m study.report.site.readme --check    exit status 1 when it is stale
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from study.report.frames import Records, only_virtual, read_parquet
-from study.report.virtual_tables import GB, Summary, state_bytes, table1_rows
+from study.report.questions.virtual_tables import GB, Summary, state_bytes, table1_rows
+from study.report.records.frames import Records, only_virtual, read_parquet
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
 MIB = 2**20

@@ -55,7 +55,7 @@ RUN_COLUMNS: dict[str, str] = {
     **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
     "status_attempt": "Int64",
     "sealed": "boolean",
-    # What is compared with what; study/report/fairness.py and workloads.py fill these.
+    # What is compared with what; study/report/records/fairness.py and workloads.py fill these.
     **dict.fromkeys(("workload", "workload_key", "arm", "baseline", "confounded", "confounded_loss", "notes"), "str"),
     "strategy": "str",
     "world_size": "Int64",

@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.report.fairness import baseline_arm
-from study.report.statistics import Interval, paired_ratio
+from study.report.records.fairness import baseline_arm
+from study.report.records.statistics import Interval, paired_ratio
 
 MIB = 2**20
 NAN = float("nan")

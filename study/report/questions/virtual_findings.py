@@ -9,9 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from study.report.finding import Finding
-from study.report.frames import Records
-from study.report.virtual_tables import (
+from study.report.questions.finding import Finding
+from study.report.questions.virtual_tables import (
     AS_SHIPPED,
     GB,
     STAGES,
@@ -29,6 +28,7 @@ from study.report.virtual_tables import (
     summaries,
     table1_rows,
 )
+from study.report.records.frames import Records
 from study.theory.paper import papers_state_bytes, papers_traffic
 
 QUESTIONS = (

@@ -8,11 +8,9 @@ import numpy as np
 import pandas as pd
 
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.report.arms import MIB, NAN, Arm, Row, against, arms, frame, peak_gib, state_bytes, state_mib
-from study.report.fits import NO_PROBES, fits_table, probes_table
-from study.report.frames import Records, probes, real, steps_by_run, virtual, without_probes
-from study.report.profile_tables import NO_PROFILE, PROFILE_TABLES, has_profile
-from study.report.scaling_tables import (
+from study.report.questions.fits import NO_PROBES, fits_table, probes_table
+from study.report.questions.profile_tables import NO_PROFILE, PROFILE_TABLES, has_profile
+from study.report.questions.scaling_tables import (
     SCALING_TABLES,
     batch_size_table,
     has_offload,
@@ -23,8 +21,7 @@ from study.report.scaling_tables import (
     offload_table,
     single_vs_multi_table,
 )
-from study.report.statistics import NoiseFloor, effect, equivalence, interval, noise_floor, paired
-from study.report.virtual_tables import (
+from study.report.questions.virtual_tables import (
     changes,
     setting_effects_table,
     settings_table,
@@ -33,6 +30,9 @@ from study.report.virtual_tables import (
     table1_table,
     virtual_runs_table,
 )
+from study.report.records.arms import MIB, NAN, Arm, Row, against, arms, frame, peak_gib, state_bytes, state_mib
+from study.report.records.frames import Records, probes, real, steps_by_run, virtual, without_probes
+from study.report.records.statistics import NoiseFloor, effect, equivalence, interval, noise_floor, paired
 
 __all__ = [
     "TABLES", "absent", "batch_size_table", "largest_step_difference", "loss_table", "memory_table", "model_size_table",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from study.report.arms import Arm, has_no_gpu, one_value, peak_gib, state_bytes
-from study.report.statistics import NoiseFloor, noise_floor, paired, paired_ratio, percent, seeds_needed
+from study.report.records.arms import Arm, has_no_gpu, one_value, peak_gib, state_bytes
+from study.report.records.statistics import NoiseFloor, noise_floor, paired, paired_ratio, percent, seeds_needed
 
 # What asks for nothing beyond torch, and wins where the others are no faster.
 _PLAIN = ("single", "ddp")

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from study.report.build import build
-        from study.report.frames import is_empty, read_parquet, read_runs, runs_only_in
-        from study.report.remaining import remaining_of
+        from study.report.questions.remaining import remaining_of
+        from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
+        from study.report.site.build import build
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
     runs_dir: Path = options.runs_dir

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from study.launch.cell import Cell
-from study.report.finding import Finding
-from study.report.workloads import word_for
+from study.report.questions.finding import Finding
+from study.report.records.workloads import word_for
 from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration

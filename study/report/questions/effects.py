@@ -6,10 +6,10 @@ import dataclasses
 
 import pandas as pd
 
-from study.report.arms import MIB, Arm, has_no_gpu, one_value, peak_gib, state_bytes, state_mib
-from study.report.scaling_tables import same_stage
-from study.report.statistics import paired_ratio, percent
-from study.report.workloads import BASELINES
+from study.report.questions.scaling_tables import same_stage
+from study.report.records.arms import MIB, Arm, has_no_gpu, one_value, peak_gib, state_bytes, state_mib
+from study.report.records.statistics import paired_ratio, percent
+from study.report.records.workloads import BASELINES
 
 
 def compared(found: list[Arm], confound: str = "confounded") -> list[Arm]:

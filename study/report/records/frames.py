@@ -1,6 +1,6 @@
 """Run directories as two tables, one row per run and one per step, and those tables as parquet files in git.
 
-python -m study.report.frames runs/laptop reports/laptop
+python -m study.report.records.frames runs/laptop reports/laptop
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 
 from study.errors import UserError
 from study.record.directory import RecordError, check_seal, digests, find_runs, read_run
-from study.report.duplicates import Found, each_once
-from study.report.fairness import label_confounds
-from study.report.remaining import Remaining
-from study.report.rows import LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
-from study.report.workloads import name_workloads, strategy_order
+from study.report.questions.remaining import Remaining
+from study.report.records.duplicates import Found, each_once
+from study.report.records.fairness import label_confounds
+from study.report.records.rows import LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
+from study.report.records.workloads import name_workloads, strategy_order
 
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
 _REFUSED, _REMAINING = b"study.refused", b"study.remaining"
@@ -195,7 +195,7 @@ def _names_of_runs(folder: Path) -> list[str] | None:
 
 
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
-    fix = f"make it again: python -m study.report.frames RUNS_DIR {file.parent}"
+    fix = f"make it again: python -m study.report.records.frames RUNS_DIR {file.parent}"
     try:
         table = pq.read_table(file)
         frame = table.to_pandas()

@@ -9,17 +9,23 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from study.report.advice import recommendation, unknowns
-from study.report.arms import Arm, arms
-from study.report.bearing import claims_touched
-from study.report.effects import headline, memory_sentences, offload_sentences, time_sentence, traffic_sentence
-from study.report.finding import Finding
-from study.report.fits import fits_finding
-from study.report.frames import Records, real, virtual
-from study.report.losses import compare_losses, losses_in_short
-from study.report.remaining import remaining_finding
-from study.report.statistics import noise_floor
-from study.report.virtual_findings import virtual_findings
+from study.report.questions.advice import recommendation, unknowns
+from study.report.questions.bearing import claims_touched
+from study.report.questions.effects import (
+    headline,
+    memory_sentences,
+    offload_sentences,
+    time_sentence,
+    traffic_sentence,
+)
+from study.report.questions.finding import Finding
+from study.report.questions.fits import fits_finding
+from study.report.questions.losses import compare_losses, losses_in_short
+from study.report.questions.remaining import remaining_finding
+from study.report.questions.virtual_findings import virtual_findings
+from study.report.records.arms import Arm, arms
+from study.report.records.frames import Records, real, virtual
+from study.report.records.statistics import noise_floor
 
 # More workloads than this are for the details.
 _MOST_LINES = 5
