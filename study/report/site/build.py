@@ -24,6 +24,7 @@ from study.report.questions.remaining import remaining_table
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
 from study.report.site import page
 from study.report.site.execute import NotebookFailed, execute
+from study.report.site.place import FIGURES, LIST, check_place, place_of, put_in_place
 from study.report.site.show import METADATA_KEY
 from study.spec.strategies import REPOSITORY
 
@@ -33,14 +34,9 @@ NAMES = ("loss_curves", "peak_memory", "runtime", "single_vs_multi", "batch_size
 VIRTUAL_NAMES = ("virtual_cluster",)
 # Of the probes of searches, which ask what fits and nothing else.
 FITS_NAMES = ("what_fits",)
-FIGURES = "figures"
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
-# With what Jupyter and a file browser leave in any folder they have shown.
-_ALL_NAMES = (*NAMES, *FITS_NAMES, *VIRTUAL_NAMES)
-_OWN = {".DS_Store", ".ipynb_checkpoints", "index.html", "summary.md", FIGURES, RUNS_FILE, STEPS_FILE,
-        *(f"{name}.{kind}" for name in _ALL_NAMES for kind in ("ipynb", "html"))}  # fmt: skip
 # Code is one click away; figures side by side where there is room.
 _BODY = """
 {%- extends 'basic/index.html.j2' -%}
@@ -74,8 +70,10 @@ def build(
     """Builds the report beside `output` and puts it there whole; `failures` are the notebooks that broke, and where."""
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    _check_replaceable(output)
+    named, output = output, place_of(output)
+    names = _names(records)
     try:
+        check_place(output, _wanted(names))
         output.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.parent))
     except OSError as error:
@@ -83,16 +81,15 @@ def build(
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
-        names = _names(records)
         answers = Answers(_facts(records), findings(records), _tables(names, records), records.refused)
         # Each notebook reads its own.
         del records
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(names, answers, suite, folder, failures)
-        _put_in_place(folder, output)
+        put_in_place(folder, output, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Built(output / "index.html", failures, len(answers.refused))
+    return Built(named / "index.html", failures, len(answers.refused))
 
 
 def _names(records: Records) -> tuple[str, ...]:
@@ -103,6 +100,12 @@ def _names(records: Records) -> tuple[str, ...]:
     of_virtual = VIRTUAL_NAMES if len(virtual(records).runs) else ()
     others = (*of_probes, *of_virtual)
     return (*NAMES, *others) if len(real(records).runs) or not others else others
+
+
+def _wanted(names: Sequence[str]) -> set[str]:
+    """What is known before notebooks run; their figures are looked at when the report is put in place."""
+    return {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ()),
+            *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
 
 
 def _tables(names: Sequence[str], records: Records) -> dict[str, pd.DataFrame]:
@@ -117,16 +120,6 @@ def _tables(names: Sequence[str], records: Records) -> dict[str, pd.DataFrame]:
         if set(some) <= set(names):
             found[title] = tables.TABLES[table](records)
     return found
-
-
-def _check_replaceable(output: Path) -> None:
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file", "name a folder")
-    foreign = sorted(file.name for file in output.glob("*") if file.name not in _OWN)
-    if foreign:
-        raise UserError(
-            f"--output {output} holds {foreign[0]}, which is no part of a report", "name a folder of its own"
-        )
 
 
 def _run_notebooks(
@@ -227,19 +220,3 @@ def _facts(records: Records) -> list[str]:
 def _few(values: pd.Series) -> list[str]:
     """The two most frequent: a page's head is no place for a list."""
     return [str(value) for value in values.dropna().value_counts().index[:2]]
-
-
-def _put_in_place(folder: Path, output: Path) -> None:
-    """Two renames: a reader sees the old report or the new one, and never half of one."""
-    before = Path(tempfile.mkdtemp(prefix=f".{output.name}.before-", dir=output.parent))
-    try:
-        if output.exists():
-            output.replace(before / output.name)
-        try:
-            folder.replace(output)
-        except OSError:
-            if (before / output.name).exists():
-                (before / output.name).replace(output)
-            raise
-    finally:
-        shutil.rmtree(before, ignore_errors=True)

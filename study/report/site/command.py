@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="where the report goes, whole or not at all; reports/SUITE by default",
+        help="where the report goes, whole or not at all; other files there stay; reports/SUITE by default",
     )
 
 
@@ -32,11 +32,13 @@ def run(options: argparse.Namespace) -> int:
         from study.report.questions.remaining import remaining_of
         from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
+        from study.report.site.place import finish_earlier
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
     runs_dir: Path = options.runs_dir
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
+    finish_earlier(output, say)
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     kept = _folder_of_parquet(name, output)
@@ -56,13 +58,17 @@ def run(options: argparse.Namespace) -> int:
             f"run: study run {name}, or name their place with --runs-dir",
         )
     # Handed on and not kept: a thousand long runs are large.
-    built = build(records, name, output, say=lambda line: print(line, file=sys.stderr))
+    built = build(records, name, output, say=say)
     if built.refused:
         print(f"{built.refused} records left out; the report says which and why", file=sys.stderr)
     for notebook, failure in built.failures.items():
         print(f"{notebook}.ipynb failed in {failure}", file=sys.stderr)
     print(built.page)
     return 1 if built.failures else 0
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:

@@ -1,0 +1,23 @@
+"""Reports to build into: a copy of one in git, and what a folder holds."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+
+from study.report.records.frames import Records, read_parquet
+from study.spec.strategies import REPOSITORY
+
+
+@functools.cache
+def laptop() -> Records:
+    return read_parquet(REPOSITORY / "reports" / "laptop")
+
+
+def committed(folder: Path) -> Path:
+    return Path(shutil.copytree(REPOSITORY / "reports" / "laptop", folder / "report"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
