@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from study.errors import Unsupported, UserError
-from study.host.folders import refuse_unwritable
+from study.host.folders import folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.record.directory import RecordError, is_finished
 from study.spec.config import RunConfig
@@ -75,7 +75,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if config.report_to != "none":
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
-        _check_nvme(strategy, Path(config.nvme_path))
+        _check_nvme(strategy, folder_named(config.nvme_path))
 
 
 def _check_cap(cap_gib: float, local_rank: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
+from study.host.folders import folder_named
+from study.host.swap import SwapFolder
 from study.record.directory import RunWriter, end_interrupted_run, write_json
 from study.run.console import Console
 from study.spec.config import (
@@ -52,6 +54,12 @@ class Session:
     console: Console
     started: float
     record: RunWriter | None = None
+    # This process's own, on the drive of --nvme_path.
+    swap: SwapFolder | None = None
+
+    @property
+    def swap_folder(self) -> Path | None:
+        return self.swap.path if self.swap else None
 
     @property
     def total_steps(self) -> int:
@@ -224,7 +232,6 @@ def _check(
 def _record(session: Session, notice: str | None, train: Callable[[Session], None]) -> int:
     from study.host.environment import describe_environment
     from study.record.outcome import classify, raise_on_termination
-    from study.run.engine import remove_nvme_folder
 
     config, launch, console, output_dir = session.config, session.launch, session.console, session.output_dir
     if notice:
@@ -244,6 +251,8 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
                 )
                 session.record.write("config.json", config.to_dict())
                 session.record.write("environment.json", describe_environment())
+            if launch.strategy.uses_nvme:
+                session.swap = SwapFolder.make(folder_named(config.nvme_path))
             train(session)
     except BaseException as error:
         state, reason, hint = classify(error, alone=launch.virtual or launch.world_size == 1)
@@ -256,7 +265,8 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
         console.say(f"{state}: {reason}{f' ({hint})' if hint else ''}")
         return 1
     finally:
-        remove_nvme_folder(config, launch, output_dir)
+        if session.swap is not None:
+            session.swap.remove()
     return 0
 
 
