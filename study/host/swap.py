@@ -12,9 +12,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from study.record.folder import SWAP_PREFIX
 from study.record.lock import FileLock, read_holder, take_left
 
-PREFIX = "zero-study-swap-"
 _MARKER = "made-by-zero-study.lock"
 
 
@@ -29,7 +29,7 @@ class SwapFolder:
         drive = drive.resolve()
         drive.mkdir(parents=True, exist_ok=True)
         remove_left_folders(drive)
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=drive))
+        path = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=drive))
         # Locked before it has its name: who finds the marker finds it held.
         unnamed = path / f"{_MARKER}.new"
         lock = FileLock.take(unnamed, {})
@@ -41,15 +41,15 @@ class SwapFolder:
         self._lock.release()
 
 
-def is_swap_folder(path: Path) -> bool:
-    return path.name.startswith(PREFIX) and path.is_dir() and not path.is_symlink()
+def _is_swap_folder(path: Path) -> bool:
+    return path.name.startswith(SWAP_PREFIX) and path.is_dir() and not path.is_symlink()
 
 
 def remove_left_folders(drive: Path) -> None:
     """A killed process leaves its files, and they are as large as the model."""
-    for folder in drive.glob(f"{PREFIX}*"):
+    for folder in drive.glob(f"{SWAP_PREFIX}*"):
         marker = folder / _MARKER
-        if not is_swap_folder(folder) or not marker.is_file():
+        if not _is_swap_folder(folder) or not marker.is_file():
             continue
         # On a drive that machines share, a lock may be known to its own machine alone.
         if read_holder(marker).get("host") != platform.node():
