@@ -35,7 +35,7 @@ def train(session: Session) -> None:
 
     config, launch, plan, data = session.config, session.launch, session.plan, session.data
     first_step, total_steps = session.first_step, session.total_steps
-    accelerator = engine.make_accelerator(config, launch, plan, session.output_dir)
+    accelerator = engine.make_accelerator(config, launch, plan, session.output_dir, session.swap_folder)
     accelerator.wait_for_everyone()
     session.console.log_to(session.output_dir / "log.txt")
     set_seed(config.seed)
@@ -53,8 +53,7 @@ def train(session: Session) -> None:
     )
     model, optimizer = engine.prepare(accelerator, model, optimizer, config)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, round(config.warmup_ratio * total_steps), total_steps)
-    nvme = engine.nvme_folder(config, session.output_dir)
-    session.write_engine(audit(accelerator, model, optimizer, config, launch, plan, nvme))
+    session.write_engine(audit(accelerator, model, optimizer, config, launch, plan, session.swap_folder))
     accelerator.init_trackers("zero-study", config=config.scalars())
     if session.checkpoint:
         load_checkpoint(accelerator, schedule, *session.checkpoint)
@@ -90,7 +89,7 @@ def train(session: Session) -> None:
     meters.finish()
     progress.close()
 
-    audit_end(accelerator, model, config, launch.strategy, nvme)
+    audit_end(accelerator, model, config, launch.strategy, session.swap_folder)
     ranks = gather_measurements(accelerator, meters, launch.virtual)
     session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started, meters.profile)
     accelerator.wait_for_everyone()

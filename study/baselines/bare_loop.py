@@ -172,8 +172,7 @@ def train(session: Session) -> None:
     scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
     autocast = torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None)
-    nvme = engine.nvme_folder(config, session.output_dir)
-    session.write_engine(audit(process, model, optimizer, config, launch, plan, nvme))
+    session.write_engine(audit(process, model, optimizer, config, launch, plan, session.swap_folder))
 
     log = StepLog(process, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
     progress = session.console.progress(total_steps, 0)

@@ -38,8 +38,7 @@ def training_arguments(session: Session) -> TrainingArguments:
     deepspeed = None
     if launch.strategy.deepspeed is not None:
         # As an argument: the engine's plugin is built while TrainingArguments is, and never again.
-        nvme = engine.nvme_folder(config, session.output_dir)
-        deepspeed = engine.deepspeed_settings(launch.strategy, config, plan, nvme)
+        deepspeed = engine.deepspeed_settings(launch.strategy, config, plan, session.swap_folder)
     # DeepSpeed's torch_autocast, in its settings, is what `bf16` means there.
     autocast = config.precision == "bf16" and deepspeed is None
     arguments = TrainingArguments(

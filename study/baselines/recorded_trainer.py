@@ -14,7 +14,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from study.measure import Meters
 from study.run.audit import audit, audit_end
-from study.run.engine import nvme_folder
 from study.run.evaluation import evaluate
 from study.run.session import Session, gather_measurements
 from study.run.steps import StepLog
@@ -28,7 +27,6 @@ class RecordedTrainer(Trainer):
 
     def __init__(self, session: Session, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
         self.session, self.meters = session, meters
-        self.nvme = nvme_folder(session.config, session.output_dir)
         config = session.config
         # One group: by default the Trainer takes biases and norms out of the weight decay, which the study does not.
         adamw = {"params": list(model.parameters()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
@@ -92,13 +90,19 @@ class RecordedTrainer(Trainer):
         if session.launch.strategy.deepspeed is None:
             plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
         live = audit(
-            self.accelerator, self.model_wrapped, self.optimizer, session.config, session.launch, plan, self.nvme
+            self.accelerator,
+            self.model_wrapped,
+            self.optimizer,
+            session.config,
+            session.launch,
+            plan,
+            session.swap_folder,
         )
         return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
 
     def finish(self) -> None:
         session = self.session
-        audit_end(self.accelerator, self.model_wrapped, session.config, session.launch.strategy, self.nvme)
+        audit_end(self.accelerator, self.model_wrapped, session.config, session.launch.strategy, session.swap_folder)
         ranks = gather_measurements(self.accelerator, self.meters)
         self.session.finish(
             self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started,

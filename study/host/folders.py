@@ -9,6 +9,12 @@ from pathlib import Path
 from study.errors import UserError
 
 
+def folder_named(text: str) -> Path:
+    """The folder that is meant, before anything is asked of it: `new/..` is not a folder of its own."""
+    folder = Path(text).expanduser()
+    return folder.resolve() if ".." in folder.parts else folder
+
+
 def cache_directory() -> Path:
     """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it."""
     default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zero-study"

@@ -6,18 +6,18 @@ should a sweep and the supervisor of its run both be killed, the next sweep find
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from study.errors import UserError
 from study.record.directory import utc_now
+from study.record.lock import FileLock, Held
 
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
@@ -28,28 +28,23 @@ _PATIENCE_S = 20.0
 def only_sweep(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = FileLock.take(directory / LOCK_NAME, {"started_at": utc_now()})
+    except Held as held:
+        raise UserError(*_who_holds_it(directory, held.holder)) from None
     except OSError as error:
         raise UserError(
             f"{directory} is not writable ({error.strerror})", "let --runs-dir name a folder that you may write"
         ) from None
-    with os.fdopen(handle, "r+", encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(*_who_holds_it(directory, stream.read())) from None
-        stream.seek(0)
-        stream.truncate()
-        stream.write(json.dumps({"pid": os.getpid(), "started_at": utc_now()}) + "\n")
-        stream.flush()
-        yield
-
-
-def _who_holds_it(directory: Path, text: str) -> tuple[str, str]:
     try:
-        holder = json.loads(text)
+        yield
+    finally:
+        lock.release()
+
+
+def _who_holds_it(directory: Path, holder: Mapping[str, Any]) -> tuple[str, str]:
+    try:
         who, fix = f"pid {holder['pid']}, since {holder['started_at']}", f"wait for it, or run: kill {holder['pid']}"
-    except (ValueError, KeyError, TypeError):
+    except KeyError:
         who, fix = "a sweep that has just begun", "wait for it"
     return f"another sweep works on {directory}: {who}", fix
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -41,8 +42,8 @@ from study.record.schema import (
 
 __all__ = [
     "ROW_FILES", "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
-    "check_seal", "digests", "end_interrupted_run", "find_runs", "is_finished", "number_or_none", "read_json",
-    "read_rows", "read_run", "read_status", "seal", "utc_now", "write_json",
+    "check_seal", "digests", "end_interrupted_run", "find_runs", "is_finished", "is_part_of", "number_or_none",
+    "read_json", "read_rows", "read_run", "read_status", "seal", "utc_now", "write_json",
 ]  # fmt: skip
 _CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
     "environment": check_environment, "engine": check_engine, "summary": check_summary, "memory": check_memory,
@@ -52,6 +53,7 @@ ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
 # Of a run that was asked for it.
 _OPTIONAL_DOCUMENTS = ("profile",)
+_FILES = ("status.json", *(f"{name}.json" for name in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS)), *ROW_FILES)
 
 
 def utc_now() -> str:
@@ -75,6 +77,11 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def is_part_of(name: str, document: str) -> bool:
+    """Is this what a process leaves of a file that is killed while it writes it?"""
+    return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending)", name) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -134,8 +141,10 @@ class RunWriter:
         writer._write_status("interrupted", "the run has not ended, or was killed", "run it again", None)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)
-        for leftover in path.glob(".*.json*.*"):
-            leftover.unlink(missing_ok=True)
+        # By name: what else lies in the folder is its owner's.
+        for leftover in path.iterdir():
+            if any(is_part_of(leftover.name, name) for name in _FILES):
+                leftover.unlink(missing_ok=True)
         for name in ROW_FILES:
             rows = _rows(rows_from / name, complete=True) if rows_from else ()
             _replace(path / name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -34,7 +34,7 @@ def audit(
     config: RunConfig,
     launch: Launch,
     plan: BatchPlan,
-    nvme: Path,
+    swap_folder: Path | None,
 ) -> dict[str, Any]:
     """engine.json from the live objects. Raises RunFailed where they differ from what was asked."""
     import torch
@@ -53,7 +53,7 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
     }
-    asked = _asked(config, launch, plan, nvme)
+    asked = _asked(config, launch, plan, swap_folder)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
     if differences:
         raise RunFailed(
@@ -61,7 +61,7 @@ def audit(
             "compare the strategy file with engine.json",
         )
     live["warnings"] = _forced_differences(launch.strategy, live, model) + _stand_ins(config, launch)
-    _check_swapped(launch.strategy, nvme)
+    _check_swapped(launch.strategy, swap_folder)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
@@ -96,7 +96,7 @@ def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
     return warnings
 
 
-def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, nvme: Path) -> dict[str, Any]:
+def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, swap_folder: Path | None) -> dict[str, Any]:
     strategy = launch.strategy
     asked: dict[str, Any] = {
         "distributed_type": _expected_distributed_type(strategy),
@@ -108,7 +108,7 @@ def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, nvme: Path) -> di
         "gradient_clipping": config.max_grad_norm,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
-        "nvme_path": str(nvme) if strategy.uses_nvme else None,
+        "nvme_path": str(swap_folder) if strategy.uses_nvme else None,
         "optimizer_settings": {
             "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
             "decoupled_weight_decay": True,
@@ -225,17 +225,19 @@ def _nvme_parameter_dtype(engine: Any) -> str:
     return next(str(swapper.dtype).removeprefix("torch.") for swapper in swappers if swapper is not None)
 
 
-def audit_end(accelerator: Accelerator, model: Any, config: RunConfig, strategy: Strategy, nvme: Path) -> None:
+def audit_end(
+    accelerator: Accelerator, model: Any, config: RunConfig, strategy: Strategy, swap_folder: Path | None
+) -> None:
     """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
     accelerator.wait_for_everyone()
     _check_stepped(model, config.precision)
-    _check_swapped(strategy, nvme)
+    _check_swapped(strategy, swap_folder)
 
 
-def _check_swapped(strategy: Strategy, folder: Path) -> None:
+def _check_swapped(strategy: Strategy, folder: Path | None) -> None:
     """NVMe offload that leaves no file where it was asked to did not happen."""
     for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
-        if strategy.offload_device(what) == "nvme" and not any(folder.rglob(pattern)):
+        if strategy.offload_device(what) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
             raise RunFailed(
                 f"{strategy.name} swapped no {what} to {folder}",
                 "DeepSpeed keeps tensors in host memory whose shard is under 1 MiB: use a larger model or fewer ranks",

@@ -7,6 +7,7 @@ for, so that a checkpoint can hold tensors and plain values and never code.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ _FREE_KEYS = {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "report_to", "nvme_path",
     "logging_steps",
 }  # fmt: skip
+# Everything that Accelerate and the engines under it write here.
+_OF_A_CHECKPOINT = re.compile(
+    r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt"
+    r"|random_states_\d+\.pkl|latest|zero_to_fp32\.py|pytorch_model/\w+_states\.pt"
+    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|\w+\.distcp)"
+)
 
 
 def save_checkpoint(
@@ -36,8 +43,8 @@ def save_checkpoint(
     """Model, optimizer, RNG and schedule after `step`; the manifest is written last and makes it whole."""
     folder = output_dir / FOLDER / f"step_{step:07d}"
     if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        _clear(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
@@ -53,6 +60,15 @@ def save_checkpoint(
             "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
         }
         write_json(folder / MANIFEST, manifest)
+
+
+def _clear(folder: Path) -> None:
+    """Take an earlier checkpoint away by the names of its files, and leave what else somebody keeps beside them."""
+    # First: without it the rest is no checkpoint.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for file in sorted(folder.rglob("*")):
+        if _OF_A_CHECKPOINT.fullmatch(file.relative_to(folder).as_posix()) and not file.is_dir():
+            file.unlink()
 
 
 def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:

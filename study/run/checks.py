@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from study.errors import Unsupported, UserError
-from study.host.folders import refuse_unwritable
+from study.host.folders import folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.record.directory import RecordError, is_finished
+from study.record.folder import refuse_files_of_others
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
@@ -16,15 +17,8 @@ from study.spec.strategies import Launch, Strategy
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
     """A finished run is never overwritten unasked, and a folder that is no run directory is never touched."""
     refuse_unwritable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
-    if not (output_dir / "status.json").exists():
-        # A run killed while it wrote its very first status leaves a part of it behind.
-        foreign = output_dir.exists() and any(
-            not file.name.startswith(".status.json.") for file in output_dir.iterdir()
-        )
-        if foreign:
-            raise UserError(f"--output_dir {output_dir} holds files, and none is a run's", "name a new folder")
-        return
-    if config.overwrite_output_dir:
+    refuse_files_of_others(output_dir, f"--output_dir {output_dir}", "name a new folder")
+    if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
         return
     try:
         finished = is_finished(output_dir)
@@ -75,7 +69,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if config.report_to != "none":
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
-        _check_nvme(strategy, Path(config.nvme_path))
+        _check_nvme(strategy, folder_named(config.nvme_path))
 
 
 def _check_cap(cap_gib: float, local_rank: int) -> None:

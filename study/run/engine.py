@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def nvme_folder(config: RunConfig, output_dir: Path) -> Path:
-    """Each run swaps into a folder of its own: DeepSpeed empties the folder it is given."""
-    return Path(config.nvme_path).absolute() / output_dir.absolute().name
+def deepspeed_settings(
+    strategy: Strategy, config: RunConfig, plan: BatchPlan, swap_folder: Path | None
+) -> dict[str, Any]:
+    """The strategy's DeepSpeed JSON with the run's own values: batch, clipping, precision, and where to swap to.
 
-
-def remove_nvme_folder(config: RunConfig, launch: Launch, output_dir: Path) -> None:
-    if launch.strategy.uses_nvme and launch.is_local_main:
-        shutil.rmtree(nvme_folder(config, output_dir), ignore_errors=True)
-
-
-def deepspeed_settings(strategy: Strategy, config: RunConfig, plan: BatchPlan, nvme: Path) -> dict[str, Any]:
-    """The strategy's DeepSpeed JSON with the run's own values: batch, clipping, precision, NVMe folder."""
+    DeepSpeed empties the folder it is given, so that is one which nobody else knows.
+    """
     assert strategy.deepspeed is not None
     settings = copy.deepcopy(dict(strategy.deepspeed))
     settings["train_batch_size"] = plan.global_batch_size
@@ -45,11 +39,13 @@ def deepspeed_settings(strategy: Strategy, config: RunConfig, plan: BatchPlan, n
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":
             # The Accelerate YAML's own NVMe keys never reach the workers; the JSON's do.
-            section["nvme_path"] = str(nvme)
+            section["nvme_path"] = str(swap_folder)
     return override(settings, config.engine_override)
 
 
-def make_accelerator(config: RunConfig, launch: Launch, plan: BatchPlan, output_dir: Path) -> Accelerator:
+def make_accelerator(
+    config: RunConfig, launch: Launch, plan: BatchPlan, output_dir: Path, swap_folder: Path | None
+) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
     from accelerate import Accelerator, DistributedType, PartialState
@@ -82,7 +78,7 @@ def make_accelerator(config: RunConfig, launch: Launch, plan: BatchPlan, output_
     if launch.strategy.deepspeed is not None:
         from accelerate import DeepSpeedPlugin
 
-        settings = deepspeed_settings(launch.strategy, config, plan, nvme_folder(config, output_dir))
+        settings = deepspeed_settings(launch.strategy, config, plan, swap_folder)
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings)
         if config.precision == "bf16":
             # DeepSpeed's own bf16 is another training (bf16 weights, fp32 masters); autocast is in the settings.

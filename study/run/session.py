@@ -7,12 +7,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
+from study.host.folders import folder_named
+from study.host.swap import SwapFolder
 from study.record.directory import RunWriter, end_interrupted_run, write_json
+from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
+from study.record.lock import FileLock
 from study.run.console import Console
 from study.spec.config import (
     BatchPlan,
@@ -52,6 +57,14 @@ class Session:
     console: Console
     started: float
     record: RunWriter | None = None
+    # The main process's hold on the run directory.
+    lock: FileLock | None = None
+    # This process's own, on the drive of --nvme_path.
+    swap: SwapFolder | None = None
+
+    @property
+    def swap_folder(self) -> Path | None:
+        return self.swap.path if self.swap else None
 
     @property
     def total_steps(self) -> int:
@@ -198,8 +211,12 @@ def _check(
     plan = config.batch_plan(launch.world_size)
     own = "" if trainer == "study" else f"-{trainer}"
     default = default_output_dir(config, f"{launch.strategy.name}{own}", launch.world_size)
-    output_dir = Path(config.output_dir or default)
+    output_dir = folder_named(str(config.output_dir or default))
     checks.check_output_dir(config, output_dir)
+    if launch.is_main:
+        # To the other ranks it may be their own main process that is at work there by now.
+        with _locks_are_known(output_dir):
+            refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     checks.check_request(config, launch)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
@@ -218,13 +235,32 @@ def _check(
     check_steps_are_left(config, checkpoint, len(data.train))
     session = Session(trainer, config, launch, plan, data, initial, checkpoint, output_dir, console, started)
     check_profiled_steps(config, session.total_steps - session.first_step)
+    if launch.is_main:
+        with _locks_are_known(output_dir):
+            session.lock = take_folder(output_dir, f"--output_dir {output_dir}")
+        try:
+            # Another run may have come and gone since the first look.
+            checks.check_output_dir(config, output_dir)
+        except UserError:
+            session.lock.release()
+            raise
     return session, notice
+
+
+@contextmanager
+def _locks_are_known(output_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be locked for one run alone ({error.strerror})",
+            "make room, or name a folder that you may write, on a drive with file locks",
+        ) from None
 
 
 def _record(session: Session, notice: str | None, train: Callable[[Session], None]) -> int:
     from study.host.environment import describe_environment
     from study.record.outcome import classify, raise_on_termination
-    from study.run.engine import remove_nvme_folder
 
     config, launch, console, output_dir = session.config, session.launch, session.console, session.output_dir
     if notice:
@@ -244,19 +280,26 @@ def _record(session: Session, notice: str | None, train: Callable[[Session], Non
                 )
                 session.record.write("config.json", config.to_dict())
                 session.record.write("environment.json", describe_environment())
+            if launch.strategy.uses_nvme:
+                session.swap = SwapFolder.make(folder_named(config.nvme_path))
             train(session)
     except BaseException as error:
         state, reason, hint = classify(error, alone=launch.virtual or launch.world_size == 1)
         traceback.print_exc()
-        if console.log_path is None and output_dir.is_dir():
-            console.log_to(output_dir / "log.txt")
-        # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
-        told = reason if launch.is_main or isinstance(error, RunFailed) else f"rank {launch.rank}: {reason}"
-        end_interrupted_run(output_dir, state, told, hint)
+        # Where the main process was refused, the folder is another launch's.
+        if launch.is_main or is_taken_by_this_launch(output_dir):
+            if console.log_path is None and (output_dir / "status.json").exists():
+                console.log_to(output_dir / "log.txt")
+            # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
+            told = reason if launch.is_main or isinstance(error, RunFailed) else f"rank {launch.rank}: {reason}"
+            end_interrupted_run(output_dir, state, told, hint)
         console.say(f"{state}: {reason}{f' ({hint})' if hint else ''}")
         return 1
     finally:
-        remove_nvme_folder(config, launch, output_dir)
+        if session.swap is not None:
+            session.swap.remove()
+        if session.lock is not None:
+            session.lock.release()
     return 0
 
 

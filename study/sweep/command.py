@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
         if not parts:
             print(series_table(plan.slices))
-    stopped = False
+    not_all_was_run = False
     for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
@@ -98,10 +98,10 @@ def run(options: argparse.Namespace) -> int:
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print(result_table(part.cells, part.root))
         _say_what_failed(part, options.suite)
-        stopped |= outcome.stopped
+        not_all_was_run |= outcome.stopped or outcome.refused > 0
         if outcome.left:
             break
-    return 1 if stopped or any(_any_failed(part) for part in plan.slices) else 0
+    return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
 
 def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:

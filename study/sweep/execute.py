@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -13,8 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from study.errors import UserError
 from study.host.box import Box, gpu_processes, matmul_rates
 from study.host.cgroups import oom_counts
+from study.host.folders import folder_named
+from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.process import CellProcess, clean_environment, launch_command
@@ -30,6 +32,7 @@ from study.launch.verdict import (
     standing_of,
 )
 from study.record.directory import read_json, read_status, utc_now
+from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import (
     Durations,
@@ -57,6 +60,8 @@ class Outcome:
     finished: int
     left: int
     stopped: bool = False
+    # Cells whose folder is somebody else's: nothing was run or written there.
+    refused: int = 0
 
 
 def run_cells(
@@ -85,7 +90,7 @@ def run_cells(
             if left:
                 what = "cells and searches" if any(isinstance(cell, Search) for cell in cells) else "cells"
                 progress.say(f"{left} of {len(cells)} {what} are left; the same command goes on with them")
-            return Outcome(sweep.finished, left, stopped)
+            return Outcome(sweep.finished, left, stopped, sweep.refused)
 
 
 def _is_answered(cell: Cell | Search, root: Path, retry: bool) -> bool:
@@ -113,6 +118,7 @@ class _Sweep:
     retry: bool
     deadline: float | None
     finished: int = 0
+    refused: int = 0
     _matmul_rates: dict[str, Any] | None = None
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
@@ -126,10 +132,16 @@ class _Sweep:
                     self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
                     return
                 self.progress.begin(cell, one_more=turn > 0)
-                ending, seconds = self._timed(cell, len(ran), durations)
+                ran.append(cell.id)
+                try:
+                    ending, seconds = self._timed(cell, len(ran) - 1, durations)
+                except UserError as refusal:
+                    self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
+                    self.refused += 1
+                    # A search has no answer of it, and would ask again.
+                    break
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
-                ran.append(cell.id)
             if isinstance(item, Search):
                 finding = item.finding(self.root)
                 self.progress.searched(f"{item.id}: {finding.answer()} ({finding.reason()})")
@@ -154,18 +166,19 @@ class _Sweep:
         return ending, seconds
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
+        """Raises UserError where the cell's folder is not a run's, or another run is at work there."""
         directory = self.root / cell.id
+        refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
+        refuse_folder_at_work(directory, str(directory))
         if lacks := self._what_the_box_lacks(cell):
-            conclude(directory, attempt_of(directory), lacks)
+            with _held(directory):
+                conclude(directory, attempt_of(directory), lacks)
             return lacks
         if self._matmul_rates is None:
             self._matmul_rates = matmul_rates(self.box)
         attempt_before, log_file = attempt_of(directory), directory / "log.txt"
-        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in. One
-        # without a status is what a full disk or a power cut left of the very first: there is nothing in it to keep.
+        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
         again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
-        if not again and directory.exists():
-            shutil.rmtree(directory)
         log_size_before = log_file.stat().st_size if log_file.exists() else 0
         command = launch_command(cell, directory, *again)
         foreign = {"before": self._foreign_gpu_processes()}
@@ -185,28 +198,31 @@ class _Sweep:
                 ooms=oom_counts() - ooms,
             )
         )
-        conclude(directory, attempt_before, ending)
-        with log_file.open("a", encoding="utf-8") as stream:
-            stream.write(seen.printed)
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
-        attempt = {
-            "attempt": attempt_of(directory),
-            "state": ending.state,
-            "order": order,
-            "started_at": started_at,
-            "wall_s": seen.wall_s,
-            "startup_s": startup_s(directory, seen.started),
-            "launcher_status": seen.launcher_status,
-            "foreign_gpu_processes": foreign,
-            "matmul_rates": self._matmul_rates,
-            "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
-        }
-        append_attempt(directory, cell, command, attempt)
-        if ending.state != "ok" and cell.uses_nvme:
-            # A rank that was killed leaves its swap files behind, and they are as large as the model.
-            shutil.rmtree(REPOSITORY / cell.config.nvme_path / cell.id, ignore_errors=True)
-        if seen.stopped_by == "user":
-            raise Stopped("stopped")
+        try:
+            with _held(directory):
+                conclude(directory, attempt_before, ending)
+                with log_file.open("a", encoding="utf-8") as stream:
+                    stream.write(seen.printed)
+                attempt = {
+                    "attempt": attempt_of(directory),
+                    "state": ending.state,
+                    "order": order,
+                    "started_at": started_at,
+                    "wall_s": seen.wall_s,
+                    "startup_s": startup_s(directory, seen.started),
+                    "launcher_status": seen.launcher_status,
+                    "foreign_gpu_processes": foreign,
+                    "matmul_rates": self._matmul_rates,
+                    "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
+                }
+                append_attempt(directory, cell, command, attempt)
+        finally:
+            if ending.state != "ok" and cell.uses_nvme:
+                # A rank that was killed leaves its swap files behind, and they are as large as the model.
+                remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
+            if seen.stopped_by == "user":
+                raise Stopped("stopped")
         return ending
 
     def _what_the_box_lacks(self, cell: Cell) -> Ending | None:
@@ -256,6 +272,16 @@ class _Sweep:
         for process in found:
             self.progress.say(f"notice: GPU {process.gpu} is in use by process {process.pid}, not one of this sweep")
         return [dataclasses.asdict(process) for process in found]
+
+
+@contextmanager
+def _held(directory: Path) -> Iterator[None]:
+    """A cell's processes are gone, and with them their lock: somebody else's run may have begun there by now."""
+    lock = take_folder(directory, str(directory))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _opened_since(directory: Path, started: float) -> bool:

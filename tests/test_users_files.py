@@ -1,0 +1,287 @@
+"""Nothing is deleted that this program did not make, and one run at a time works in a folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from test_refusals import assert_is_one_line
+
+from engines import ROOT, launch
+from study.record.directory import read_run, read_status
+from sweeps import TINY, run, wait_until, write_suite
+
+FLAGS = (
+    "--task", "gpt-wikitext", "--scale", "laptop", "--max_steps", "4", "--seq_length", "32", "--global_batch_size", "4",
+    "--train_samples", "32", "--eval_samples", "8", "--logging_steps", "1",
+)  # fmt: skip
+PHOTO = b"not a swap file"
+
+
+def put_photo(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "photo.jpg"
+    file.write_bytes(PHOTO)
+    return file
+
+
+def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
+    """As `single`, without a launcher, so that the exit status is the script's own."""
+    command = [sys.executable, "study/train.py", *FLAGS, *flags]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def shared_drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs at once whose folders are named alike and who swap to one drive, which is where one keeps its record."""
+    drive = tmp_path_factory.mktemp("shared") / "drive"
+    put_photo(drive / "kept")
+    put_photo(drive / "zero-study-swap-holiday")
+
+    def train(output_dir: Path) -> subprocess.CompletedProcess[str]:
+        where = ("--output_dir", str(output_dir), "--nvme_path", str(drive))
+        return launch("zero3_nvme", "study/train.py", *FLAGS, *where, ranks=1)
+
+    with ThreadPoolExecutor() as both:
+        results = list(both.map(train, (drive / "run", drive.parent / "elsewhere" / "run")))
+    for result in results:
+        assert result.returncode == 0, result.stderr[-3000:]
+    return drive
+
+
+def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(shared_drive):
+    assert read_run(shared_drive / "run").state == "ok"
+
+
+def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(shared_drive, tmp_path):
+    alone = train_alone("--output_dir", str(tmp_path / "run"))
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    expected = [row["loss"] for row in read_run(tmp_path / "run").steps]
+    runs = [read_run(folder / "run") for folder in (shared_drive, shared_drive.parent / "elsewhere")]
+    for each in runs:
+        assert [row["loss"] for row in each.steps] == pytest.approx(expected, rel=1e-5)
+    assert runs[0].engine["nvme_path"] != runs[1].engine["nvme_path"]
+    assert {Path(each.engine["nvme_path"]).parent for each in runs} == {shared_drive}
+
+
+def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(shared_drive):
+    assert {path.name for path in shared_drive.iterdir()} == {"kept", "run", "zero-study-swap-holiday"}
+    for folder in ("kept", "zero-study-swap-holiday"):
+        assert (shared_drive / folder / "photo.jpg").read_bytes() == PHOTO
+
+
+def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(tmp_path):
+    photo = put_photo(tmp_path / "drive" / "photos")
+    result = launch(
+        "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(tmp_path / "runs" / "photos"),
+        "--nvme_path", str(tmp_path / "drive"), "--engine_override", "aio.block_size=16777216", ranks=1,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "swapped no optimizer" in read_status(tmp_path / "runs" / "photos")["reason"]
+    assert photo.read_bytes() == PHOTO
+    assert [path.name for path in (tmp_path / "drive").iterdir()] == ["photos"]
+
+
+def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
+    photo = put_photo(tmp_path / "box" / "output")
+    before = contents(tmp_path)
+    result = launch(
+        "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(photo.parent / "new" / ".."),
+        "--nvme_path", str(tmp_path / "box" / "drive"), ranks=1,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert contents(tmp_path) == before
+    assert f"--output_dir {photo.parent} holds files, and none is a run's" in result.stderr
+    assert not (photo.parent / "new").exists()
+
+
+@pytest.fixture
+def orphans(tmp_path: Path) -> Iterator[list[psutil.Process]]:
+    """Two ranks that train on in tmp_path/run when their launcher has been killed."""
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml",
+        "--num_processes", "2", "--main_process_port", "0", "study/train.py", *FLAGS, "--max_steps", "1000000",
+        "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    rows = tmp_path / "run" / "steps.jsonl"
+    ranks: list[psutil.Process] = []
+    try:
+        wait_until(lambda: rows.exists() and rows.read_text())
+        ranks = [each for each in psutil.Process(launcher.pid).children(recursive=True) if _trains(each)]
+        launcher.kill()
+        launcher.wait()
+        assert len(ranks) == 2
+        yield ranks
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGTERM)
+        _kill(ranks)
+
+
+def _trains(process: psutil.Process) -> bool:
+    return any(part.endswith("study/train.py") for part in process.cmdline()[1:3])
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(processes, timeout=20)
+
+
+def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leaves_what_is_the_user_s(tmp_path, orphans):
+    folder = tmp_path / "run"
+    # The launcher is gone, and they train on.
+    rows = (folder / "steps.jsonl").read_text()
+    wait_until(lambda: (folder / "steps.jsonl").read_text() != rows, 20)
+    # Asleep they hold the folder as well, and leave the cores to the others.
+    for rank in orphans:
+        rank.suspend()
+    unchanging = {"status.json", "config.json", "environment.json", "engine.json"}
+    before = {name: text for name, text in contents(folder).items() if name in unchanging}
+    command = ("--output_dir", str(folder), "--overwrite_output_dir", "--checkpointing_steps", "4")
+
+    refused = train_alone(*command)
+    assert refused.returncode == 2, refused.stderr
+    assert_is_one_line(refused.stderr, (f"another run is at work in --output_dir {folder}: pid",), "wait for it")
+    assert any(f"kill {rank.pid}" in refused.stderr for rank in orphans)
+    # Two ranks: the one that is not refused leaves no word in the other launch's record.
+    launched = launch("ddp", "study/train.py", *FLAGS, *command)
+    assert launched.returncode != 0
+    assert launched.stderr.count("another run is at work in") == 1
+    assert {name: text for name, text in contents(folder).items() if name in unchanging} == before
+    assert read_status(folder)["attempt"] == 1
+    assert all(rank.is_running() for rank in orphans)
+
+    _kill(orphans)
+    (folder / "checkpoints" / "step_0000004").mkdir(parents=True)
+    mine = [folder / name for name in ("photo.jpg", ".settings.json.bak", "checkpoints/step_0000004/photo.jpg")]
+    for file in mine:
+        file.write_bytes(PHOTO)
+    (folder / "checkpoints" / "step_0000004" / "random_states_7.pkl").write_bytes(b"an earlier checkpoint's")
+    again = train_alone(*command)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert read_run(folder).state == "ok"
+    assert read_status(folder)["attempt"] == 2
+    assert [file.read_bytes() for file in mine] == [PHOTO] * 3
+    assert (folder / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
+    assert not (folder / "checkpoints" / "step_0000004" / "random_states_7.pkl").exists()
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from study.record.folder import take_folder
+lock = take_folder(Path(sys.argv[1]), "it")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and_goes_on(tmp_path):
+    suite, runs = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2, 3]}, TINY), tmp_path / "runs"
+    commands = run(suite, runs, "--dry-run").stdout.splitlines()
+    cells = [words for line in commands if "--output_dir" in (words := shlex.split(line))]
+    noted, held, free = [ROOT / words[words.index("--output_dir") + 1] for words in cells]
+    put_photo(noted)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(held)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        result = run(suite, runs)
+    finally:
+        holder.communicate()
+    assert contents(noted) == {"photo.jpg": PHOTO}
+    assert f"{noted} holds files, and none is a run's (move them away, or name another --runs-dir)" in result.stderr
+    assert [path.name for path in held.iterdir()] == [".zero-study-run.lock"]
+    assert f"another run is at work in {held}: pid {holder.pid} on" in result.stderr
+    assert read_run(free).state == "ok"
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+
+
+LEFT = """
+import os, sys
+from pathlib import Path
+from study.host.swap import SwapFolder
+folder = SwapFolder.make(Path(sys.argv[1]))
+(folder.path / "zero_stage_3").mkdir()
+(folder.path / "zero_stage_3" / "0.tensor.swp").write_bytes(b"state")
+print(folder.path, flush=True)
+if sys.argv[2] == "stays":
+    sys.stdin.read()
+os._exit(9)
+"""
+
+
+def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_likeness_are_not(tmp_path):
+    from study.host.swap import SwapFolder
+    from study.record.folder import SWAP_PREFIX
+
+    def process(what: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LEFT, str(tmp_path), what]
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    living = process("stays")
+    assert living.stdout is not None
+    theirs = Path(living.stdout.readline().strip())
+    dead = process("dies")
+    left = Path(dead.communicate()[0].strip())
+    assert left.is_dir()
+    likeness, link = put_photo(tmp_path / f"{SWAP_PREFIX}mine"), tmp_path / f"{SWAP_PREFIX}link"
+    link.symlink_to(theirs)
+    try:
+        mine = SwapFolder.make(tmp_path)
+        assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, mine.path}
+        assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
+        mine.remove()
+    finally:
+        living.communicate()
+    assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}
+    # The one that lived is dead by now, and a link to a folder is not a folder.
+    SwapFolder.make(tmp_path).remove()
+    assert set(tmp_path.iterdir()) == {likeness.parent, link}
+    assert likeness.read_bytes() == PHOTO
+
+
+def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
+    from study.record.lock import FileLock, Held, holder_of
+
+    file = tmp_path / "lock"
+    lock = FileLock.take(file, {"started_at": "now"})
+    reader, writer = os.pipe()
+    forked = os.fork()
+    if forked == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as started:
+        assert holder_of(file)["pid"] == os.getpid()
+        with pytest.raises(Held, match="now"):
+            FileLock.take(file, {})
+        lock.release()
+        assert holder_of(file) is None
+        FileLock.take(file, {}).release()
+        assert started.poll() is None
+        started.kill()
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(forked, 0)
