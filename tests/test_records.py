@@ -252,10 +252,11 @@ def test_an_attempt_is_counted_and_starts_from_nothing(run_directory: Path) -> N
 def test_an_attempt_starts_over_whatever_the_one_before_left(run_directory: Path) -> None:
     for name in ("status.json", "steps.jsonl", "evals.jsonl", "summary.json"):
         (run_directory / name).write_text('{"torn')
-    (run_directory / ".summary.json.k1lled").write_text("{")
+    (run_directory / ".summary.json.k1lled_0").write_text("{")
+    (run_directory / ".summary.json.bak").write_text("a user's")
     write_run(run_directory)
     assert read_run(run_directory).status["attempt"] == 1
-    assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == []
+    assert [file.name for file in run_directory.iterdir() if file.name.startswith(".")] == [".summary.json.bak"]
 
 
 def test_a_resumed_attempt_goes_on_from_the_rows_of_its_checkpoint(run_directory: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -43,55 +44,67 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """Four runs at once: what each printed, and where its record is."""
+
+    drive: Path
+    results: dict[Path, subprocess.CompletedProcess[str]]
+    # Named alike, and one of them is on the drive that both swap to.
+    alike: tuple[Path, Path]
+    alone: Path
+    failing: Path
+
+
 @pytest.fixture(scope="module")
-def shared_drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs at once whose folders are named alike and who swap to one drive, which is where one keeps its record."""
-    drive = tmp_path_factory.mktemp("shared") / "drive"
-    put_photo(drive / "kept")
-    put_photo(drive / "zero-study-swap-holiday")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    box = tmp_path_factory.mktemp("box")
+    drive = box / "drive"
+    for name in ("kept", "failing", "zero-study-swap-holiday"):
+        put_photo(drive / name)
+    alike, alone, failing = (drive / "run", box / "elsewhere" / "run"), box / "alone", box / "runs" / "failing"
 
     def train(output_dir: Path) -> subprocess.CompletedProcess[str]:
-        where = ("--output_dir", str(output_dir), "--nvme_path", str(drive))
-        return launch("zero3_nvme", "study/train.py", *FLAGS, *where, ranks=1)
+        if output_dir == alone:
+            return train_alone("--output_dir", str(alone))
+        flags = ["--output_dir", str(output_dir), "--nvme_path", str(drive)]
+        if output_dir == failing:
+            # No tensor is as large as that, so nothing is swapped.
+            flags += ["--engine_override", "aio.block_size=16777216"]
+        return launch("zero3_nvme", "study/train.py", *FLAGS, *flags, ranks=1)
 
-    with ThreadPoolExecutor() as both:
-        results = list(both.map(train, (drive / "run", drive.parent / "elsewhere" / "run")))
-    for result in results:
-        assert result.returncode == 0, result.stderr[-3000:]
-    return drive
-
-
-def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(shared_drive):
-    assert read_run(shared_drive / "run").state == "ok"
-
-
-def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(shared_drive, tmp_path):
-    alone = train_alone("--output_dir", str(tmp_path / "run"))
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    expected = [row["loss"] for row in read_run(tmp_path / "run").steps]
-    runs = [read_run(folder / "run") for folder in (shared_drive, shared_drive.parent / "elsewhere")]
-    for each in runs:
-        assert [row["loss"] for row in each.steps] == pytest.approx(expected, rel=1e-5)
-    assert runs[0].engine["nvme_path"] != runs[1].engine["nvme_path"]
-    assert {Path(each.engine["nvme_path"]).parent for each in runs} == {shared_drive}
+    folders = (*alike, alone, failing)
+    with ThreadPoolExecutor() as pool:
+        return Launches(drive, dict(zip(folders, pool.map(train, folders), strict=True)), alike, alone, failing)
 
 
-def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(shared_drive):
-    assert {path.name for path in shared_drive.iterdir()} == {"kept", "run", "zero-study-swap-holiday"}
-    for folder in ("kept", "zero-study-swap-holiday"):
-        assert (shared_drive / folder / "photo.jpg").read_bytes() == PHOTO
+def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(launches):
+    assert read_run(launches.drive / "run").state == "ok"
 
 
-def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(tmp_path):
-    photo = put_photo(tmp_path / "drive" / "photos")
-    result = launch(
-        "zero3_nvme", "study/train.py", *FLAGS, "--output_dir", str(tmp_path / "runs" / "photos"),
-        "--nvme_path", str(tmp_path / "drive"), "--engine_override", "aio.block_size=16777216", ranks=1,
-    )  # fmt: skip
-    assert result.returncode != 0
-    assert "swapped no optimizer" in read_status(tmp_path / "runs" / "photos")["reason"]
-    assert photo.read_bytes() == PHOTO
-    assert [path.name for path in (tmp_path / "drive").iterdir()] == ["photos"]
+def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(launches):
+    for folder in (*launches.alike, launches.alone):
+        assert launches.results[folder].returncode == 0, launches.results[folder].stderr[-3000:]
+    expected = [row["loss"] for row in read_run(launches.alone).steps]
+    swapped_to = set()
+    for record in map(read_run, launches.alike):
+        assert [row["loss"] for row in record.steps] == pytest.approx(expected, rel=1e-5)
+        swapped_to.add(Path(record.engine["nvme_path"]))
+    assert len(swapped_to) == 2
+    assert {path.parent for path in swapped_to} == {launches.drive}
+
+
+def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(launches):
+    assert launches.results[launches.failing].returncode != 0
+    assert "swapped no optimizer" in read_status(launches.failing)["reason"]
+    assert contents(launches.drive / "failing") == {"photo.jpg": PHOTO}
+
+
+def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(launches):
+    kept = {"kept", "failing", "zero-study-swap-holiday"}
+    assert {path.name for path in launches.drive.iterdir()} == {*kept, "run"}
+    for name in kept:
+        assert contents(launches.drive / name) == {"photo.jpg": PHOTO}
 
 
 def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
