@@ -7,7 +7,7 @@ import torch
 
 from study.host.cgroups import OomCounts, oom_counts
 from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
-from study.record.outcome import classify
+from study.record.outcome import ending_of
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
 PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
@@ -72,7 +72,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
         (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
-        (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "CUDA out of memory"),
+        (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "the device's"),
         (evidence(OPEN, ended=False, log=NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         # Refusals.
         (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "fix": "install"}), "unsupported", "no aio"),
@@ -103,10 +103,10 @@ def test_the_evidence_tells_how_a_run_ended(given, state, says):
     ],
 )
 def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):
-    found, reason, _ = classify(error)
-    assert found == state
-    assert says in reason
-    assert "\n" not in reason
+    ending = ending_of(error)
+    assert ending.state == state
+    assert says in ending.reason
+    assert "\n" not in ending.reason
 
 
 def test_last_lines_leave_out_frames_and_the_launchers_chatter():

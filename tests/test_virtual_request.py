@@ -11,7 +11,7 @@ from study.errors import UserError
 from study.host.box import Box
 from study.measure.clock import WARMUP_STEPS
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.record.outcome import Terminated, classify
+from study.record.outcome import Ending, Terminated, ending_of
 from study.run.steps import StepLog
 from study.run.summary import memory_document, summarize
 from study.spec.config import RunConfig, refuse_what_no_virtual_run_has, resolved
@@ -163,8 +163,10 @@ def test_a_need_that_no_depth_lowers_leaves_no_layers() -> None:
 
 
 def test_a_run_alone_that_is_ended_blames_no_other_rank() -> None:
-    assert "another rank" in classify(Terminated())[1]
-    assert classify(Terminated(), alone=True)[:2] == ("interrupted", "ended by SIGTERM: from outside")
+    assert "another rank" in ending_of(Terminated()).reason
+    assert ending_of(Terminated(), alone=True) == Ending(
+        "interrupted", "ended by SIGTERM: from outside", "run it again"
+    )
 
 
 def test_an_epoch_of_enough_steps_is_no_misuse() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from study.host.cgroups import OomCounts
 from study.record.directory import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
-from study.record.out_of_memory import OF_THE_GPU, OF_THE_HOST, line_of
+from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
 
 # A run that will end the same way again is answered; it is repeated on request only.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
@@ -21,16 +21,7 @@ _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
 # What study/train.py says of a box that cannot do what is asked, and not of a request that is wrong.
 _OF_THE_BOX = {"Unsupported", "CannotBeHeld"}
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
-SMALLER = "use a smaller batch, or a strategy that shards or offloads more"
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    state: State
-    reason: str
-    hint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +60,8 @@ def judge(evidence: Evidence) -> Ending:
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
         return _sigkilled(evidence.ooms)
-    if memory := _memory_ran_out(said.reason if said else text):
-        return memory
-    if _DISK_FULL.search(said.reason if said else text):
-        return Ending("failed", "the disk is full", "free some space, and run it again")
+    if ran_out := ending_of_text(said.reason if said else text):
+        return ran_out
     # A launcher ends the others when one rank has died: then the one that did not get to say why is the one to ask.
     if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
         return said
@@ -83,20 +72,12 @@ def judge(evidence: Evidence) -> Ending:
 
 def _sigkilled(ooms: OomCounts) -> Ending:
     if ooms.killed and ooms.cgroup_limit_hit:
-        return Ending("oom", "the cgroup's memory limit was reached, and the kernel killed a process", SMALLER)
-    if ooms.killed:
-        return Ending("oom", "the host's memory ran out, and its OOM killer killed a process", SMALLER)
-    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
-
-
-def _memory_ran_out(text: str) -> Ending | None:
-    if found := OF_THE_GPU.search(text):
-        return Ending("oom", f"CUDA out of memory ({line_of(text, found)})", SMALLER)
-    if found := OF_THE_HOST.search(text):
         return Ending(
-            "oom", f"the host refused an allocation, or a limit on the process did ({line_of(text, found)})", SMALLER
+            "oom", "the cgroup's memory limit was reached, and the kernel killed a process", SMALLER_ON_THE_HOST
         )
-    return None
+    if ooms.killed:
+        return Ending("oom", "the host's memory ran out, and its OOM killer killed a process", SMALLER_ON_THE_HOST)
+    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
 
 
 def _signals(printed: str, launcher_status: int) -> set[int]:

@@ -1,15 +1,39 @@
-"""How a run ended, as data: an exception becomes a state, a reason and a hint."""
+"""How a run ended and what helps: one answer for an exception in a run and for what a dead process printed."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from study.errors import RunFailed, Unsupported, UserError
-from study.record.directory import State
-from study.record.out_of_memory import OF_THE_GPU, line_of
+from study.record.schema import State
+
+SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
+SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
+
+# As torch, the CUDA libraries and NCCL say it; NCCL speaks of an unhandled error first, and of memory in its last line.
+_DEVICE_MEMORY = re.compile(
+    r"CUDA out of memory|CUDA (driver )?error: out of memory|torch\.(cuda\.)?OutOfMemoryError|"
+    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
+)
+_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
+    r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
+)
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What status.json says of it: the state, one line that says why, and one that says what helps."""
+
+    state: State
+    reason: str
+    hint: str = ""
 
 
 class Terminated(BaseException):
@@ -28,30 +52,42 @@ def raise_on_termination() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def classify(error: BaseException, alone: bool = False) -> tuple[State, str, str]:
-    """State, one-line reason and one-line hint for status.json; `alone` where the run is a single process."""
-    if isinstance(error, Unsupported):
-        return "unsupported", error.problem, error.fix
-    if isinstance(error, RunFailed):
-        return "failed", error.reason, error.hint
+def ending_of_text(text: str) -> Ending | None:
+    """Memory or disk that ran out, in the words of whichever library noticed; None where it was something else."""
+    if found := _DEVICE_MEMORY.search(text):
+        return Ending("oom", f"the device's memory ran out ({_line_of(text, found)})", SMALLER_ON_THE_DEVICE)
+    if found := _HOST_MEMORY.search(text):
+        reason = f"the host's memory or a limit on the process ran out ({_line_of(text, found)})"
+        return Ending("oom", reason, SMALLER_ON_THE_HOST)
+    if found := _DISK_FULL.search(text):
+        return Ending("failed", f"the disk is full ({_line_of(text, found)})", "free some space, and run it again")
+    return None
+
+
+def ending_of(error: BaseException, alone: bool = False) -> Ending:
+    """`alone` where the run is a single process."""
     if isinstance(error, UserError):
-        return "failed", error.problem, error.fix
-    # Pinning host memory, cuBLAS and NCCL report a full GPU as errors of their own.
-    found = OF_THE_GPU.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found or type(error).__name__ == "OutOfMemoryError":
-        reason = _first_line(error) if found is None else line_of(str(error), found)
-        return "oom", reason, "use a smaller --per_device_train_batch_size, or a strategy that shards more"
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    ):
-        return "oom", f"the host's memory ran out ({_first_line(error)})", "use a smaller model, or fewer ranks"
+        return Ending("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
+    if isinstance(error, RunFailed):
+        return Ending("failed", error.reason, error.hint)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", "stopped from the keyboard", "run it again"
+        return Ending("interrupted", "stopped from the keyboard", "run it again")
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
-        return "interrupted", f"ended by SIGTERM: {sender}", "run it again"
-    return "failed", f"{type(error).__name__}: {_first_line(error)}", "the traceback is in log.txt"
+        return Ending("interrupted", f"ended by SIGTERM: {sender}", "run it again")
+    named = f"{type(error).__name__}: {_first_line(error)}"
+    # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
+    if type(error).__name__ == "OutOfMemoryError":
+        return ending_of_text(str(error)) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
+    if isinstance(error, (RuntimeError, MemoryError, OSError)) and (ending := ending_of_text(f"{named}\n{error}")):
+        return ending
+    return Ending("failed", named, "the traceback is in log.txt")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or ["no message"])[0][:500]
+
+
+def _line_of(text: str, found: re.Match[str]) -> str:
+    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+    return text[start : end if end >= 0 else None].strip()[:500]
