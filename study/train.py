@@ -1,99 +1,105 @@
-"""The launched script: the loop every strategy shares, readable top to bottom. It knows nothing of ZeRO.
+"""The launched script: one run from its request to its end, readable top to bottom. It knows nothing of ZeRO.
 
     accelerate launch --config_file accelerate_configs/zero3.yaml study/train.py
 
 Which strategy runs is decided by the launched file alone, so the loop below is provably the same for every arm.
-What stands around it (checking the request, the record, failures) is study/run/session.py.
 """
 
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.run.session import Session, gather_measurements, run_session
+from study.run.open import exit_status_of, open_run
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
 
-def train(session: Session) -> None:
-    import torch
-    from accelerate.utils import set_seed
-    from transformers import get_scheduler
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the run failed, 2 the request itself is wrong."""
+    # A wrong request ends here, in one line, and nothing is written. Whatever ends the block later is in the record.
+    with open_run("study", arguments) as run:
+        # Not at the top of the file: a wrong flag must not wait seconds for torch.
+        import torch
+        from accelerate.utils import set_seed
+        from transformers import get_scheduler
 
-    from study.measure import WARMUP_STEPS, Meters
-    from study.models.initial import load_initial_model
-    from study.run import engine
-    from study.run.audit import audit, audit_end
-    from study.run.checkpoint import load_checkpoint, save_checkpoint
-    from study.run.evaluation import evaluate
-    from study.run.steps import StepLog
-    from study.tasks.blocks import sample_hashes, step_samples
+        from study.measure import Meters
+        from study.models.initial import load_initial_model, materialize_initial_weights
+        from study.run import engine
+        from study.run.audit import audit, audit_end
+        from study.run.checkpoint import load_checkpoint, save_checkpoint
+        from study.run.evaluation import evaluate
+        from study.run.steps import StepLog
+        from study.run.summary import gather_measurements
+        from study.tasks import load_data
+        from study.virtual.rank.data import load_virtual_data
 
-    config, launch, plan, data = session.config, session.launch, session.plan, session.data
-    first_step, total_steps = session.first_step, session.total_steps
-    accelerator = engine.make_accelerator(config, launch, plan, session.output_dir, session.swap_folder)
-    accelerator.wait_for_everyone()
-    session.console.log_to(session.output_dir / "log.txt")
-    set_seed(config.seed)
+        config, launch, plan = run.config, run.launch, run.plan
 
-    # One step after the warm-up is watched: what it sends and holds is counted, and its time is not.
-    meters = Meters(
-        accelerator.device, watched_step=min(first_step + WARMUP_STEPS + 1, total_steps),
-        profiled_steps=session.profiled_steps, records_profile=launch.is_main,
-    )  # fmt: skip
-    model = load_initial_model(config, session.initial)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-    )
-    model, optimizer = engine.prepare(accelerator, model, optimizer, config)
-    schedule = get_scheduler(config.lr_scheduler_type, optimizer, round(config.warmup_ratio * total_steps), total_steps)
-    session.write_engine(audit(accelerator, model, optimizer, config, launch, plan, session.swap_folder))
-    accelerator.init_trackers("zero-study", config=config.scalars())
-    if session.checkpoint:
-        load_checkpoint(accelerator, schedule, *session.checkpoint)
+        # Data and initial weights that cannot be had are refused too. The weights are one set for every arm, made
+        # before the Accelerator: under an active stage-3 configuration transformers would shard them.
+        data = load_virtual_data(config, plan, run.cache) if launch.virtual else load_data(config, run.cache)
+        initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
+        run.begin(data, initial)
 
-    log = StepLog(accelerator, session.record, config.global_batch_size * config.seq_length, launch.virtual)
-    progress = session.console.progress(total_steps, first_step)
-    evaluation: dict[str, float | None] = {}
-    loop_started = time.time()
-    model.train()
-    meters.start(model, optimizer)
-    for step in range(first_step + 1, total_steps + 1):
-        samples = step_samples(config, len(data.train), step - 1)
-        micro_batches = [data.train.__getitems__(part) for part in plan.micro_batches(samples, launch.rank)]
-        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches)
-        learning_rate = schedule.get_last_lr()[0]
-        with meters.step(step):
-            loss, grad_norm = train_step(accelerator, model, optimizer, schedule, micro_batches, config.max_grad_norm)
-        log.add(step, loss, learning_rate, grad_norm, samples_hash)
+        accelerator = engine.make_accelerator(config, launch, plan, run.output_dir, run.swap_folder)
+        accelerator.wait_for_everyone()
+        run.keep_log()
+        set_seed(config.seed)
+        meters = Meters(
+            accelerator.device, run.watched_step, profiled_steps=run.profiled_steps, records_profile=launch.is_main
+        )
 
-        if session.flushes_after(step):
-            with meters.paused():
-                log.flush(dict(meters.flush()))
-                progress.show(step, log.last_loss, log.tokens_per_s, meters.peak_gib())
-                accelerator.log({"loss": log.last_loss, "lr": learning_rate}, step=step)
-        if session.evaluates_after(step):
-            with meters.interruption("eval"):
-                evaluation = evaluate(accelerator, model, config.task, data.eval, plan.per_device_train_batch_size)
-                session.write_evaluation(step, evaluation)
-                accelerator.log(evaluation, step=step)
-        if session.saves_after(step):
-            with meters.paused():
-                save_checkpoint(accelerator, schedule, config, launch, session.output_dir, step)
-    meters.finish()
-    progress.close()
+        model = load_initial_model(config, initial)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        model, optimizer = engine.prepare(accelerator, model, optimizer, config)
+        warmup_steps = round(config.warmup_ratio * run.total_steps)
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
+        run.write_engine(audit(accelerator, model, optimizer, config, launch, plan, run.swap_folder))
+        accelerator.init_trackers("zero-study", config=config.scalars())
+        if run.checkpoint:
+            load_checkpoint(accelerator, schedule, *run.checkpoint)
 
-    audit_end(accelerator, model, config, launch.strategy, session.swap_folder)
-    ranks = gather_measurements(accelerator, meters, launch.virtual)
-    session.finish(accelerator, ranks, meters.traffic, log, evaluation, loop_started, meters.profile)
-    accelerator.wait_for_everyone()
-    engine.tear_down(accelerator, model)
+        log = StepLog(accelerator, run.record, config.global_batch_size * config.seq_length, launch.virtual)
+        progress = run.console.progress(run.total_steps, run.first_step)
+        evaluation: dict[str, float | None] = {}
+        model.train()
+        meters.start(model, optimizer)
+        for step, micro_batches in run.steps():
+            learning_rate = schedule.get_last_lr()[0]
+            with meters.step(step):
+                loss, grad_norm = train_step(
+                    accelerator, model, optimizer, schedule, micro_batches, config.max_grad_norm
+                )
+            log.add(step, loss, learning_rate, grad_norm, micro_batches)
+
+            if run.flushes_after(step):
+                with meters.paused():
+                    log.flush(dict(meters.flush()))
+                    progress.show(step, log.last_loss, log.tokens_per_s, meters.peak_gib())
+                    accelerator.log({"loss": log.last_loss, "lr": learning_rate}, step=step)
+            if run.evaluates_after(step):
+                with meters.interruption("eval"):
+                    evaluation = evaluate(accelerator, model, config.task, data.eval, plan.per_device_train_batch_size)
+                    run.write_evaluation(step, evaluation)
+                    accelerator.log(evaluation, step=step)
+            if run.saves_after(step):
+                with meters.paused():
+                    save_checkpoint(accelerator, schedule, config, launch, run.output_dir, step)
+        meters.finish()
+        progress.close()
+
+        audit_end(accelerator, model, config, launch.strategy, run.swap_folder)
+        run.finish(log, evaluation, gather_measurements(accelerator, meters, launch.virtual))
+        accelerator.wait_for_everyone()
+        engine.tear_down(accelerator, model)
+    return run.exit_status
 
 
 def train_step(
@@ -127,7 +133,6 @@ def train_step(
 
 
 if __name__ == "__main__":
-    exit_status = run_session("study", train)
-    # Everything is closed by now. Leaving without the interpreter's own teardown keeps threads of the engine's native
-    # libraries from aborting a run that has finished ("terminate called without an active exception").
-    os._exit(exit_status)
+    # Everything is closed by then. The interpreter's own teardown is left out: in it, threads of the engine's native
+    # libraries now and then abort a run that has finished ("terminate called without an active exception").
+    os._exit(exit_status_of(main))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from study.baselines import refuse_what_only_the_study_does
 from study.errors import UserError
 from study.record.directory import STATE_KINDS, STATE_PLACES
-from study.run.session import Session, run_session
+from study.run.open import exit_status_of, open_run
 from study.spec.config import RunConfig
 from study.spec.strategies import Launch
 
@@ -131,108 +132,108 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
-def train(session: Session) -> None:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-    from transformers import get_scheduler, set_seed
+def main(arguments: Sequence[str] | None = None) -> int:
+    with open_run("bare_loop", arguments, refuse) as run:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from transformers import get_scheduler, set_seed
 
-    from study.measure import WARMUP_STEPS, Meters
-    from study.models.initial import load_initial_model
-    from study.run import engine
-    from study.run.audit import audit, check_compute_dtype
-    from study.run.evaluation import evaluate
-    from study.run.steps import StepLog
-    from study.tasks.blocks import sample_hashes, step_samples
+        from study.measure import WARMUP_STEPS, Meters
+        from study.models.initial import load_initial_model, materialize_initial_weights
+        from study.run import engine
+        from study.run.audit import audit, check_compute_dtype
+        from study.run.evaluation import evaluate
+        from study.run.steps import StepLog
+        from study.run.summary import Measurements
+        from study.tasks import load_data
 
-    config, launch, plan, data = session.config, session.launch, session.plan, session.data
-    if config.device_memory_cap_gib is not None:
-        engine.cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
-    process = TorchProcess(config, launch)
-    process.wait_for_everyone()
-    session.console.log_to(session.output_dir / "log.txt")
-    set_seed(config.seed)
+        config, launch, plan = run.config, run.launch, run.plan
+        data = load_data(config, run.cache)
+        initial = materialize_initial_weights(config, run.cache)
+        run.begin(data, initial)
 
-    total_steps = session.total_steps
-    # Only its peaks are read, and only between steps: peaks are kept by torch and by Linux, at no cost to the loop.
-    meters = Meters(process.device, watched_step=None)
-    model: Any = load_initial_model(config, session.initial).to(process.device)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if not config.torch_compile:
-        # As in study/run/engine.py: a hook would cut the compiled graph in pieces.
-        check_compute_dtype(model, config.precision)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-    )
-    if launch.world_size > 1:
-        model = DistributedDataParallel(model, device_ids=[process.device] if process.device.type == "cuda" else None)
-    if config.torch_compile:
-        model = torch.compile(model)
-    schedule = get_scheduler(config.lr_scheduler_type, optimizer, round(config.warmup_ratio * total_steps), total_steps)
-    scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
-    autocast = torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None)
-    session.write_engine(audit(process, model, optimizer, config, launch, plan, session.swap_folder))
+        if config.device_memory_cap_gib is not None:
+            engine.cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+        process = TorchProcess(config, launch)
+        process.wait_for_everyone()
+        run.keep_log()
+        set_seed(config.seed)
+        # Only its peaks are read, and only between steps: peaks are kept by torch and by Linux, at no cost to the loop.
+        meters = Meters(process.device, watched_step=None)
 
-    log = StepLog(process, session.record, tokens_per_step=config.global_batch_size * config.seq_length)
-    progress = session.console.progress(total_steps, 0)
-    evaluation: dict[str, float | None] = {}
-    done: list[tuple[int, Any, float, Any, list[Any]]] = []
-    # The study warms up for WARMUP_STEPS and then watches one step, which its window leaves out too.
-    uncounted = WARMUP_STEPS + 1
-    stopwatch = Stopwatch(process.device)
-    model.train()
-    meters.memory.enter_phase("steady")
-    loop_started = time.time()
-    for step in range(1, total_steps + 1):
-        samples = step_samples(config, len(data.train), step - 1)
-        micro_batches = [data.train.__getitems__(part) for part in plan.micro_batches(samples, launch.rank)]
-        learning_rate = schedule.get_last_lr()[0]
-        losses = []
-        for turn, micro_batch in enumerate(micro_batches, start=1):
-            batch = {name: tensor.to(process.device) for name, tensor in micro_batch.items()}
-            if launch.world_size > 1:
-                model.require_backward_grad_sync = turn == len(micro_batches)
-            with autocast:
-                loss = model(**batch).loss
-            scaler.scale(loss / len(micro_batches)).backward()
-            losses.append(loss.detach())
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        # A step that overflowed was skipped, and halved the scale.
-        if scaler.get_scale() >= scale:
-            schedule.step()
-        done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches))
+        model: Any = load_initial_model(config, initial).to(process.device)
+        if not config.torch_compile:
+            # As in study/run/engine.py: a hook would cut the compiled graph in pieces.
+            check_compute_dtype(model, config.precision)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        if launch.world_size > 1:
+            device_ids = [process.device] if process.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=device_ids)
+        if config.torch_compile:
+            model = torch.compile(model)
+        warmup_steps = round(config.warmup_ratio * run.total_steps)
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
+        scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        autocast = torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None)
+        run.write_engine(audit(process, model, optimizer, config, launch, plan, run.swap_folder))
 
-        if step == uncounted:
-            stopwatch.start()
-        if session.flushes_after(step):
-            stopwatch.stop(min(len(done), max(0, step - uncounted)))
-            for number, mean_loss, rate, norm, batches in done:
-                log.add(number, mean_loss, rate, norm, sum(sum(sample_hashes(batch)) for batch in batches))
-            done.clear()
-            log.flush({})
-            progress.show(step, log.last_loss, None, meters.peak_gib())
-            if session.evaluates_after(step):
-                with autocast, meters.memory.phase("eval"):
-                    evaluation = evaluate(process, model, config.task, data.eval, plan.per_device_train_batch_size)
-                session.write_evaluation(step, evaluation)
-            stopwatch.start()
-    progress.close()
+        log = StepLog(process, run.record, tokens_per_step=config.global_batch_size * config.seq_length)
+        progress = run.console.progress(run.total_steps, 0)
+        evaluation: dict[str, float | None] = {}
+        done: list[tuple[int, Any, float, Any, list[Any]]] = []
+        # The study warms up for WARMUP_STEPS and then watches one step, which its window leaves out too.
+        uncounted = WARMUP_STEPS + 1
+        stopwatch = Stopwatch(process.device)
+        model.train()
+        meters.memory.enter_phase("steady")
+        for step, micro_batches in run.steps():
+            learning_rate = schedule.get_last_lr()[0]
+            losses = []
+            for turn, micro_batch in enumerate(micro_batches, start=1):
+                batch = {name: tensor.to(process.device) for name, tensor in micro_batch.items()}
+                if launch.world_size > 1:
+                    model.require_backward_grad_sync = turn == len(micro_batches)
+                with autocast:
+                    loss = model(**batch).loss
+                scaler.scale(loss / len(micro_batches)).backward()
+                losses.append(loss.detach())
+            scaler.unscale_(optimizer)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            # A step that overflowed was skipped, and halved the scale.
+            if scaler.get_scale() >= scale:
+                schedule.step()
+            done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches))
 
-    ranks = process.gather_object(
-        {"rank": launch.rank, "memory": meters.memory.report(), "time": stopwatch.report(), "state": _UNREAD_STATE}
-    )
-    session.finish(process, ranks, None, log, evaluation, loop_started)
-    process.wait_for_everyone()
-    process.end()
+            if step == uncounted:
+                stopwatch.start()
+            if run.flushes_after(step):
+                stopwatch.stop(min(len(done), max(0, step - uncounted)))
+                for row in done:
+                    log.add(*row)
+                done.clear()
+                log.flush({})
+                progress.show(step, log.last_loss, None, meters.peak_gib())
+                if run.evaluates_after(step):
+                    with autocast, meters.memory.phase("eval"):
+                        evaluation = evaluate(process, model, config.task, data.eval, plan.per_device_train_batch_size)
+                    run.write_evaluation(step, evaluation)
+                stopwatch.start()
+        progress.close()
+
+        mine = {"memory": meters.memory.report(), "time": stopwatch.report(), "state": _UNREAD_STATE}
+        run.finish(log, evaluation, Measurements(process.gather_object({"rank": launch.rank, **mine})))
+        process.wait_for_everyone()
+        process.end()
+    return run.exit_status
 
 
 if __name__ == "__main__":
-    exit_status = run_session("bare_loop", train, refuse=refuse)
-    # As study/train.py does: the engine's native threads must not abort a run that has finished.
-    os._exit(exit_status)
+    # As in study/train.py: native threads must not abort a run that has finished.
+    os._exit(exit_status_of(main))

@@ -30,7 +30,7 @@ from typing import IO, Any
 from study.errors import RunFailed
 from study.record.directory import Run, read_run
 from study.run.console import Console, Progress
-from study.run.session import Session, run_session
+from study.run.open import exit_status_of
 from study.spec.strategies import REPOSITORY
 
 SCRIPTS = {
@@ -147,11 +147,12 @@ def runner(trainer: str, arguments: list[str]) -> int:
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
 
-    def train(session: Session) -> None:
-        session.console.progress = functools.partial(_Turn, turns, session.console)  # type: ignore[method-assign]
-        script.train(session)
+    Console.progress = functools.partialmethod(_turn, turns)  # type: ignore[assignment,method-assign]
+    return exit_status_of(functools.partial(script.main, arguments))
 
-    return run_session(trainer, train, arguments)
+
+def _turn(console: Console, turns: IO[str], total_steps: int, first_step: int) -> Progress:
+    return _Turn(turns, console, total_steps, first_step)
 
 
 def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:

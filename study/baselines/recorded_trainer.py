@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +14,9 @@ from transformers.trainer_callback import PrinterCallback
 from study.measure import Meters
 from study.run.audit import audit, audit_end
 from study.run.evaluation import evaluate
-from study.run.session import Session, gather_measurements
+from study.run.open import OpenRun
 from study.run.steps import StepLog
-from study.tasks.blocks import sample_hashes, step_samples
+from study.run.summary import gather_measurements
 
 
 class RecordedTrainer(Trainer):
@@ -25,40 +24,33 @@ class RecordedTrainer(Trainer):
 
     control: Any
 
-    def __init__(self, session: Session, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
-        self.session, self.meters = session, meters
-        config = session.config
+    def __init__(self, run: OpenRun, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
+        self.run, self.meters = run, meters
+        config = run.config
         # One group: by default the Trainer takes biases and norms out of the weight decay, which the study does not.
         adamw = {"params": list(model.parameters()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=session.data.train,
+            train_dataset=run.data.train,
             optimizer_cls_and_kwargs=(torch.optim.AdamW, adamw | {"fused": True}),
             callbacks=[StepRecorder(self)],
         )
         self.remove_callback(PrinterCallback)
-        self.log_rows = StepLog(self.accelerator, session.record, config.global_batch_size * config.seq_length)
+        self.log_rows = StepLog(self.accelerator, run.record, config.global_batch_size * config.seq_length)
         self.step_losses: list[torch.Tensor] = []
-        self.step_hash = 0
+        self.step_batches: list[dict[str, torch.Tensor]] = []
         self.step_grad_norm: Any = None
         self.evaluation: dict[str, float | None] = {}
-        self.loop_started = 0.0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's micro-batches of all steps, as one epoch."""
-        session, train = self.session, self.session.data.train
-        micro_batches = [
-            indices
-            for step in range(session.total_steps)
-            for indices in session.plan.micro_batches(
-                step_samples(session.config, len(train), step), session.launch.rank
-            )
-        ]
+        train = self.run.data.train
+        micro_batches = [part for step in self.run.step_numbers for part in self.run.indices(step)]
         return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        self.step_hash += sum(sample_hashes(inputs))
+        self.step_batches.append(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.step_losses.append(loss)
         return loss
@@ -68,46 +60,31 @@ class RecordedTrainer(Trainer):
         return self.step_grad_norm
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float | None]:
-        session = self.session
+        run = self.run
         with self.meters.interruption("eval"):
-            batch_size = session.plan.per_device_train_batch_size
+            batch_size = run.plan.per_device_train_batch_size
             self.evaluation = evaluate(
-                self.accelerator, self.model_wrapped, session.config.task, session.data.eval, batch_size
+                self.accelerator, self.model_wrapped, run.config.task, run.data.eval, batch_size
             )
-        session.write_evaluation(self.state.global_step, self.evaluation)
+        run.write_evaluation(self.state.global_step, self.evaluation)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.evaluation)
         return self.evaluation
 
-    def take_step(self) -> tuple[torch.Tensor, Any, int]:
+    def take_step(self) -> tuple[torch.Tensor, Any, list[dict[str, torch.Tensor]]]:
         """Mean loss, gradient norm and samples of the step that just ended. The Trainer's losses are shares of it."""
-        taken = torch.stack(self.step_losses).sum(), self.step_grad_norm, self.step_hash
-        self.step_losses, self.step_grad_norm, self.step_hash = [], None, 0
+        taken = torch.stack(self.step_losses).sum(), self.step_grad_norm, self.step_batches
+        self.step_losses, self.step_grad_norm, self.step_batches = [], None, []
         return taken
 
     def audited_engine(self) -> dict[str, Any]:
         """engine.json. The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there."""
-        session, plan = self.session, self.session.plan
-        if session.launch.strategy.deepspeed is None:
+        run, plan = self.run, self.run.plan
+        if run.launch.strategy.deepspeed is None:
             plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
         live = audit(
-            self.accelerator,
-            self.model_wrapped,
-            self.optimizer,
-            session.config,
-            session.launch,
-            plan,
-            session.swap_folder,
+            self.accelerator, self.model_wrapped, self.optimizer, run.config, run.launch, plan, run.swap_folder
         )
         return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
-
-    def finish(self) -> None:
-        session = self.session
-        audit_end(self.accelerator, self.model_wrapped, session.config, session.launch.strategy, session.swap_folder)
-        ranks = gather_measurements(self.accelerator, self.meters)
-        self.session.finish(
-            self.accelerator, ranks, self.meters.traffic, self.log_rows, self.evaluation, self.loop_started,
-            self.meters.profile,
-        )  # fmt: skip
 
 
 class StepRecorder(TrainerCallback):
@@ -115,16 +92,16 @@ class StepRecorder(TrainerCallback):
 
     def __init__(self, trainer: RecordedTrainer):
         self.trainer = trainer
-        self.session = trainer.session
+        self.run = trainer.run
         self.progress: Any = None
         self.metered: AbstractContextManager[None] | None = None
         self.learning_rate = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, session = self.trainer, self.session
-        session.write_engine(trainer.audited_engine())
-        self.progress = session.console.progress(session.total_steps, 0)
-        trainer.loop_started = time.time()
+        trainer, run = self.trainer, self.run
+        run.write_engine(trainer.audited_engine())
+        self.progress = run.console.progress(run.total_steps, 0)
+        run.loop_starts()
         trainer.model_wrapped.train()
         trainer.meters.start(trainer.model_wrapped, trainer.optimizer)
 
@@ -134,17 +111,17 @@ class StepRecorder(TrainerCallback):
         self.metered.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, session, step = self.trainer, self.session, state.global_step
+        trainer, run, step = self.trainer, self.run, state.global_step
         assert self.metered is not None
         self.metered.__exit__(None, None, None)
-        loss, grad_norm, samples_hash = trainer.take_step()
-        trainer.log_rows.add(step, loss, self.learning_rate, grad_norm, samples_hash)
-        if session.flushes_after(step):
+        loss, grad_norm, micro_batches = trainer.take_step()
+        trainer.log_rows.add(step, loss, self.learning_rate, grad_norm, micro_batches)
+        if run.flushes_after(step):
             with trainer.meters.paused():
                 trainer.log_rows.flush(dict(trainer.meters.flush()))
                 log = trainer.log_rows
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
-        control.should_evaluate = session.evaluates_after(step)
+        control.should_evaluate = run.evaluates_after(step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All steps are one epoch, and they are done."""

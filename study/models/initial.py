@@ -106,6 +106,12 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
         # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it inside
         # the forward pass, which cuts a compiled graph in two.
         model.loss_type = "ForCausalLM"
+    return _with_checkpointing(model, config)
+
+
+def _with_checkpointing(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -129,7 +135,7 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             _fill(parameter)
-    return model.eval()
+    return _with_checkpointing(model.eval(), config)
 
 
 def _fill(parameter: Any) -> None:

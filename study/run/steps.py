@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.record.directory import RunWriter, number_or_none
+from study.tasks.blocks import sample_hashes
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,16 @@ class StepLog:
         self.last_step = 0
         self.tokens_per_s: float | None = None
 
-    def add(self, step: int, loss: torch.Tensor, learning_rate: float, grad_norm: Any, samples_hash: int) -> None:
+    def add(
+        self,
+        step: int,
+        loss: torch.Tensor,
+        learning_rate: float,
+        grad_norm: Any,
+        micro_batches: list[dict[str, torch.Tensor]],
+    ) -> None:
+        """What a step left behind; `micro_batches` as they were on the host, to prove which samples it took."""
+        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches)
         self._pending.append((step, loss, learning_rate, grad_norm, samples_hash))
 
     def flush(self, step_times_s: dict[int, float]) -> None:

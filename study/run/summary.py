@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,39 @@ from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from study.measure import Meters
     from study.run.steps import StepLog
 
 GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """What a loop measured: one entry per rank, and what one rank sent in the watched step and profiled."""
+
+    ranks: list[dict[str, Any]]
+    traffic: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
+
+
+def gather_measurements(accelerator: Accelerator, meters: Meters, virtual: bool = False) -> Measurements:
+    """On every rank; of a virtual job there is only this one."""
+    from accelerate.utils import gather_object
+
+    times = meters.summary()
+    if virtual and accelerator.device.type == "cpu":
+        # Copies in memory stand in for receiving there, and would be most of what such a time says.
+        times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
+    mine = {
+        "rank": accelerator.process_index,
+        "memory": meters.memory.report(),
+        "time": times,
+        "state": meters.state,
+    }
+    ranks = [mine] if virtual else list(gather_object([mine]))
+    return Measurements(ranks, meters.traffic, meters.profile)
 
 
 def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -37,8 +68,7 @@ def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def summarize(
     world_size: int,
     config: RunConfig,
-    ranks: list[dict[str, Any]],
-    traffic: dict[str, Any] | None,
+    measured: Measurements,
     log: StepLog,
     evaluation: dict[str, float | None],
     timing: dict[str, float],
@@ -47,6 +77,7 @@ def summarize(
     from study.measure.flops import model_flops_per_sample
     from study.theory.hardware import mfu
 
+    ranks, traffic = measured.ranks, measured.traffic
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)
     # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.

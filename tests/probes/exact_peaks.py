@@ -9,9 +9,10 @@ import ctypes
 import gc
 import os
 
+from study.host import devices
 from study.measure.memory import MemoryMeter
-from study.run.session import Session, run_session
-from study.train import train
+from study.run.open import exit_status_of
+from study.train import main
 
 _M_MMAP_THRESHOLD = -3
 _enter_phase = MemoryMeter.enter_phase
@@ -23,12 +24,10 @@ def enter_phase_collected(meter: MemoryMeter, *phase: object) -> None:
     _enter_phase(meter, *phase)
 
 
-def train_and_keep_nothing(session: Session) -> None:
-    # After study/run/checks.py has asked for the opposite.
+def keep_nothing() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 2**10)
-    MemoryMeter.enter_phase = enter_phase_collected
-    train(session)
 
 
-exit_status = run_session("study", train_and_keep_nothing)
-os._exit(exit_status)
+devices.keep_freed_memory = keep_nothing
+MemoryMeter.enter_phase = enter_phase_collected
+os._exit(exit_status_of(main))

@@ -1,0 +1,343 @@
+"""One run around one training loop: what is wrong is refused first, then a record is kept of whatever happens.
+
+    with open_run("study") as run:           # the request, this box, the folder: refused in one line, exit status 2
+        data = load_data(...)                # may still be refused, and leaves nothing behind
+        run.begin(data, initial_weights)     # from here on there is a record
+        for step, micro_batches in run.steps():
+            ...
+        run.finish(log, measurements)
+    return run.exit_status
+
+The loop asks the run; the run calls nothing back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
+from study.host.folders import cache_directory, folder_named
+from study.record.directory import RunWriter, end_interrupted_run, write_json
+from study.record.outcome import ending_of, raise_on_termination
+from study.run.console import Console
+from study.run.folder import is_taken_by_this_launch, locks_are_known, refuse_folder_at_work, take_folder
+from study.spec.config import (
+    RunConfig,
+    default_output_dir,
+    parse_command_line,
+    refuse_what_no_virtual_run_has,
+    resolved,
+)
+from study.spec.strategies import Launch, this_launch, virtual_launch
+
+# Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from study.models.initial import InitialWeights
+    from study.run.steps import StepLog
+    from study.run.summary import Measurements
+    from study.run.swap import SwapFolder
+    from study.tasks.blocks import TaskData
+
+SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
+Refuse = Callable[[RunConfig, Launch], None]
+
+
+def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> OpenRun:
+    """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
+    return OpenRun(trainer, arguments, refuse)
+
+
+class OpenRun:
+    """A checked request, and what a loop needs to serve it. `record` is the main process's alone."""
+
+    config: RunConfig
+    launch: Launch
+    data: TaskData
+    # A virtual rank has none.
+    initial: InitialWeights | None
+    record: RunWriter | None = None
+    exit_status = 0
+
+    def __init__(self, trainer: str, arguments: Sequence[str] | None, refuse: Refuse | None):
+        self.trainer, self._arguments, self._refuse = trainer, arguments, refuse
+        self._opened = time.perf_counter()
+        self._loop_started = 0.0
+        self._began = False
+        self._swap: SwapFolder | None = None
+        # What is given back at the end, however it comes: signals, the lock, the swap folder, the terminal.
+        self._held = ExitStack()
+        self._notice: str | None = None
+
+    def __enter__(self) -> OpenRun:
+        try:
+            self.config, self.launch = self._read_request()
+        except UserError as refusal:
+            raise SystemExit(_refused(refusal, _is_main_process(), lambda line: print(line, file=sys.stderr))) from None
+        self.console = Console(speaks=self.launch.is_main)
+        self._held.callback(self.console.restore)
+        try:
+            self._check()
+        except UserError as refusal:
+            with self._held:
+                raise SystemExit(_refused(refusal, self.launch.is_main, self.console.shout)) from None
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        with self._held:
+            if error is None:
+                return False
+            if self._began:
+                # The launcher may send it again while the record is closed.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                self._record_failure(error)
+                self.exit_status = 1
+            elif isinstance(error, UserError):
+                self.exit_status = _refused(error, self.launch.is_main, self.console.shout)
+            else:
+                return False
+        return True
+
+    def _read_request(self) -> tuple[RunConfig, Launch]:
+        """All that can be refused without torch."""
+        config = parse_command_line(self._arguments)
+        launch = this_launch()
+        if config.virtual_world_size:
+            if self.trainer != "study":
+                raise UserError(f"{self.trainer} runs no virtual rank", "use study/train.py")
+            launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
+        return config, launch
+
+    def _check(self) -> None:
+        """All that can be refused before the data is there, cheapest first."""
+        from study.host.devices import prepare_devices
+        from study.host.imports import import_libraries
+        from study.host.operators import build_operators
+        from study.models.initial import model_config
+        from study.run import checks
+        from study.run.checkpoint import find_checkpoint
+        from study.virtual.rank.capacity import check_can_be_held
+
+        launch = self.launch
+        if self._refuse:
+            self._refuse(self.config, launch)
+        if not self.config.torch_compile:
+            # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        gpus = prepare_devices(launch)
+        self.config = config = resolved(self.config, accelerator_visible=gpus > 0)
+        if launch.virtual:
+            refuse_what_no_virtual_run_has(config)
+        self._notice = checks.check_devices(launch, gpus)
+        self.plan = config.batch_plan(launch.world_size)
+        own = "" if self.trainer == "study" else f"-{self.trainer}"
+        default = default_output_dir(config, f"{launch.strategy.name}{own}", launch.world_size)
+        self.output_dir = folder_named(str(config.output_dir or default))
+        checks.check_output_dir(config, self.output_dir)
+        if launch.is_main:
+            # To the other ranks it may be their own main process that is at work there by now.
+            with locks_are_known(self.output_dir):
+                refuse_folder_at_work(self.output_dir, f"--output_dir {self.output_dir}")
+        checks.check_request(config, launch)
+        self.checkpoint = find_checkpoint(config, launch, self.output_dir)
+        import_libraries(launch.strategy)
+        model_config(config)
+        self.cache = cache_directory()
+        build_operators(launch.strategy, self.cache)
+        if launch.virtual:
+            check_can_be_held(config, launch)
+
+    def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
+        """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
+        from study.host.environment import describe_environment
+        from study.measure.profiling import check_profiled_steps
+        from study.run.checkpoint import check_steps_are_left
+        from study.run.checks import check_output_dir
+        from study.run.swap import SwapFolder
+
+        config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
+        self.data, self.initial = data, initial
+        check_steps_are_left(config, self.checkpoint, len(data.train))
+        check_profiled_steps(config, self.total_steps - self.first_step)
+        if launch.is_main:
+            with locks_are_known(output_dir):
+                self._held.callback(take_folder(output_dir, f"--output_dir {output_dir}").release)
+            # Another run may have come and gone since the first look.
+            check_output_dir(config, output_dir)
+        self._began = True
+        if self._notice:
+            console.say(f"notice: {self._notice}")
+        console.say(self._headline())
+        self._held.enter_context(raise_on_termination())
+        if launch.is_main:
+            self.record = RunWriter.open(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            self.record.write("config.json", config.to_dict())
+            self.record.write("environment.json", describe_environment())
+        if launch.strategy.uses_nvme:
+            self._swap = SwapFolder.make(folder_named(config.nvme_path))
+            self._held.callback(self._swap.remove)
+
+    def _headline(self) -> str:
+        config, launch = self.config, self.launch
+        ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
+        where = f"as rank {launch.rank} of {ranks} that are not there" if launch.virtual else f"on {ranks}"
+        loop = "" if self.trainer == "study" else f"{self.trainer}: "
+        return (
+            f"{loop}{launch.strategy.name} {where}: {config.task} at {config.scale} scale,"
+            f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
+        )
+
+    @property
+    def swap_folder(self) -> Path | None:
+        """This process's own, on the drive of --nvme_path."""
+        return self._swap.path if self._swap else None
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.total_steps(len(self.data.train))
+
+    @property
+    def first_step(self) -> int:
+        """Steps done before this run began."""
+        return self.checkpoint[1]["step"] if self.checkpoint else 0
+
+    @property
+    def profiled_steps(self) -> range:
+        """The last ones, so that none of the run's own is slowed down by what was recorded before it."""
+        return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
+
+    @property
+    def watched_step(self) -> int:
+        """One step after the warm-up: what it sends and holds is counted, and its time is not."""
+        from study.measure import WARMUP_STEPS
+
+        return min(self.first_step + WARMUP_STEPS + 1, self.total_steps)
+
+    @property
+    def step_numbers(self) -> range:
+        """Of the steps that are left."""
+        return range(self.first_step + 1, self.total_steps + 1)
+
+    def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
+        """Each step that is left: its number, and this rank's micro-batches."""
+        self.loop_starts()
+        for step in self.step_numbers:
+            yield step, [self.data.train.__getitems__(indices) for indices in self.indices(step)]
+
+    def indices(self, step: int) -> list[list[int]]:
+        """Which samples this rank takes in a step, a list for each micro-batch."""
+        from study.tasks.blocks import step_samples
+
+        return self.plan.micro_batches(step_samples(self.config, len(self.data.train), step - 1), self.launch.rank)
+
+    def loop_starts(self) -> None:
+        """Called by steps(); start-up ends here."""
+        self._loop_started = time.perf_counter()
+
+    def evaluates_after(self, step: int) -> bool:
+        if self.launch.virtual:
+            return False
+        return step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
+
+    def saves_after(self, step: int) -> bool:
+        return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
+
+    def flushes_after(self, step: int) -> bool:
+        is_due = step == self.total_steps or step % self.config.logging_steps == 0
+        return is_due or self.evaluates_after(step) or self.saves_after(step)
+
+    def keep_log(self) -> None:
+        """What the libraries say goes to log.txt from now on; the main process has made the folder."""
+        self.console.log_to(self.output_dir / "log.txt")
+
+    def write_engine(self, audited: dict[str, Any]) -> None:
+        if self.record is not None:
+            floor = dataclasses.asdict(self.data.floor) if self.data.floor else None
+            sha256 = self.initial.sha256 if self.initial else None
+            provenance = {"initial_weights_sha256": sha256, "data": self.data.source, "floor": floor}
+            self.record.write("engine.json", audited | provenance | {"trainer": self.trainer})
+
+    def write_evaluation(self, step: int, evaluation: dict[str, float | None]) -> None:
+        if self.record is not None:
+            self.record.append("evals.jsonl", {"step": step, **evaluation})
+            self.record.flush()
+
+    def finish(self, log: StepLog, evaluation: dict[str, float | None], measured: Measurements) -> None:
+        """The documents of a run that ended well."""
+        from study.run.summary import memory_document, summarize
+
+        if self.record is None:
+            return
+        ended = time.perf_counter()
+        timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
+        unwatched = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
+        self.record.write("memory.json", memory_document(measured.ranks))
+        self.record.write("traffic.json", measured.traffic or unwatched)
+        if measured.profile is not None:
+            self.record.write("profile.json", measured.profile)
+        summary = summarize(self.launch.world_size, self.config, measured, log, evaluation, timing)
+        self.record.write("summary.json", summary)
+        self.record.close("ok")
+        figures = {"loss": log.last_loss, **evaluation}
+        told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        if self.launch.virtual:
+            told = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
+        self.console.say(f"done: {told} -> {self.output_dir}")
+
+    def _record_failure(self, error: BaseException) -> None:
+        launch, console, output_dir = self.launch, self.console, self.output_dir
+        ending = ending_of(error, alone=launch.virtual or launch.world_size == 1)
+        traceback.print_exception(error)
+        # Where the main process was refused, the folder is another launch's.
+        if launch.is_main or is_taken_by_this_launch(output_dir):
+            if console.log_path is None and (output_dir / "status.json").exists():
+                self.keep_log()
+            # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
+            everybodys = launch.is_main or isinstance(error, RunFailed)
+            reason = ending.reason if everybodys else f"rank {launch.rank}: {ending.reason}"
+            end_interrupted_run(output_dir, ending.state, reason, ending.hint)
+        console.say(f"{ending.state}: {ending.reason}{f' ({ending.hint})' if ending.hint else ''}")
+
+
+def exit_status_of(main: Callable[[], int]) -> int:
+    """For `os._exit`: what is printed is flushed, and a refused request is a status like any other."""
+    try:
+        return main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
+    # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
+    if file := os.environ.get("ZERO_STUDY_REFUSAL_FILE"):
+        kind = "Unsupported" if isinstance(refusal, Unsupported) else type(refusal).__name__
+        said: dict[str, Any] = {"kind": kind, "problem": refusal.problem, "fix": refusal.fix}
+        if isinstance(refusal, CannotBeHeld):
+            said["layers_that_fit"] = refusal.layers_that_fit
+        write_json(Path(file), said)
+    if not is_main:
+        # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
+        time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)
+    say(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
+    return 2
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
