@@ -12,11 +12,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from study.measure import Meters
-from study.run.audit import audit, audit_end
+from study.run.audit import audit
 from study.run.evaluation import evaluate
 from study.run.open import OpenRun
 from study.run.steps import StepLog
-from study.run.summary import gather_measurements
 
 
 class RecordedTrainer(Trainer):
@@ -63,9 +62,7 @@ class RecordedTrainer(Trainer):
         run = self.run
         with self.meters.interruption("eval"):
             batch_size = run.plan.per_device_train_batch_size
-            self.evaluation = evaluate(
-                self.accelerator, self.model_wrapped, run.config.task, run.data.eval, batch_size
-            )
+            self.evaluation = evaluate(self.accelerator, self.model_wrapped, run.config.task, run.data.eval, batch_size)
         run.write_evaluation(self.state.global_step, self.evaluation)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.evaluation)
         return self.evaluation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,32 @@ def _is_leftover(file: Path) -> bool:
 
 def refuse_folder_at_work(folder: Path, what: str) -> None:
     """A first look, which leaves no file; `take_folder` decides."""
-    holder = holder_of(folder / LOCK_NAME)
+    with _lockable(what):
+        holder = holder_of(folder / LOCK_NAME)
     if holder is not None:
         raise UserError(*_at_work(what, holder))
 
 
 def take_folder(folder: Path, what: str) -> FileLock:
-    """Held until it is released or the process ends, however it ends. An OSError says that the folder takes nothing."""
+    """Held until it is released or the process ends, however it ends."""
     about = {"started_at": utc_now(), "launcher_pid": _LAUNCHER_PID}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock.take(folder / LOCK_NAME, about)
+        with _lockable(what):
+            folder.mkdir(parents=True, exist_ok=True)
+            return FileLock.take(folder / LOCK_NAME, about)
     except Held as held:
         raise UserError(*_at_work(what, held.holder)) from None
+
+
+@contextmanager
+def _lockable(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what} cannot be locked for one run alone ({error.strerror})",
+            "make room, or name a folder that you may write, on a drive with file locks",
+        ) from None
 
 
 def is_taken_by_this_launch(folder: Path) -> bool:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named
 from study.record.directory import RunWriter, end_interrupted_run, write_json
+from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
 from study.record.outcome import ending_of, raise_on_termination
 from study.run.console import Console
-from study.run.folder import is_taken_by_this_launch, locks_are_known, refuse_folder_at_work, take_folder
 from study.spec.config import (
     RunConfig,
     default_output_dir,
@@ -44,10 +44,10 @@ from study.spec.strategies import Launch, this_launch, virtual_launch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from study.host.swap import SwapFolder
     from study.models.initial import InitialWeights
     from study.run.steps import StepLog
     from study.run.summary import Measurements
-    from study.run.swap import SwapFolder
     from study.tasks.blocks import TaskData
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
@@ -150,8 +150,7 @@ class OpenRun:
         checks.check_output_dir(config, self.output_dir)
         if launch.is_main:
             # To the other ranks it may be their own main process that is at work there by now.
-            with locks_are_known(self.output_dir):
-                refuse_folder_at_work(self.output_dir, f"--output_dir {self.output_dir}")
+            refuse_folder_at_work(self.output_dir, f"--output_dir {self.output_dir}")
         checks.check_request(config, launch)
         self.checkpoint = find_checkpoint(config, launch, self.output_dir)
         import_libraries(launch.strategy)
@@ -164,18 +163,17 @@ class OpenRun:
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
         from study.host.environment import describe_environment
+        from study.host.swap import SwapFolder
         from study.measure.profiling import check_profiled_steps
         from study.run.checkpoint import check_steps_are_left
         from study.run.checks import check_output_dir
-        from study.run.swap import SwapFolder
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
         check_steps_are_left(config, self.checkpoint, len(data.train))
         check_profiled_steps(config, self.total_steps - self.first_step)
         if launch.is_main:
-            with locks_are_known(output_dir):
-                self._held.callback(take_folder(output_dir, f"--output_dir {output_dir}").release)
+            self._held.callback(take_folder(output_dir, f"--output_dir {output_dir}").release)
             # Another run may have come and gone since the first look.
             check_output_dir(config, output_dir)
         self._began = True
@@ -284,7 +282,7 @@ class OpenRun:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
-        unwatched = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
+        unwatched: dict[str, Any] = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
         self.record.write("memory.json", memory_document(measured.ranks))
         self.record.write("traffic.json", measured.traffic or unwatched)
         if measured.profile is not None:

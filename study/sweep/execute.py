@@ -21,7 +21,6 @@ from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.process import CellProcess, clean_environment, launch_command
 from study.launch.verdict import (
-    Ending,
     Evidence,
     Standing,
     StoppedBy,
@@ -33,6 +32,7 @@ from study.launch.verdict import (
 )
 from study.record.directory import read_json, read_status, utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
+from study.record.outcome import Ending
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import (
     Durations,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from study.launch.cell import Cell
-from study.launch.verdict import Ending
+from study.record.outcome import Ending
 
 
 def show_duration(seconds: float) -> str:
