@@ -19,14 +19,9 @@ from study.record.directory import RunWriter, end_interrupted_run, write_json
 from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
 from study.record.lock import FileLock
 from study.run.console import Console
-from study.spec.config import (
-    BatchPlan,
-    RunConfig,
-    default_output_dir,
-    parse_command_line,
-    refuse_what_no_virtual_run_has,
-    resolved,
-)
+from study.spec.checks import refuse_what_no_virtual_run_has
+from study.spec.config import BatchPlan, RunConfig, default_output_dir, resolved
+from study.spec.flags import parse_command_line
 from study.spec.strategies import Launch, this_launch, virtual_launch
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
