@@ -22,16 +22,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
 from study.errors import UserError
-from study.models.initial import (
-    RECORD_NAME,
-    InitialWeights,
-    build_model,
-    load_initial_model,
-    load_tokenizer,
-    materialize_initial_weights,
-    model_config,
-)
+from study.models.architecture import build_model, model_config
+from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.models.presets import DROPOUT_FIELDS, PRESETS
+from study.models.tokenizer import load_tokenizer
 from study.run import engine
 from study.spec.config import RunConfig, Task, resolved
 
@@ -451,7 +445,9 @@ ASK_HUB = """
 import json, pathlib, sys, time
 from study.spec.config import RunConfig, resolved
 from study.errors import Unsupported, UserError
-from study.tasks import models
+from study.models.architecture import model_config
+from study.models.initial import materialize_initial_weights
+from study.models.tokenizer import load_tokenizer
 def ask(do, task, model, **asked):
     config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
     started = time.monotonic()
@@ -461,10 +457,10 @@ def ask(do, task, model, **asked):
         print(json.dumps([str(refused), time.monotonic() - started]))
     else:
         print(json.dumps(["was served", 0]))
-def weights(config): models.materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
-models.model_config(resolved(RunConfig(scale="laptop"), False))
+def weights(config): materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
+model_config(resolved(RunConfig(scale="laptop"), False))
 for do, task, model, weights_flag in json.loads(sys.argv[2]):
-    do = {"config": models.model_config, "tokenizer": models.load_tokenizer, "weights": weights}[do]
+    do = {"config": model_config, "tokenizer": load_tokenizer, "weights": weights}[do]
     ask(do, task, model, weights=weights_flag)
 """
 

@@ -188,7 +188,8 @@ def _check(
     from study.host.imports import import_libraries
     from study.host.operators import build_operators
     from study.measure.profiling import check_profiled_steps
-    from study.models.initial import materialize_initial_weights, model_config
+    from study.models.architecture import model_config
+    from study.models.initial import materialize_initial_weights
     from study.run import checks
     from study.run.checkpoint import check_steps_are_left, find_checkpoint
     from study.tasks import load_data

@@ -32,7 +32,7 @@ def load_task_tokenizer(config: RunConfig, frame: bool) -> PreTrainedTokenizerBa
         from study.tasks.builtin import builtin_tokenizer
 
         return builtin_tokenizer(frame)
-    from study.models.initial import load_tokenizer
+    from study.models.tokenizer import load_tokenizer
 
     return load_tokenizer(config)
 

@@ -81,7 +81,6 @@ def step_samples(config: RunConfig, n_samples: int, step: int) -> list[int]:
     What is left of an epoch after its last full batch is dropped; epochs repeat as often as needed.
     """
     batch = config.global_batch_size
-    assert batch
     assert n_samples >= batch, "RunConfig.total_steps refuses this first"
     epoch, position = divmod(step, n_samples // batch)
     order = epoch_order(n_samples, config.seed, epoch)

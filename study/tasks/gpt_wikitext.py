@@ -22,9 +22,6 @@ ROWS_PER_CHUNK = 256
 
 
 def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
-    assert config.seq_length
-    assert config.train_samples is not None
-    assert config.eval_samples is not None
     raw = sources.load_rows(config, cache_dir)
     tokenizer = load_task_tokenizer(config, frame=False)
     train = pack(tokenizer, raw.train, config.seq_length, config.train_samples, "--train_samples")

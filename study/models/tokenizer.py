@@ -1,0 +1,45 @@
+"""The tokenizer of a run: the model's own, or the one that --tokenizer_name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.errors import UserError
+from study.models.architecture import model_config
+from study.models.hub import from_folder, from_hub
+from study.models.presets import Preset, find_model
+from study.spec.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
+
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, or `--tokenizer_name`; it always has a pad token."""
+    from transformers import AutoTokenizer
+
+    source = find_model(config.tokenizer_name or config.model_name_or_path)
+    if isinstance(source, Preset) and source.hub_id is None:
+        raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", _OTHER_TOKENIZER)
+    if isinstance(source, Path):
+        tokenizer = from_folder(AutoTokenizer.from_pretrained, source, "tokenizer", _OTHER_TOKENIZER)
+    else:
+        repo_id, revision = (source.hub_id, source.revision) if isinstance(source, Preset) else (source, None)
+        assert repo_id is not None
+        tokenizer = from_hub(AutoTokenizer.from_pretrained, repo_id, revision, "tokenizer", _OTHER_TOKENIZER)
+    where = config.tokenizer_name or config.model_name_or_path
+    # Where the vocabulary file is missing, transformers builds a tokenizer of special tokens alone, without a word.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise UserError(f"there is no tokenizer vocabulary in {where}", _OTHER_TOKENIZER)
+    entries = model_config(config).vocab_size
+    if len(tokenizer) > entries:
+        raise UserError(
+            f"the tokenizer of {where} has {len(tokenizer)} entries and {config.model_name_or_path} takes {entries}",
+            "use the model's own tokenizer, or a model with a larger vocabulary",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
