@@ -104,6 +104,7 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--device_memory_cap_gib", "nan"], "--device_memory_cap_gib nan"),
         (["--output_dir", ""], "--output_dir"),
         (["--engine_override", "a"], "'a'"),
+        (["--data", "x\udcff"], "--data 'x\\udcff'"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:

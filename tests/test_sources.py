@@ -322,6 +322,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "not parquet": ("bert-imdb", text_file("a.parquet", b"PAR1 nothing of it"), "cannot read .*a.parquet"),
     "not arrow": ("bert-imdb", text_file("a.arrow", b"nothing of it"), "cannot read .*a.arrow"),
     "not json": ("bert-imdb", text_file("a.jsonl", b'{"text": "a", \n'), "cannot read .*a.jsonl"),
+    "jsonl that is not utf-8": (
+        "bert-imdb",
+        text_file("a.jsonl", b'{"text": "\xff\xfe", "label": 0}\n' * 9),
+        "not UTF-8",
+    ),
     "not utf-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
     "mixed kinds": ("bert-imdb", mixed, "mixes json and parquet"),
     "only a test split": ("bert-imdb", lone_test, "no training split"),

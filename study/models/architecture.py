@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.hub import from_folder, from_hub
+from study.models.hub import load_from
 from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
 from study.spec.config import RunConfig
 
@@ -26,10 +25,8 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
         if config.weights == "pretrained" and not source.has_published_weights:
             raise UserError(f"no weights are published for {source.name}", "use --weights random")
         architecture = AutoConfig.for_model(source.model_type, **source.architecture, **options)
-    elif isinstance(source, Path):
-        architecture = from_folder(AutoConfig.from_pretrained, source, "config", OTHER_MODEL, **options)
     else:
-        architecture = from_hub(AutoConfig.from_pretrained, source, None, "config", NO_NETWORK, **options)
+        architecture = load_from(source, AutoConfig.from_pretrained, "config", OTHER_MODEL, NO_NETWORK, **options)
     _refuse_misfit(architecture, config)
     return with_run_settings(architecture, config)
 

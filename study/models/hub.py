@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from study.errors import UserError
+from study.models.presets import Preset
 
 Loaded = TypeVar("Loaded")
 
@@ -44,12 +45,20 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     return tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
-def from_hub(
-    load: Callable[..., Loaded], repo_id: str, revision: str | None, what: str, fix: str, **options: Any
+def load_from(
+    source: Preset | Path | str, load: Callable[..., Loaded], what: str, fix: str, no_network: str, **options: Any
 ) -> Loaded:
-    """`load(repo_id, ...)` from the hub, or from the cache alone where the hub cannot be reached."""
+    """`load(...)` from a folder, with the network never asked; else from the hub, or its cache where it is away."""
+    if isinstance(source, Path):
+        if what == "config" and not (source / "config.json").is_file():
+            raise UserError(f"there is no config.json in {source}", fix)
+        try:
+            return load(str(source), local_files_only=True, trust_remote_code=False, **options)
+        except Exception as error:  # each format has its own errors, all meaning that the folder does not hold it
+            raise UserError(f"cannot load the {what} in {source}: {first_line(error)}", fix) from error
     from huggingface_hub.errors import GatedRepoError
 
+    repo_id, revision = hub_place(source)
     reachable = hub_files(repo_id, revision) is not None
     try:
         return load(
@@ -59,21 +68,19 @@ def from_hub(
         if isinstance(error.__cause__, GatedRepoError):
             raise UserError(*_gated(repo_id)) from error
         if reachable:
-            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", fix) from error
+            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", no_network) from error
         raise UserError(
             f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the local cache has no {what} of {repo_id}",
-            fix,
+            no_network,
         ) from error
 
 
-def from_folder(load: Callable[..., Loaded], folder: Path, what: str, fix: str, **options: Any) -> Loaded:
-    """`load(folder, ...)` with the network never asked."""
-    if what == "config" and not (folder / "config.json").is_file():
-        raise UserError(f"there is no config.json in {folder}", fix)
-    try:
-        return load(str(folder), local_files_only=True, trust_remote_code=False, **options)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"cannot load the {what} in {folder}: {first_line(error)}", fix) from error
+def hub_place(source: Preset | str) -> tuple[str, str | None]:
+    """Repository and revision; None is the newest."""
+    if isinstance(source, str):
+        return source, None
+    assert source.hub_id is not None
+    return source.hub_id, source.revision
 
 
 def _gated(repo_id: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from study.models.architecture import (
     model_config,
     with_run_settings,
 )
-from study.models.hub import first_line, from_folder, from_hub, hub_files
+from study.models.hub import first_line, hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
 from study.spec.config import RunConfig
 
@@ -200,21 +200,15 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
     architecture = model_config(config)
     cls = model_class(config, architecture)
     source = find_model(config.model_name_or_path)
-    options = {
-        "config": architecture,
-        "dtype": torch.float32,
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
-    if isinstance(source, Path):
-        model, keys = from_folder(cls.from_pretrained, source, "weights", OTHER_MODEL, **options)
-    else:
-        repo_id, revision = (source.hub_id, source.revision) if isinstance(source, Preset) else (source, None)
-        assert repo_id is not None
-        files = hub_files(repo_id, revision)
+    if not isinstance(source, Path):
+        files = hub_files(*hub_place(source))
         if files is not None and not any(file.endswith(".safetensors") for file in files):
-            raise UserError(f"{repo_id} publishes no safetensors, and pickled weights are not loaded", NO_NETWORK)
-        model, keys = from_hub(cls.from_pretrained, repo_id, revision, "weights", NO_NETWORK, **options)
+            name = hub_place(source)[0]
+            raise UserError(f"{name} publishes no safetensors, and pickled weights are not loaded", NO_NETWORK)
+    model, keys = load_from(
+        source, cls.from_pretrained, "weights", OTHER_MODEL, NO_NETWORK,
+        config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+    )  # fmt: skip
     # The task's head is new and drawn from the seed; a hole in the body would be a random layer nobody asked for.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:

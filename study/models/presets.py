@@ -5,6 +5,7 @@ Free of torch and transformers: what a preset is can be asked before either is i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -211,9 +212,11 @@ def find_model(name: str) -> Preset | Path | str:
     preset = _find_preset(name)
     if preset is not None:
         return preset
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
+    # A name may be longer than any path, or begin with the ~ of nobody: then it is no folder.
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
     # The hub's old names without an owner are not taken: a misspelt preset must be refused, and without a network.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return name

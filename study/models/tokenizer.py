@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.errors import UserError
 from study.models.architecture import model_config
-from study.models.hub import from_folder, from_hub
+from study.models.hub import load_from
 from study.models.presets import Preset, find_model
 from study.spec.config import RunConfig
 
@@ -24,12 +23,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     source = find_model(config.tokenizer_name or config.model_name_or_path)
     if isinstance(source, Preset) and source.hub_id is None:
         raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", _OTHER_TOKENIZER)
-    if isinstance(source, Path):
-        tokenizer = from_folder(AutoTokenizer.from_pretrained, source, "tokenizer", _OTHER_TOKENIZER)
-    else:
-        repo_id, revision = (source.hub_id, source.revision) if isinstance(source, Preset) else (source, None)
-        assert repo_id is not None
-        tokenizer = from_hub(AutoTokenizer.from_pretrained, repo_id, revision, "tokenizer", _OTHER_TOKENIZER)
+    tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer", _OTHER_TOKENIZER, _OTHER_TOKENIZER)
     where = config.tokenizer_name or config.model_name_or_path
     # Where the vocabulary file is missing, transformers builds a tokenizer of special tokens alone, without a word.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -41,5 +35,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
             "use the model's own tokenizer, or a model with a larger vocabulary",
         )
     if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"the tokenizer of {where} has neither a pad token nor an end token", _OTHER_TOKENIZER)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

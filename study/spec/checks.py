@@ -20,6 +20,8 @@ def check_values(config: RunConfig) -> None:
     """What was given, whether or not the rest is resolved yet."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
+        if isinstance(value, str) and not _is_utf8(value):
+            raise UserError(f"--{field.name} {value!r} is not UTF-8, as a record must be", "use another name")
         if isinstance(value, float) and not math.isfinite(value):
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
@@ -42,6 +44,10 @@ def check_values(config: RunConfig) -> None:
         raise _out_of_range("dropout", dropout, "use 0 up to below 1, or -1 for the model's own")
     parse_overrides(config.engine_override)
     _check_virtual_rank(config)
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:

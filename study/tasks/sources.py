@@ -158,6 +158,12 @@ def _check_text(dataset: Dataset, needed: tuple[str, ...], where: str, schema: s
     kind = _type_of(dataset, "text")
     if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
         raise UserError(f"--data {where} has a `text` column of {kind} with gaps or of another type", fix)
+    try:
+        dataset.data.column("text").validate(full=True)
+    except ValueError as error:
+        raise UserError(
+            f"--data {where} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
+        ) from error
 
 
 def _check_labels(dataset: Dataset, where: str) -> None:
