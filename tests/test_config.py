@@ -162,7 +162,7 @@ def test_what_was_asked_wins_over_every_default() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("micro", [None, 1, 2, 3, 5, 16])
-def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, micro: int | None) -> None:
+def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, micro: int | None) -> None:
     refused = 0
     for batch in range(1, 50):
         config = laptop(global_batch_size=batch, per_device_train_batch_size=micro)
@@ -170,7 +170,7 @@ def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, m
             plan = config.batch_plan(world_size)
         except UserError as error:
             refused += 1
-            changes = _mends(error.fix)
+            changes = _fixes(error.fix)
             assert changes
             for change in changes:
                 dataclasses.replace(config, **change).batch_plan(world_size)
@@ -181,7 +181,7 @@ def test_a_batch_divides_or_is_refused_with_a_mend_that_works(world_size: int, m
     assert refused or (world_size, micro or 1) == (1, 1)
 
 
-def _mends(fix: str) -> list[dict[str, int]]:
+def _fixes(fix: str) -> list[dict[str, int]]:
     if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", fix):
         return [{"global_batch_size": int(found[1])}]
     found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)

@@ -174,7 +174,7 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa"]),
     ],
 )  # fmt: skip
-def test_a_wrong_model_is_refused_with_its_mend(asked: dict[str, Any], words: list[str]) -> None:
+def test_a_wrong_model_is_refused_with_its_fix(asked: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         model_config(run_config(**asked))
     assert all(word in str(refused.value) for word in words), str(refused.value)

@@ -41,7 +41,7 @@ def build_model(config: RunConfig) -> PreTrainedModel:
 
 
 def attention(config: RunConfig) -> str | None:
-    """What to tell transformers. None is its own choice: sdpa where the architecture has it, else eager.
+    """What transformers is told. None leaves it the choice: sdpa where the architecture has it, else eager.
 
     GPT-Neo and GPT-J have none, and asking for sdpa by name would be an error.
     """
@@ -62,7 +62,7 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
     from transformers.models.auto import modeling_auto
 
     model_type, name = architecture.model_type, config.model_name_or_path
-    # A family that fills in masked words is an encoder; BERT also has a causal head, which nobody means by it.
+    # A family that fills in masked words is an encoder. BERT has a causal head as well, but it is not used as one.
     encoder = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if FAMILY_OF_TASK[config.task] == "causal-lm":
         fits = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder
@@ -85,13 +85,13 @@ def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreT
         architecture.problem_type = "single_label_classification"
     architecture.use_cache = False
     if config.attn_implementation == "sdpa" and getattr(architecture, "attn_logit_softcapping", None) is not None:
-        # sdpa has no softcapping; transformers 5.17 leaves it out without a word and trains another model.
+        # sdpa has no softcapping: transformers 5.17 would leave it out without a warning and train another model.
         architecture._attn_implementation = "eager"
     if config.dropout >= 0:
         fields = DROPOUT_FIELDS.get(architecture.model_type)
         if fields is None:
             raise UserError(
-                f"--dropout {config.dropout} cannot be promised for {architecture.model_type} models, not known here",
+                f"--dropout {config.dropout} cannot be set for {architecture.model_type} models, not known here",
                 "use --dropout -1 for the model's own, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
             )
         for field in fields:

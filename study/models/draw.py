@@ -18,7 +18,7 @@ from study.spec.strategies import read_strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 they are there, 1 this box cannot hold them, 2 the request itself is wrong."""
+    """Exit status: 0 the weights are there, 1 this box cannot hold them, 2 the request itself is wrong."""
     try:
         config = resolved(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))

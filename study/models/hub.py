@@ -12,7 +12,7 @@ from study.models.presets import Preset
 
 Loaded = TypeVar("Loaded")
 
-# The libraries retry an unreachable hub for a quarter of a minute and more per file; one probe settles it for all.
+# The libraries retry an unreachable hub for 15 s and more per file; one question settles it for all files.
 PROBE_TIMEOUT_S = 5.0
 
 
@@ -21,7 +21,7 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     """The repository's file names; None when the hub cannot be reached or HF_HUB_OFFLINE is set."""
     from huggingface_hub import HfApi
 
-    # HTTPError is the transport's own, from whichever http library this huggingface_hub is built on.
+    # HTTPError is that of whichever http library this huggingface_hub is built on.
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HFValidationError,
@@ -48,13 +48,13 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
 def load_from(
     source: Preset | Path | str, load: Callable[..., Loaded], what: str, fix: str, no_network: str, **options: Any
 ) -> Loaded:
-    """`load(...)` from a folder, with the network never asked; else from the hub, or its cache where it is away."""
+    """`load(...)` from a folder, without the network; or from the hub, or its cache when it cannot be reached."""
     if isinstance(source, Path):
         if what == "config" and not (source / "config.json").is_file():
             raise UserError(f"there is no config.json in {source}", fix)
         try:
             return load(str(source), local_files_only=True, trust_remote_code=False, **options)
-        except Exception as error:  # each format has its own errors, all meaning that the folder does not hold it
+        except Exception as error:  # each format has its own errors
             raise UserError(f"cannot load the {what} in {source}: {first_line(error)}", fix) from error
     from huggingface_hub.errors import GatedRepoError
 

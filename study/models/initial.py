@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "initial_weights.json"
 STAND_IN_WEIGHT = 0.01
-# On disk, for each parameter: fp32, and a little for what stands around it.
+# On disk, for each parameter: fp32, and a little for the files around it.
 WEIGHT_FILE_BYTES = 4.2
 
 
@@ -44,7 +44,7 @@ class InitialWeights:
 
 
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
-    """The one set of weights that every arm of this run starts from; drawn or downloaded if it is not there yet.
+    """The one set of weights that every arm of this run starts from, drawn or downloaded if it is not there yet.
 
     Call it before the Accelerator exists: under ZeRO-3 transformers would load into partitions.
     """
@@ -53,7 +53,7 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
 
     if is_deepspeed_zero3_enabled():
         raise ValueError("materialize_initial_weights must run before the Accelerator sets up ZeRO-3")
-    # Dropout and attention are the run's business and not the weights': one set serves every value of them.
+    # Dropout and attention change no weight: one set serves every value of them.
     config = dataclasses.replace(config, dropout=-1.0, attn_implementation="eager")
     made_from = _made_from(config)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
@@ -67,7 +67,7 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
 
 
 def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> PreTrainedModel:
-    """What every arm calls. Under a live ZeRO-3 configuration transformers partitions the model while it loads."""
+    """The model of every arm. Under a live ZeRO-3 configuration transformers partitions it while it loads."""
     import torch
     from transformers import AutoConfig
 
@@ -112,8 +112,8 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
 
 
 def _fill(parameter: Any) -> None:
-    """Nothing may stay as it was allocated: not every memory is a number, and DeepSpeed skips steps that are none."""
-    # Under ZeRO-3 this rank's part of it, which is on the drive by now where parameters are kept there.
+    """Fresh memory may hold NaN, and DeepSpeed skips steps with NaN: every part gets a number."""
+    # Under ZeRO-3 this rank's part of the parameter, which may be on the drive by now.
     held = getattr(parameter, "ds_tensor", parameter)
     on_drive = getattr(held, "final_location", None) == "nvme"
     if on_drive:
@@ -148,14 +148,14 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -> None:
-    """Into a sibling that is renamed when whole; what a killed process left there is thrown away."""
+    """Into a folder beside it that is renamed when complete; what a killed process left there is deleted."""
     import torch
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    # Only the host's stream is used, and it is put back: a rank that draws and one that does not must go on alike.
+    # The random state is put back: a rank that draws and one that does not must continue in the same way.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         _refuse_full_disk(config, folder)
         torch.default_generator.manual_seed(config.seed)
@@ -173,20 +173,20 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
         (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
         partial.rename(folder)
     except BaseException:
-        # Half of a large model would keep the disk full for every run after this one.
+        # Half of a large model would fill the disk for every run after this one.
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
-    """Before minutes are spent on drawing what cannot be kept."""
+    """Before minutes are spent on weights that cannot be kept."""
     import torch
 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     needed, free = WEIGHT_FILE_BYTES * parameters, shutil.disk_usage(folder.parent).free
     if free < needed:
-        # The drive is full today, and emptier on the next machine: not an answer for good.
+        # Not `Unsupported`, which a sweep would take for a final answer: the drive may have room tomorrow.
         raise UserError(
             f"the initial weights of {config.model_name_or_path} take {needed / 1e9:.1f} GB, and {folder.parent} has"
             f" {free / 1e9:.1f} GB free",
@@ -209,7 +209,7 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
         source, cls.from_pretrained, "weights", OTHER_MODEL, NO_NETWORK,
         config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
     )  # fmt: skip
-    # The task's head is new and drawn from the seed; a hole in the body would be a random layer nobody asked for.
+    # The task's head is new and drawn from the seed; a missing tensor elsewhere would be a random layer.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:
         raise UserError(f"{config.model_name_or_path} lacks weights: {', '.join(sorted(holes)[:3])}", OTHER_MODEL)
@@ -226,7 +226,7 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _verified(folder: Path) -> InitialWeights:
-    """Sizes against the record: cheap enough for every rank of every run."""
+    """The sizes are those in the record. Cheap enough for every rank of every run."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         sha256, sizes = str(record["sha256"]), dict(record["bytes"])

@@ -25,7 +25,7 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", _OTHER_TOKENIZER)
     tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer", _OTHER_TOKENIZER, _OTHER_TOKENIZER)
     where = config.tokenizer_name or config.model_name_or_path
-    # Where the vocabulary file is missing, transformers builds a tokenizer of special tokens alone, without a word.
+    # Without a vocabulary file, transformers makes a tokenizer of special tokens alone and does not warn.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"there is no tokenizer vocabulary in {where}", _OTHER_TOKENIZER)
     entries = model_config(config).vocab_size

@@ -102,7 +102,7 @@ class RunConfig:
         return self.max_steps or self.num_train_epochs * steps_per_epoch
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """How the global batch is cut over ranks and accumulation steps, the same samples whatever the cut."""
+        """How the global batch is cut over ranks and accumulation steps. Every cut has the same samples."""
         batch = self.global_batch_size
         forward = world_size * (self.per_device_train_batch_size or 1)
         if batch % world_size:

@@ -51,7 +51,7 @@ class Strategy:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
     def check_engine_flags(self, config: RunConfig) -> None:
-        """Refuse what only DeepSpeed could do, where there is none of it."""
+        """Refuse flags that only DeepSpeed can serve, where it does not run."""
         if self.deepspeed is not None:
             return
         if config.precision == "bf16-engine":
@@ -68,7 +68,7 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process: the strategy, and who it is among how many."""
+    """What the launcher told this process: the strategy, and its place among the ranks."""
 
     strategy: Strategy
     world_size: int

@@ -43,7 +43,7 @@ def pack(tokenizer: PreTrainedTokenizerBase, rows: Iterable[str], length: int, s
         texts = list(itertools.islice(remaining, ROWS_PER_CHUNK))
         if not texts:
             break
-        # A row longer than the model takes is no concern here, it is cut into blocks: verbose would warn of it.
+        # verbose would warn of rows longer than the model takes; here they are cut into blocks.
         encoded = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
         chunks.append(np.fromiter(itertools.chain.from_iterable(encoded), np.int64))
         tokens += len(chunks[-1])

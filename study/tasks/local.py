@@ -32,7 +32,7 @@ def local_reviews(data: str, cache_dir: Path) -> Dataset:
 
 
 def local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
-    """Running text by split; `name` says which of its configurations to take from a clone of the hub's repository."""
+    """Running text by split. A clone of the hub's repository has a folder for each of its configurations: `name`."""
     path = _existing(data)
     return _local_splits(path / name if (path / name).is_dir() else path, TABLES_AND_TEXT, cache_dir)
 
@@ -85,7 +85,7 @@ def _saved_splits(path: Path) -> dict[str, Dataset]:
 
 
 def _split_of(file: Path) -> str:
-    """train, eval or test by the file's name, else by its folders'; empty where none says."""
+    """train, eval or test, by the name of the file or else of its folders; empty where none of them says."""
     for part in (file.name, *reversed(file.parts[:-1])):
         if match := _SPLIT_IN_NAME.search(part.lower()):
             return match[1] if match[1] in ("train", "test") else "eval"
@@ -93,7 +93,7 @@ def _split_of(file: Path) -> str:
 
 
 def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
-    """One dataset of all files; each is converted once, under `cache_dir`, and named where it cannot be read."""
+    """One dataset of all files. Each is converted once, under `cache_dir`; one that cannot be read is named."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -106,7 +106,7 @@ def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
             part = datasets.load_dataset(
                 kind, data_files=str(file), split="train", cache_dir=str(cache_dir / "datasets"), **options
             )
-        except Exception as error:  # each reader has its own errors, all meaning that this file is not what it claims
+        except Exception as error:  # each reader has its own errors
             raise _unreadable(file, error) from error
         if not len(part):
             raise UserError(f"--data: {file} holds no rows", "give a file with rows in it")

@@ -1,4 +1,4 @@
-"""Raw text by `--data`: from the hub at a pinned revision, from a local copy, or built in. Never one for another."""
+"""Raw text by `--data`: from the hub at a pinned revision, a local copy, or built in. None takes another's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from study.tasks.local import local_reviews, local_rows, read_files
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The commits that the published parquet files of both datasets have stood at since 2024; a newer one is a new study.
+# The commits of the published parquet files since 2024. Newer data would be another study.
 IMDB, IMDB_REVISION = "stanfordnlp/imdb", "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
 WIKITEXT, WIKITEXT_REVISION = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
 IMDB_FILES = {"train": ["plain_text/train-00000-of-00001.parquet"]}
@@ -27,7 +27,7 @@ WIKITEXT_FILES = {
         "eval": ["validation-00000-of-00001.parquet"],
     },
 }
-# run_clm's default where the data brings no validation split: its first 5%.
+# Where the data has no validation split: its first 5%, as in transformers' run_clm.
 HELD_OUT_SHARE = 0.05
 
 Texts = TypeVar("Texts")
@@ -104,7 +104,7 @@ def _rows(dataset: Dataset) -> Iterator[str]:
 
 
 def _split_rows(count: int) -> dict[str, Dataset]:
-    """The documents' own split, of row numbers: splitting the data, `datasets` would write index files beside them."""
+    """The documents' own 80/20 split, of row numbers: for the data itself `datasets` would write files beside them."""
     import datasets
 
     return datasets.Dataset.from_dict({"row": range(count)}).train_test_split(test_size=0.2, seed=42)
@@ -127,7 +127,7 @@ def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Pa
 
 
 def _hub_file(repository: str, revision: str, file: str) -> Path:
-    """One file of the pinned commit, from the cache where it is there.
+    """One file of the pinned commit, from the cache if it is there.
 
     Not load_dataset(repository, revision=...): without a network it takes whatever revision it has cached.
     """
@@ -142,7 +142,7 @@ def _hub_file(repository: str, revision: str, file: str) -> Path:
     try:
         HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
         return Path(hf_hub_download(**where))
-    except Exception as error:  # offline mode, name resolution, proxy, HTTP: all mean that the hub does not serve it
+    except Exception as error:  # offline mode, name resolution, proxy, HTTP
         raise UserError(
             f"--data hub: {repository} at {revision[:12]} is not in the local cache and the hub does not serve it "
             f"({type(error).__name__}: {first_line(error)})",

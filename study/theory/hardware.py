@@ -31,7 +31,7 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(device_name: str) -> Device | None:
-    """By the name torch.cuda.get_device_name or NVML gives; None for what is not listed, such as any CPU."""
+    """By the name that torch.cuda.get_device_name or NVML gives; None if it is not listed, as any CPU."""
     if "MIG" in device_name:  # a slice of a device; its share of the figures is not published with the name
         return None
     return next((device for device in known_devices() if re.search(device.pattern, device_name)), None)
