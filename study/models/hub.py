@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from study.errors import UserError
+from study.errors import UserError, first_line
 from study.models.presets import Preset
 
 Loaded = TypeVar("Loaded")
@@ -88,7 +88,3 @@ def _gated(repo_id: str) -> tuple[str, str]:
         f"{repo_id} on the hub is gated and this login may not read it",
         "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",
     )
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
+from study.errors import UserError, first_line
 from study.models.architecture import (
     NO_NETWORK,
     OTHER_MODEL,
@@ -22,7 +22,7 @@ from study.models.architecture import (
     model_config,
     with_run_settings,
 )
-from study.models.hub import first_line, hub_files, hub_place, load_from
+from study.models.hub import hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
 from study.spec.config import RunConfig
 

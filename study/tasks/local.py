@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
-from study.models.hub import first_line
+from study.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset

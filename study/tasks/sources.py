@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from study.errors import UserError
-from study.models.hub import PROBE_TIMEOUT_S, first_line
+from study.errors import UserError, first_line
+from study.models.hub import PROBE_TIMEOUT_S
 from study.spec.config import RunConfig
 from study.tasks import builtin
 from study.tasks.local import local_reviews, local_rows, read_files
