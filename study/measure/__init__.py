@@ -40,16 +40,13 @@ class Meters:
         self,
         device: torch.device,
         watched_step: int | None,
-        warmup_steps: int = WARMUP_STEPS,
         profiled_steps: range = range(0),
         records_profile: bool = False,
     ) -> None:
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
-        self.clock = StepClock(
-            device, warmup_steps, self.cost, on_window=self._window, on_uncounted=self._uncounted_segment
-        )
+        self.clock = StepClock(device, cost=self.cost, on_window=self._window, on_uncounted=self._uncounted_segment)
         self.watched_step = watched_step
         self.profiled_steps = profiled_steps
         self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None

@@ -52,18 +52,14 @@ class Strategy:
 
     def check_engine_flags(self, config: RunConfig) -> None:
         """Refuse flags that only DeepSpeed can serve, where it does not run."""
-        if self.deepspeed is not None:
-            return
-        if config.precision == "bf16-engine":
-            raise UserError(
-                f"--precision bf16-engine is DeepSpeed's own bf16, and {self.name} runs without it",
-                "use --precision bf16, or a zero* strategy",
-            )
-        if config.engine_override:
-            raise UserError(
-                f"--engine_override sets DeepSpeed keys, and {self.name} runs without it",
-                "leave it out, or use a zero* strategy",
-            )
+        for flag, is_asked, instead in (
+            ("--precision bf16-engine", config.precision == "bf16-engine", "use --precision bf16"),
+            ("--engine_override", bool(config.engine_override), "leave it out"),
+        ):
+            if is_asked and self.deepspeed is None:
+                raise UserError(
+                    f"{flag} is DeepSpeed's, and {self.name} runs without it", f"{instead}, or use a zero* strategy"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +84,9 @@ class Launch:
 
     def command(self, num_processes: int) -> str:
         """This very run as a command to paste, with another number of ranks."""
-        arguments = " ".join(shlex.quote(argument) for argument in sys.argv[1:])
         return (
             f"accelerate launch --config_file accelerate_configs/{self.strategy.name}.yaml "
-            f"--num_processes {num_processes} study/train.py {arguments}"
+            f"--num_processes {num_processes} study/train.py {shlex.join(sys.argv[1:])}"
         ).strip()
 
 
