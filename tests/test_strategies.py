@@ -267,7 +267,7 @@ def test_a_process_that_nobody_launched_is_single() -> None:
 def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
     place = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     second = this_launch(place)
-    assert (second.strategy.name, second.is_main, second.is_local_main) == ("ddp", False, True)
+    assert (second.strategy.name, second.is_main, second.local_rank) == ("ddp", False, 0)
 
 
 @pytest.mark.parametrize(

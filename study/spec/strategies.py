@@ -78,10 +78,6 @@ class Launch:
     def is_main(self) -> bool:
         return self.virtual or self.rank == 0
 
-    @property
-    def is_local_main(self) -> bool:
-        return self.local_rank == 0
-
     def command(self, num_processes: int) -> str:
         """This very run as a command to paste, with another number of ranks."""
         return (
