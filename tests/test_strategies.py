@@ -22,6 +22,11 @@ def test_the_directory_holds_the_thirteen_strategies_and_nothing_else() -> None:
     assert {file.stem for file in (DIRECTORY / "deepspeed").iterdir()} == set(WITH_DEEPSPEED)
 
 
+def test_the_readme_of_the_directory_says_what_each_file_does() -> None:
+    rows = [line.split("`")[1] for line in (DIRECTORY / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows == [f"{name}.yaml" for name in STRATEGY_NAMES]
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_does_what_its_name_says(name: str) -> None:
     strategy = read_strategy(name)
