@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """A request that cannot be served: says what is wrong and where, then how to fix it, on one line each read.
+    """A request that cannot be served: what is wrong and where, and how to fix it, one line each.
 
     The command line prints it without a traceback and exits with 2.
     """
@@ -32,3 +32,8 @@ class RunFailed(Exception):
         self.reason = " ".join(reason.split())
         self.hint = " ".join(hint.split())
         super().__init__(self.reason)
+
+
+def first_line(error: BaseException) -> str:
+    """Of a library's error, for a message of one line."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

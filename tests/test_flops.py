@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from study.measure.flops import model_flops_per_sample
-from study.models.initial import build_model, model_config
+from study.models.architecture import build_model, model_config
 from study.spec.config import RunConfig, Task, resolved
 from study.theory.hardware import find_device, known_devices, mfu, peak_flops
 
@@ -109,8 +109,7 @@ def test_precision_chooses_the_rate() -> None:
     a100 = "NVIDIA A100-SXM4-80GB"
     assert peak_flops(a100, "bf16") == peak_flops(a100, "bf16-engine") == peak_flops(a100, "fp16") == 312e12
     assert peak_flops(a100, "fp32") == 19.5e12
-    assert peak_flops(a100, "fp32", float32_matmul_precision="high") == 156e12
-    assert peak_flops("Tesla T4", "fp32", float32_matmul_precision="high") == 8.1e12
+    assert peak_flops("Tesla T4", "fp32") == 8.1e12
     assert peak_flops("Tesla T4", "bf16") is None
     with pytest.raises(ValueError, match="fp8"):
         peak_flops(a100, "fp8")
@@ -135,7 +134,7 @@ def test_what_is_not_known_has_no_peak_and_no_mfu(device_name: str) -> None:
 
 def test_mfu_is_the_share_of_all_devices_peak() -> None:
     assert mfu(8 * 312e12, 2.0, 8, "NVIDIA A100-SXM4-80GB", "bf16") == pytest.approx(0.5)
-    assert mfu(156e12, 2.0, 1, "NVIDIA A100-SXM4-80GB", "fp32", "high") == pytest.approx(0.5)
+    assert mfu(19.5e12, 2.0, 1, "NVIDIA A100-SXM4-80GB", "fp32") == pytest.approx(0.5)
 
 
 def test_hardware_needs_no_torch() -> None:

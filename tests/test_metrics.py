@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from study.tasks.metrics import METRICS, load_metric, summarize_evaluation
+from study.spec.strategies import REPOSITORY
+from study.tasks.metrics import load_metric, summarize_evaluation
 
 LOSSES = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 
@@ -22,22 +23,9 @@ def test_the_loss_is_the_mean_over_samples_and_perplexity_its_exponential() -> N
     assert result == pytest.approx({"eval_loss": 5.5 / 3, "perplexity": math.exp(5.5 / 3)})
 
 
-def test_tokens_weigh_the_loss_and_the_perplexity() -> None:
-    result = summarize_evaluation("gpt-wikitext", LOSSES, None, None, weights=torch.tensor([10, 1, 1]))
-    assert result == pytest.approx({"eval_loss": 10 / 12, "perplexity": math.exp(10 / 12)})
-
-
 def test_accuracy_is_the_share_of_hits() -> None:
     result = summarize_evaluation("bert-imdb", LOSSES, torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1]))
     assert result == pytest.approx({"eval_loss": 5.5 / 3, "accuracy": 2 / 3})
-
-
-def test_repeats_that_pad_a_batch_weigh_nothing() -> None:
-    padded = torch.tensor([0.5, 1.0, 4.0, 0.5, 0.5], dtype=torch.float64)
-    predictions, references = torch.tensor([1, 0, 1, 1, 1]), torch.tensor([1, 1, 1, 1, 1])
-    weights = torch.tensor([1, 1, 1, 0, 0])
-    result = summarize_evaluation("bert-imdb", padded, predictions, references, weights)
-    assert result == summarize_evaluation("bert-imdb", LOSSES, predictions[:3], references[:3])
 
 
 def test_float32_losses_are_summed_in_double() -> None:
@@ -46,7 +34,7 @@ def test_float32_losses_are_summed_in_double() -> None:
 
 
 def test_a_hopeless_loss_is_an_infinite_perplexity_and_no_crash() -> None:
-    assert load_metric("perplexity").compute(predictions=[1000.0], references=[1]) == {"perplexity": math.inf}
+    assert load_metric("perplexity").compute(predictions=[1000.0]) == {"perplexity": math.inf}
 
 
 def test_the_modules_load_offline_by_path_and_write_only_into_the_hugging_face_cache(tmp_path: Path) -> None:
@@ -62,7 +50,7 @@ def test_the_modules_load_offline_by_path_and_write_only_into_the_hugging_face_c
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_", "XDG_"))}
     result = subprocess.run(
         [sys.executable, "-c", script],
-        env=clean | offline | {"HF_HOME": str(cache), "HOME": str(home), "PYTHONPATH": str(METRICS.parent.parent)},
+        env=clean | offline | {"HF_HOME": str(cache), "HOME": str(home), "PYTHONPATH": str(REPOSITORY)},
         cwd=here,
         capture_output=True,
         text=True,
@@ -77,6 +65,6 @@ def test_the_modules_load_offline_by_path_and_write_only_into_the_hugging_face_c
 
 def test_nothing_pays_for_evaluate_before_the_first_evaluation() -> None:
     script = "import sys, study.tasks.metrics, study.tasks; print('evaluate' in sys.modules, 'torch' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(METRICS.parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]

@@ -22,16 +22,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
 from study.errors import UserError
-from study.models.initial import (
-    RECORD_NAME,
-    InitialWeights,
-    build_model,
-    load_initial_model,
-    load_tokenizer,
-    materialize_initial_weights,
-    model_config,
-)
+from study.models.architecture import build_model, model_config
+from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.models.presets import DROPOUT_FIELDS, PRESETS
+from study.models.tokenizer import load_tokenizer
 from study.run import engine
 from study.spec.config import RunConfig, Task, resolved
 
@@ -169,6 +163,8 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "bert-larg-uncased", "task": "bert-imdb"}, ["unknown model", "bert-large-uncased", "owner/name"]),
         ({"model": "./nowhere"}, ["unknown model './nowhere'", "folder"]),
         ({"model": "gpt2-0layers"}, ["unknown model"]),
+        ({"model": "a" * 5000}, ["unknown model"]),
+        ({"model": "~nobody/x"}, ["unknown model"]),
         ({"model": "bert-tiny", "task": "gpt-wikitext"}, ["does not fit --task gpt-wikitext", "gpt2"]),
         ({"model": "gpt-tiny", "task": "bert-imdb"}, ["does not fit --task bert-imdb", "bert-large-uncased"]),
         ({"model": "bert-tiny", "seq_length": 4097}, ["--seq_length 4097", "4096 or less"]),
@@ -178,7 +174,7 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa"]),
     ],
 )  # fmt: skip
-def test_a_wrong_model_is_refused_with_its_mend(asked: dict[str, Any], words: list[str]) -> None:
+def test_a_wrong_model_is_refused_with_its_fix(asked: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         model_config(run_config(**asked))
     assert all(word in str(refused.value) for word in words), str(refused.value)
@@ -382,8 +378,16 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
 
     three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **FAMILIES["bert"]))
     three.save_pretrained(tmp_path / "three")
-    with pytest.raises(UserError, match="cannot load the weights"):
-        materialize_initial_weights(run_config(str(tmp_path / "three"), "bert-imdb", weights="pretrained"), tmp_path)
+    cut = local_bert(tmp_path / "cut")
+    whole = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    quantized = local_bert(tmp_path / "quantized")
+    described = json.loads((quantized / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (quantized / "config.json").write_text(json.dumps(described))
+    for folder in (tmp_path / "three", cut, quantized):
+        with pytest.raises(UserError, match="cannot load the weights"):
+            materialize_initial_weights(run_config(str(folder), "bert-imdb", weights="pretrained"), tmp_path)
 
 
 def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) -> None:
@@ -398,17 +402,19 @@ def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) 
     with pytest.raises(UserError, match="no tokenizer vocabulary"):
         load_tokenizer(run_config("gpt-tiny", tokenizer_name=str(tmp_path / "bare")))
 
-    def words(number: int) -> str:
+    def words(number: int, end: str | None = "<end>") -> str:
         vocabulary = {"<end>": 0} | {f"w{index}": index for index in range(1, number)}
         folder = tmp_path / f"words{number}"
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end).save_pretrained(folder)
         return str(folder)
 
     tokenizer = load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(50)))
     assert (len(tokenizer), tokenizer.pad_token) == (50, "<end>")
     with pytest.raises(UserError, match="5000 entries"):
         load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(5000)))
+    with pytest.raises(UserError, match="neither a pad token"):
+        load_tokenizer(run_config("gpt-tiny", tokenizer_name=words(60, end=None)))
 
 
 class SmallHub(http.server.BaseHTTPRequestHandler):
@@ -451,7 +457,9 @@ ASK_HUB = """
 import json, pathlib, sys, time
 from study.spec.config import RunConfig, resolved
 from study.errors import Unsupported, UserError
-from study.tasks import models
+from study.models.architecture import model_config
+from study.models.initial import materialize_initial_weights
+from study.models.tokenizer import load_tokenizer
 def ask(do, task, model, **asked):
     config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
     started = time.monotonic()
@@ -461,10 +469,10 @@ def ask(do, task, model, **asked):
         print(json.dumps([str(refused), time.monotonic() - started]))
     else:
         print(json.dumps(["was served", 0]))
-def weights(config): models.materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
-models.model_config(resolved(RunConfig(scale="laptop"), False))
+def weights(config): materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
+model_config(resolved(RunConfig(scale="laptop"), False))
 for do, task, model, weights_flag in json.loads(sys.argv[2]):
-    do = {"config": models.model_config, "tokenizer": models.load_tokenizer, "weights": weights}[do]
+    do = {"config": model_config, "tokenizer": load_tokenizer, "weights": weights}[do]
     ask(do, task, model, weights=weights_flag)
 """
 

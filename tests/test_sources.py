@@ -83,6 +83,14 @@ def sharded(folder: Path) -> Path:
     return folder
 
 
+def named_twice(folder: Path) -> Path:
+    """load_dataset(folder) would take this file twice, and fetch what the README names."""
+    write_parquet(review_table(), folder / "my-train" / "train" / "rows.parquet")
+    card = "configs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'http://127.0.0.1:9/x.parquet'}\n"
+    (folder / "README.md").write_text(f"---\n{card}---\n")
+    return folder
+
+
 def saved_dataset(folder: Path) -> Path:
     datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}).save_to_disk(folder)
     return folder
@@ -108,6 +116,7 @@ REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
     "class labels": named_labels,
     "hub clone": hub_clone,
     "sharded": sharded,
+    "named twice": named_twice,
     "save_to_disk": saved_dataset,
     "save_to_disk with splits": saved_splits,
 }
@@ -299,6 +308,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "labels of words": ("bert-imdb", table_file({"text": TEXT, "label": ["pos"] * 6}), "`label` column of 'string'"),
     "labels of stars": ("bert-imdb", table_file({"text": TEXT, "label": [1, 2, 3, 4, 5, 0]}), "0, 1, 2, 3, 4"),
     "unlabelled": ("bert-imdb", table_file({"text": TEXT, "label": [-1] * 6}), "`label` column of -1"),
+    "labels that are lists": ("bert-imdb", table_file({"text": TEXT, "label": [[0]] * 6}), "`label` column of"),
     "label with gaps": ("bert-imdb", table_file({"text": TEXT, "label": [0, 1, 0, 1, 0, None]}), "None"),
     "too few": ("bert-imdb", table_file({"text": TEXT[:3], "label": [0, 1, 0]}), "too few"),
     "empty table": (
@@ -312,6 +322,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "not parquet": ("bert-imdb", text_file("a.parquet", b"PAR1 nothing of it"), "cannot read .*a.parquet"),
     "not arrow": ("bert-imdb", text_file("a.arrow", b"nothing of it"), "cannot read .*a.arrow"),
     "not json": ("bert-imdb", text_file("a.jsonl", b'{"text": "a", \n'), "cannot read .*a.jsonl"),
+    "jsonl that is not utf-8": (
+        "bert-imdb",
+        text_file("a.jsonl", b'{"text": "\xff\xfe", "label": 0}\n' * 9),
+        "not UTF-8",
+    ),
     "not utf-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
     "mixed kinds": ("bert-imdb", mixed, "mixes json and parquet"),
     "only a test split": ("bert-imdb", lone_test, "no training split"),
@@ -322,7 +337,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_data_that_cannot_serve_are_refused_by_name_with_a_mend(case: str, tmp_path: Path) -> None:
+def test_data_that_cannot_serve_are_refused_by_name_with_a_fix(case: str, tmp_path: Path) -> None:
     task, make, message = REFUSED[case]
     (tmp_path / "data").mkdir()
     config = asked(task, make(tmp_path / "data"))

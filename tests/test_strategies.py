@@ -10,31 +10,29 @@ import pytest
 import yaml
 
 from engines import ROOT, launch, printed_json
+from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
-from study.spec.strategies import STRATEGY_NAMES, Launch, Strategy, lint, read_strategy, this_launch
+from study.spec.strategies import STRATEGY_NAMES, Launch, Strategy, read_strategy, this_launch
 
 DIRECTORY = ROOT / "accelerate_configs"
-WITH_DEEPSPEED = [name for name in STRATEGY_NAMES if name.startswith("zero")]
-# Stage, and where the optimizer's state and the parameters live, as DESIGN.md defines the names.
-WHAT_THE_NAMES_MEAN = {
-    "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
-    "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
-    "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
-    "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
-}  # fmt: skip
 
 
 def test_the_directory_holds_the_thirteen_strategies_and_nothing_else() -> None:
-    assert {file.stem for file in DIRECTORY.glob("*.yaml")} == set(WHAT_THE_NAMES_MEAN)
+    assert {file.stem for file in DIRECTORY.glob("*.yaml")} == set(STRATEGIES) == set(STRATEGY_NAMES)
     assert {file.stem for file in (DIRECTORY / "deepspeed").iterdir()} == set(WITH_DEEPSPEED)
 
 
-@pytest.mark.parametrize("name", WHAT_THE_NAMES_MEAN)
+def test_the_readme_of_the_directory_says_what_each_file_does() -> None:
+    rows = [line.split("`")[1] for line in (DIRECTORY / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows == [f"{name}.yaml" for name in STRATEGY_NAMES]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_does_what_its_name_says(name: str) -> None:
     strategy = read_strategy(name)
     assert strategy.name == name
     found = (strategy.zero_stage, strategy.offload_device("optimizer"), strategy.offload_device("param"))
-    assert found == WHAT_THE_NAMES_MEAN[name]
+    assert found == STRATEGIES[name]
     assert strategy.uses_nvme is ("nvme" in name)
 
 
@@ -274,7 +272,7 @@ def test_a_process_that_nobody_launched_is_single() -> None:
 def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
     place = {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     second = this_launch(place)
-    assert (second.strategy.name, second.is_main, second.is_local_main) == ("ddp", False, True)
+    assert (second.strategy.name, second.is_main, second.local_rank) == ("ddp", False, 0)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +281,8 @@ def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
+        ({"RANK": "x"}, "RANK is 'x'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ],
 )
 def test_a_launch_that_is_none_of_the_study_is_refused(environment: dict[str, str], named: str) -> None:

@@ -14,7 +14,8 @@ from study.errors import UserError
 from study.host.box import Box, _visible, gpu_processes, this_box
 from study.launch.process import launch_command
 from study.measure.profiling import check_profiled_steps
-from study.spec.config import parse_command_line, resolved
+from study.spec.config import resolved
+from study.spec.flags import parse_command_line
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s

@@ -296,7 +296,7 @@ def test_the_papers_rows_of_stage_1_and_2_by_extrapolation(strategy: str, papers
 def test_the_large_presets_have_the_size_that_they_are_called_after() -> None:
     import torch
 
-    from study.models.initial import build_model
+    from study.models.architecture import build_model
     from study.spec.config import RunConfig, resolved
 
     sizes = {"7.5b": 7.5e9, "13b": 13e9, "20b": 20e9, "128b": 128e9, "175b": 175e9, "1t": 1e12}

@@ -14,7 +14,8 @@ from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.record.outcome import Ending, Terminated, ending_of
 from study.run.steps import StepLog
 from study.run.summary import memory_document, summarize
-from study.spec.config import RunConfig, refuse_what_no_virtual_run_has, resolved
+from study.spec.checks import refuse_what_no_virtual_run_has
+from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, Launch, read_strategy
 from study.virtual.rank.capacity import layers_within, needed_host_bytes, shape_of
 from study.virtual.request import Request, _strategies, _with_absolute_paths, base_model, depth_of

@@ -1,4 +1,4 @@
-"""The libraries of a run, imported in one go: most of what a run costs before it starts, paid by every rank."""
+"""The libraries of a run, imported at once: most of a run's start-up time, on every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from study.spec.strategies import Strategy
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Without garbage collection: imports make a million objects that stay, walked again and again for nothing."""
+    """Without garbage collection, which would walk the million objects that imports make, and free none of them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        # What is there now stays, and no later collection needs to look at it.
+        # What is there now stays: no later collection looks at it.
         gc.freeze()
     finally:
         if was_enabled:
@@ -27,9 +27,8 @@ def importing() -> Iterator[None]:
 
 
 def import_libraries(strategy: Strategy) -> None:
-    # transformers and evaluate take parts of scipy along where they find it, for losses and tests nobody here asks for.
-    # It is a library of the report's; to a run it is not there. But scikit-learn is built on it, and some versions of
-    # transformers import that wherever they find it.
+    # transformers and evaluate import parts of scipy where they find it, for what no run here uses. So it is hidden
+    # from them, unless scikit-learn is installed: that needs scipy, and some versions of transformers import it.
     if importlib.util.find_spec("sklearn") is None:
         sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
     with importing():

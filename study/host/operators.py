@@ -1,7 +1,7 @@
-"""DeepSpeed's own operators: which ones a strategy needs, built once and in good time.
+"""DeepSpeed's own operators: which ones a strategy needs, built once, before they are needed.
 
-torch guards a build with a lock file that a killed build leaves behind; every later run then waits for it for ever.
-Here one process builds under a lock that dies with its holder, and clears such leftovers first.
+torch guards a build with a lock file. A killed build leaves it behind, and every later run then waits for ever. Here
+one process builds under a lock that ends with the process, and first deletes such a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 
 def build_operators(strategy: Strategy, cache: Path) -> float:
-    """Build and load what the strategy needs; returns the seconds it took (near 0 when all was built)."""
+    """Build and load what the strategy needs; returns the seconds it took (near 0 if all was there)."""
     if strategy.deepspeed is None:
         return 0.0
     from filelock import FileLock
@@ -31,12 +31,12 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     _remember_the_processor(cache)
     for builder in builders(strategy):
         folder = _build_folder(builder.name)
-        # Beside the folder it guards: whoever shares the one must share the other, whatever cache it was given.
+        # Beside the folder it guards, so that all who share the folder share the lock.
         with FileLock(folder.with_suffix(".build.lock")):
             _clear_dead_build(folder)
             try:
                 builder.load(verbose=False)
-            except Exception as error:  # the compiler's, the linker's or ninja's: all end the same way here
+            except Exception as error:  # the compiler's, the linker's or ninja's
                 raise Unsupported(
                     f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
                     "install g++, ninja and, for NVMe, libaio-dev",
@@ -45,16 +45,15 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
 
 
 def use_own_build(cache: Path) -> None:
-    """One folder per installation, and its own ninja: two that share one rebuild everything in turns."""
+    """One folder per installation, and its own ninja: two installations with one folder rebuild it in turns."""
     installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
-    # Looked for on PATH, and the environment need not be activated. Another version of ninja does not trust this one's
-    # log, and starts over.
+    # ninja is looked for on PATH, where the environment may be missing. Another version of it would build all again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _remember_the_processor(cache: Path) -> None:
-    """DeepSpeed asks py-cpuinfo twice per operator, at every load, and each answer takes a second of processor time."""
+    """Keep the answer: DeepSpeed asks py-cpuinfo twice per operator at every load, a second of CPU time each."""
     import cpuinfo
 
     ask = cpuinfo.get_cpu_info
@@ -74,7 +73,7 @@ def _remember_the_processor(cache: Path) -> None:
 
 
 def _processor_key() -> str:
-    """One of each kind of processor: several machines may share a cache."""
+    """Names the kind of processor: several machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -108,10 +107,10 @@ def _build_folder(name: str) -> Path:
 
 
 def _clear_dead_build(folder: Path) -> None:
-    """For the holder of the lock beside the folder, to whom torch's lock can only be a dead process's.
+    """Delete torch's lock. The caller holds the lock beside the folder, so no living process holds torch's.
 
-    Every load takes that lock for a moment, built or not, so any run that is killed may leave it. What a killed build
-    has started goes on compiling, and is left to finish.
+    Every load takes torch's lock for a moment, so any killed run may leave it. Compilers that a killed build started
+    may still run: they are left to finish first.
     """
     lock = folder / "lock"
     while lock.exists() and _works_in(folder):

@@ -40,16 +40,13 @@ class Meters:
         self,
         device: torch.device,
         watched_step: int | None,
-        warmup_steps: int = WARMUP_STEPS,
         profiled_steps: range = range(0),
         records_profile: bool = False,
     ) -> None:
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
-        self.clock = StepClock(
-            device, warmup_steps, self.cost, on_window=self._window, on_uncounted=self._uncounted_segment
-        )
+        self.clock = StepClock(device, cost=self.cost, on_window=self._window, on_uncounted=self._uncounted_segment)
         self.watched_step = watched_step
         self.profiled_steps = profiled_steps
         self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None
@@ -59,7 +56,7 @@ class Meters:
         self._first_step = True
 
     def start(self, model: Any, optimizer: Any) -> None:
-        """Everything is prepared; the next thing is the first step."""
+        """Call when everything is prepared, right before the first step."""
         self._started = (model, optimizer)
         self.memory.enter_phase("first_step")
         self.clock.start_window()
@@ -76,7 +73,7 @@ class Meters:
                 yield
             self.traffic, self.state = traffic.report(), state.report
             if state.report is None:
-                # A loss scaler skipped this step; the next one is as good.
+                # A loss scaler skipped this step, so the next one is watched.
                 self.watched_step = step + 1
         else:
             yield
@@ -103,13 +100,13 @@ class Meters:
 
     @contextlib.contextmanager
     def interruption(self, phase: Phase) -> Iterator[None]:
-        """What is no training step: in no step's time, and its memory in a phase of its own."""
+        """Around what is not a training step: its time is in no step, and its memory in a phase of its own."""
         with self.paused(), self.memory.phase(phase):
             yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """In no step's time: a checkpoint, a gathered metric."""
+        """Around what is in no step's time: a checkpoint, a gathered metric."""
         self.clock.pause()
         yield
         self.clock.resume()
@@ -123,7 +120,7 @@ class Meters:
         return self.clock.flush()
 
     def finish(self) -> None:
-        """After the last step, before anything is torn down."""
+        """Call after the last step, before anything is closed."""
         self.clock.pause()
 
     @property
@@ -137,7 +134,7 @@ class Meters:
             **step_time_statistics(self.clock.counted_step_times),
             "window_s": self.clock.window_s if self.clock.window_steps else None,
             "window_steps": self.clock.window_steps or None,
-            "self_cost_s": self.clock.self_cost_s,
+            "self_cost_s": self.cost.seconds,
             "energy_j": self.energy.joules,
         }
 

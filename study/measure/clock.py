@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,7 @@ class HostCost:
             self._started = time.perf_counter()
         self._depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.seconds += time.perf_counter() - self._started
@@ -67,12 +64,8 @@ class StepClock:
         self._segment_steps = 0
         self._segment_started = 0.0
 
-    @property
-    def self_cost_s(self) -> float:
-        return self.cost.seconds
-
     def start_window(self) -> None:
-        """Call right before the first step. The window itself opens once the warm-up steps are done."""
+        """Call right before the first step. The window opens when the warm-up steps are done."""
         assert self._segment_counted is None, "the clock runs already"
         self._open(counted=self._uncounted_left == 0)
 
@@ -90,7 +83,7 @@ class StepClock:
                 self.resume()
 
     def pause(self) -> None:
-        """Stop before anything that is no training step: evaluation, a checkpoint, the end."""
+        """Call before anything that is not a training step: evaluation, a checkpoint, the end."""
         assert self._segment_counted is not None, "the clock is not running"
         self._synchronize()
         if self._segment_counted:
@@ -105,7 +98,7 @@ class StepClock:
         self.start_window()
 
     def exclude_next_step(self, count: int = 1) -> None:
-        """The next step, or so many, keep their time in their row and enter neither the window nor the statistics."""
+        """The next `count` steps have their time in their row, and are in neither the window nor the statistics."""
         self.pause()
         self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)

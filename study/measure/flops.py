@@ -1,4 +1,4 @@
-"""The arithmetic that a model asks for, counted and not measured."""
+"""The arithmetic of a model: counted from its shapes, not measured."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def model_flops_per_sample(config: RunConfig) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from study.models.initial import build_model
+    from study.models.architecture import build_model
     from study.models.presets import FAMILY_OF_TASK
 
-    assert config.seq_length is not None
     with torch.device("meta"):
         model = build_model(dataclasses.replace(config, attn_implementation="eager")).train()
         tokens = torch.zeros(1, config.seq_length, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Tensors claimed by name, deduplicated by storage, and everything alive that nobody claimed."""
+"""Tensors claimed by name, each storage counted once, and every other tensor alive in the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Inventory:
         self.grads_in_bucket_bytes = 0
 
     def claim(self, kind: str, piece: str, tensors: Any, offloaded: bool = False) -> None:
-        """`kind` is one of KINDS or "buffers". Counts what the tensors span; the rest of a storage is nobody's."""
+        """`kind` is one of KINDS or "buffers". Counts what the tensors span, not the rest of their storage."""
         for tensor in tensors_in(tensors):
             place = self._place(tensor, offloaded)
             storage = tensor.untyped_storage()
@@ -46,12 +46,12 @@ class Inventory:
         self.pieces[kind, "nvme", piece] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
 
     def add_unreachable(self, piece: str, sizes: list[int]) -> None:
-        """Buffers of C++ objects: known by size alone, unless some dispatch mode has made Python objects of them."""
+        """Buffers of C++ objects, known by size alone. A dispatch mode may have made Python objects of them."""
         self.pieces["buffers", "device", piece] += sum(sizes)
         self._unreachable += sizes
 
     def note_bucketed(self, parameters: list[nn.Parameter]) -> None:
-        """Call with nothing but the bucket claimed: whole gradients that wait there for their reduction."""
+        """Whole gradients that wait in the bucket for their reduction. Call when only the bucket is claimed."""
         grads = tensors_in([gradients_of(parameter) for parameter in parameters])
         held = [t for t in grads if t.untyped_storage().data_ptr() in self._claimed]
         self.grads_in_bucket_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
@@ -104,7 +104,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def dtensor_type() -> Any:
-    """Importing DTensor costs half a second; where nobody has, there is none."""
+    """Importing DTensor costs half a second. If nothing has imported it, no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 

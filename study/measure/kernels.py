@@ -1,4 +1,4 @@
-"""What a kernel or an operator is for: one of the few kinds of work that a training step is made of.
+"""What a kernel or an operator is for: one of the few kinds of work in a training step.
 
 The operator that launched a kernel says it best. Compiled code launches kernels without one, and then the kernel's
 own name has to do. Whatever neither tells is `other`.

@@ -1,4 +1,4 @@
-"""How fast this box multiplies matrices: what an MFU can be held against beside the data sheet's peak.
+"""How fast this box multiplies matrices: measured, where the data sheet gives a peak.
 
     python -m study.measure.matmul
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 SECONDS_PER_PRECISION = 0.5
-# Large enough that a faster device would not be kept waiting; on cores, small enough to be over at once.
+# Large enough to keep a GPU busy; on a CPU, small enough to be quick.
 _SIZE = {"cuda": 8192, "cpu": 1024}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +33,7 @@ def measure(seconds: float = SECONDS_PER_PRECISION) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     size = _SIZE[device.type]
     lacks_bf16 = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    # On cores nothing trains in fp16 here, and its products are emulated.
+    # On a CPU nothing trains in fp16 here, and its products are emulated.
     names = [name for name in _DTYPES if not (name == "bf16" and lacks_bf16) and (on_gpu or name != "fp16")]
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

@@ -1,8 +1,8 @@
 """Peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
 
-Three device figures that are not the same thing: what tensors occupy (allocated), what the caching
-allocator holds (reserved), and what the card shows as used (device: context, communicators and every other
-process on that card included). Peaks of torch and of Linux are reset where a phase begins.
+Three device figures: what tensors occupy (allocated), what the caching allocator holds (reserved), and what the card
+shows as used (device: with context, communicators and every other process on that card). The peaks of torch and of
+Linux are reset where a phase begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIGURES = ("allocated", "reserved", "device", "host")
 
 
 class MemoryMeter:
-    """A phase may come back; its peak is the largest of its occurrences. Bytes throughout."""
+    """A phase may come back: its peak is the largest of all its turns. All figures are bytes."""
 
     def __init__(self, device: torch.device, cost: HostCost | None = None) -> None:
         self.device = device
@@ -46,7 +46,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Interrupt the current phase, and go back to it."""
+        """Leave the current phase for this one, and go back to it after."""
         interrupted = self._phase
         self.enter_phase(phase)
         try:
@@ -110,7 +110,7 @@ class _HostPeak:
 
     def reset(self) -> None:
         if hasattr(psutil, "heap_trim"):
-            # What an earlier phase freed and the C library kept is no part of this one's peak.
+            # Give back what an earlier phase freed and the C library kept: it is not of this phase.
             psutil.heap_trim()
         try:
             # proc(5): "5" resets VmHWM. Some containers refuse it, and other systems do not have it.
@@ -128,7 +128,7 @@ class _HostPeak:
         lifetime = _lifetime_peak()
         if lifetime > self._lifetime_at_reset:
             return lifetime
-        # The process was larger in an earlier phase: only what the ends of this one show is known.
+        # The process was larger in an earlier phase, so only the two ends of this one are known.
         return max(self._resident_at_reset, self._process.memory_info().rss)
 
 

@@ -24,7 +24,7 @@ from study.measure.kernels import category
 from study.record.schema import PROFILE_CATEGORIES
 from study.spec.config import RunConfig
 
-# Between the watched step and the profiler, so that a profiled run still has times of its own to be held against.
+# Between the watched step and the profiler, so that a profiled run has undisturbed times as well.
 COUNTED_STEPS = 3
 # The profiler's own: its hooks into the driver are slow at first.
 PROFILER_WARMUP_STEPS = 1
@@ -37,7 +37,7 @@ _DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
 
 
 def check_profiled_steps(config: RunConfig, steps: int) -> None:
-    """`steps`: those that this run does itself."""
+    """`steps`: how many this run does itself, after a checkpoint it goes on from."""
     needed = WARMUP_STEPS + 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
     if config.profile_steps and steps < needed:
         raise UserError(
@@ -58,7 +58,7 @@ class StepProfiler:
         self.device = device
         self.document: dict[str, Any] | None = None
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        # To torch all our steps are one; it knows no other way to warm up.
+        # For torch all our steps are one: it has no other way to warm up.
         self._profile = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
         self._range: record_function | None = None
         self._records = False
@@ -100,13 +100,13 @@ class Span:
     start: int
     end: int
     parent: Span | None = None
-    # An annotation says what is done inside, and does nothing itself.
+    # An annotation only says what is done inside.
     works: bool = True
     inside: int = 0
 
     @property
     def alone(self) -> int:
-        """Without the operators it calls."""
+        """Its time without that of the operators it calls."""
         return self.end - self.start - self.inside
 
     def callers(self) -> Iterator[str]:
@@ -128,7 +128,7 @@ def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[s
     operators, by_id = _operators(host, window)
     if device == "cuda":
         if not kernels:
-            # Of the box: it would be so in the next run as well.
+            # It is so on this box, and would be in the next run as well.
             raise Unsupported(
                 "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
             )
@@ -160,14 +160,14 @@ class _Window:
         return self._end_at(event.start_ns()) is not None
 
     def clipped(self, event: Any) -> Span | None:
-        """The event as far as it lies inside; None where it does not start there."""
+        """The part of the event inside a stretch; None if it does not start in one."""
         start = event.start_ns()
         end = self._end_at(start)
         return None if end is None else Span(event.name(), start, min(event.end_ns(), end))
 
 
 def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[int, Span]]:
-    """Operators and annotations of the host, each under the one that called it; and by the id that kernels name."""
+    """Operators and annotations of the host, each with its caller; and by the id that kernels refer to."""
     found: list[Span] = []
     by_id: dict[int, Span] = {}
     threads: defaultdict[Any, list[tuple[Span, Any]]] = defaultdict(list)
@@ -181,7 +181,7 @@ def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[i
         found.append(span)
         if event.correlation_id() > 0 and event.linked_correlation_id() == 0:
             by_id[event.correlation_id()] = span
-        # Work that begins in one thread and ends in another is called by nobody.
+        # Work that begins in one thread and ends in another has no caller.
         if not event.is_async() and event.start_thread_id() == event.end_thread_id():
             threads[event.start_thread_id()].append((span, event))
     for entries in threads.values():
@@ -190,7 +190,7 @@ def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[i
 
 
 def _nest(spans: list[Span]) -> None:
-    """Gives every span of one thread its parent, and every working one what working ones inside it take."""
+    """Give every span of one thread its parent, and the time of the working spans inside it."""
     open_spans: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while open_spans and open_spans[-1].end <= span.start:
@@ -237,7 +237,7 @@ def _document(work: Sequence[Span], window: _Window, steps: range, device: str) 
 
 
 def _covered(work: Sequence[Span]) -> int:
-    """The time in which at least one of them was at work."""
+    """The time in which at least one of them ran."""
     covered, reached = 0, 0
     for start, end in sorted((span.start, span.end) for span in work):
         if end > reached:

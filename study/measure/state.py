@@ -1,9 +1,9 @@
 """Bytes of model state one rank really holds: parameters, gradients, optimizer state, and the engine's buffers.
 
-Read from the live objects at the instants that matter, deduplicated by storage, and checked against a scan
-of every tensor storage alive in the process. `device` is where the engine computes, `host` what it
-deliberately keeps in host memory instead, `nvme` the swap files on disk. On a box without a GPU device and
-host are the same RAM, so there the engine's own offload configuration decides.
+Read from the live objects at the right instants, each storage counted once, and compared with a scan of every tensor
+storage alive in the process. `device` is where the engine computes, `host` what it keeps in host memory on purpose,
+`nvme` the swap files on disk. Without a GPU, device and host are the same RAM: there the engine's offload
+configuration decides. Where an engine keeps its tensors is written in the _claim_* functions below.
 """
 
 from __future__ import annotations
@@ -20,10 +20,32 @@ from study.measure.inventory import KINDS, PLACES, Inventory, gradients_of, tens
 
 
 def model_state_bytes(model: Any, optimizer: Any, *, scan: bool = True) -> dict[str, Any]:
-    """This instant's state of this rank; see `StateWatch` for the right instants."""
+    """The state of this rank now; see `StateWatch` for the right instants."""
     engine, base = _unwrap(model, optimizer)
-    inventory = _inventory(engine if engine is not None else model, base, engine is not None)
-    return _report(inventory, engine, model, scan)
+    if engine is None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
+        inventory = Inventory(next(model.parameters()).device)
+        _claim_plain(inventory, model, base)
+    else:
+        inventory = Inventory(torch.device(engine.device))
+        if engine.zero_optimization_stage() == 3:
+            _claim_zero3(inventory, engine)
+        elif hasattr(base, "single_partition_of_fp32_groups"):
+            _claim_zero12(inventory, engine)
+        elif isinstance(base, torch.optim.Optimizer):
+            _claim_plain(inventory, engine.module, base)
+        else:
+            _claim_mixed_precision_wrapper(inventory, engine)
+    pieces = {key: count for key, count in inventory.pieces.items() if count}
+    buffers = {f"{piece}.{place}": count for (kind, place, piece), count in pieces.items() if kind == "buffers"}
+    return {
+        "state_bytes": {kind: {place: inventory.total(kind, place) for place in PLACES} for kind in KINDS},
+        "pieces": {".".join(key): count for key, count in pieces.items() if key[0] != "buffers"},
+        "buffer_bytes": buffers,
+        "kept_whole": _kept_whole(engine, inventory),
+        "grads_in_bucket_bytes": inventory.grads_in_bucket_bytes,
+        "other_tensor_bytes": inventory.other_tensor_bytes() if scan else None,
+    }
 
 
 class StateWatch:
@@ -83,20 +105,6 @@ class StateWatch:
             self._before_step = model_state_bytes(self._model, self._optimizer)
 
 
-def _report(inventory: Inventory, engine: Any, model: Any, scan: bool) -> dict[str, Any]:
-    buffers = {
-        f"{piece}.{place}": count for (kind, place, piece), count in inventory.pieces.items() if kind == "buffers"
-    }
-    return {
-        "state_bytes": {kind: {place: inventory.total(kind, place) for place in PLACES} for kind in KINDS},
-        "pieces": {".".join(key): count for key, count in inventory.pieces.items() if key[0] != "buffers" and count},
-        "buffer_bytes": {name: count for name, count in buffers.items() if count},
-        "kept_whole": _kept_whole(engine, inventory),
-        "grads_in_bucket_bytes": inventory.grads_in_bucket_bytes,
-        "other_tensor_bytes": inventory.other_tensor_bytes() if scan else None,
-    }
-
-
 def _kept_whole(engine: Any, inventory: Inventory) -> dict[str, int | None]:
     """ZeRO-3 gathers parameters under the persistence threshold once and never lets go of them."""
     persistent = getattr(engine.optimizer, "persistent_parameters", []) if engine is not None else []
@@ -109,22 +117,7 @@ def _kept_whole(engine: Any, inventory: Inventory) -> dict[str, int | None]:
     }
 
 
-def _inventory(model: Any, optimizer: Any, deepspeed: bool) -> Inventory:
-    if not deepspeed:
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
-        inventory = Inventory(next(model.parameters()).device)
-        return _claim_plain(inventory, model, optimizer)
-    inventory = Inventory(torch.device(model.device))
-    if model.zero_optimization_stage() == 3:
-        return _claim_zero3(inventory, model)
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return _claim_zero12(inventory, model)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _claim_plain(inventory, model.module, optimizer)
-    return _claim_mixed_precision_wrapper(inventory, model)
-
-
-def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.Optimizer) -> Inventory:
+def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Bare module, DDP, FSDP2 (DTensors count by their local shard) and DeepSpeed's stage 0 in fp32."""
     inventory.claim("params", "parameters", list(model.parameters()))
     inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
@@ -135,10 +128,9 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
         logged = model._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
         inventory.add_unreachable("ddp_reducer_buckets", [int(size) for size in sizes.split(",")])
-    return inventory
 
 
-def _claim_zero12(inventory: Inventory, engine: Any) -> Inventory:
+def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     """stage_1_and_2.py. The fp32 partition is a clone even of fp32 parameters, so it counts as optimizer state."""
     zero = engine.optimizer
     offloaded = zero.cpu_offload
@@ -159,13 +151,12 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> Inventory:
         inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
     inventory.claim("buffers", "offload_staging", getattr(zero, "temp_grad_buffer_for_gpu_offload", None))
     inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
-    return inventory
 
 
-def _claim_zero3(inventory: Inventory, engine: Any) -> Inventory:
+def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     """stage3.py. _create_fp32_partitions means to share the partition in fp32, but compares a device with a string.
 
-    So the fp32 copy exists in fp32 as well, and counts as optimizer state; were it shared, the storage counts once.
+    So there is an fp32 copy of fp32 parameters as well, and it counts as optimizer state.
     """
     zero = engine.optimizer
     offload_params, offload_optimizer = zero.offload_param, zero.offload_optimizer
@@ -196,10 +187,9 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> Inventory:
     inventory.claim("grads", "gradients", [p.grad for p in parameters])
     inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
     inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
-    return inventory
 
 
-def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> Inventory:
+def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
     """FP16_Optimizer, FP16_UnfusedOptimizer (stage 0) and BF16_Optimizer (stage 1 with fp32 accumulation)."""
     wrapper = engine.optimizer
     parameters = list(engine.module.parameters())
@@ -216,7 +206,6 @@ def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> Invento
     inventory.claim("grads", "fp32_gradients", [master.grad for master in tensors_in(masters)])
     inventory.claim("optimizer", "states", list(wrapper.optimizer.state.values()))
     inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
-    return inventory
 
 
 def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:

@@ -85,7 +85,7 @@ class TrafficWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A mode that says no here makes Dynamo give up whatever it compiled, for the watched step and all after it."""
+        """With False, Dynamo would drop what it compiled, for the watched step and all after it."""
         return True
 
     def __torch_dispatch__(
@@ -107,7 +107,7 @@ class TrafficWatch(TorchDispatchMode):
         if name in _BARRIERS:
             self.collectives["barrier"].calls += 1
             return
-        # An operator that is not in the table is counted with all it was given rather than missed.
+        # An operator that is not in the table counts with all its arguments, rather than not at all.
         kind, position = _OPERATORS.get(name.replace("_functional_autograd::", "_functional::"), (name, None))
         given = list(arguments.values())
         payload = given if position is None else result if position == -1 else given[position]

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from study.errors import Unsupported, UserError
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
-from study.spec.config import parse_command_line, resolved
+from study.spec.config import resolved
+from study.spec.flags import parse_command_line
 from study.spec.strategies import read_strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 they are there, 1 this box cannot hold them, 2 the request itself is wrong."""
+    """Exit status: 0 the weights are there, 1 this box cannot hold them, 2 the request itself is wrong."""
     try:
         config = resolved(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from study.errors import UserError
+from study.errors import UserError, first_line
+from study.models.presets import Preset
 
 Loaded = TypeVar("Loaded")
 
-# The libraries retry an unreachable hub for a quarter of a minute and more per file; one probe settles it for all.
+# The libraries retry an unreachable hub for 15 s and more per file; one question settles it for all files.
 PROBE_TIMEOUT_S = 5.0
 
 
@@ -20,7 +21,7 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     """The repository's file names; None when the hub cannot be reached or HF_HUB_OFFLINE is set."""
     from huggingface_hub import HfApi
 
-    # HTTPError is the transport's own, from whichever http library this huggingface_hub is built on.
+    # HTTPError is that of whichever http library this huggingface_hub is built on.
     from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HFValidationError,
@@ -44,12 +45,20 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     return tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
-def from_hub(
-    load: Callable[..., Loaded], repo_id: str, revision: str | None, what: str, fix: str, **options: Any
+def load_from(
+    source: Preset | Path | str, load: Callable[..., Loaded], what: str, fix: str, no_network: str, **options: Any
 ) -> Loaded:
-    """`load(repo_id, ...)` from the hub, or from the cache alone where the hub cannot be reached."""
+    """`load(...)` from a folder, without the network; or from the hub, or its cache when it cannot be reached."""
+    if isinstance(source, Path):
+        if what == "config" and not (source / "config.json").is_file():
+            raise UserError(f"there is no config.json in {source}", fix)
+        try:
+            return load(str(source), local_files_only=True, trust_remote_code=False, **options)
+        except Exception as error:  # each format has its own errors
+            raise UserError(f"cannot load the {what} in {source}: {first_line(error)}", fix) from error
     from huggingface_hub.errors import GatedRepoError
 
+    repo_id, revision = hub_place(source)
     reachable = hub_files(repo_id, revision) is not None
     try:
         return load(
@@ -59,21 +68,19 @@ def from_hub(
         if isinstance(error.__cause__, GatedRepoError):
             raise UserError(*_gated(repo_id)) from error
         if reachable:
-            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", fix) from error
+            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", no_network) from error
         raise UserError(
             f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the local cache has no {what} of {repo_id}",
-            fix,
+            no_network,
         ) from error
 
 
-def from_folder(load: Callable[..., Loaded], folder: Path, what: str, fix: str, **options: Any) -> Loaded:
-    """`load(folder, ...)` with the network never asked."""
-    if what == "config" and not (folder / "config.json").is_file():
-        raise UserError(f"there is no config.json in {folder}", fix)
-    try:
-        return load(str(folder), local_files_only=True, trust_remote_code=False, **options)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"cannot load the {what} in {folder}: {first_line(error)}", fix) from error
+def hub_place(source: Preset | str) -> tuple[str, str | None]:
+    """Repository and revision; None is the newest."""
+    if isinstance(source, str):
+        return source, None
+    assert source.hub_id is not None
+    return source.hub_id, source.revision
 
 
 def _gated(repo_id: str) -> tuple[str, str]:
@@ -81,7 +88,3 @@ def _gated(repo_id: str) -> tuple[str, str]:
         f"{repo_id} on the hub is gated and this login may not read it",
         "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",
     )
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

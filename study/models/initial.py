@@ -1,6 +1,6 @@
-"""Everything about the model except training it: configuration, initial weights, tokenizer.
+"""The initial weights: one set per (task, model, weights, seed), drawn once and loaded by every arm.
 
-Fairness stands on the initial weights: one set per (task, model, weights, seed), drawn once and loaded by every arm.
+A comparison of arms is fair only because of this.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
-from study.models.hub import first_line, from_folder, from_hub, hub_files
-from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
+from study.errors import UserError, first_line
+from study.models.architecture import (
+    NO_NETWORK,
+    OTHER_MODEL,
+    attention,
+    build_model,
+    model_class,
+    model_config,
+    with_run_settings,
+)
+from study.models.hub import hub_files, hub_place, load_from
+from study.models.presets import FAMILY_OF_TASK, Preset, find_model
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 RECORD_NAME = "initial_weights.json"
 STAND_IN_WEIGHT = 0.01
-# On disk, for each parameter: fp32, and a little for what stands around it.
+# On disk, for each parameter: fp32, and a little for the files around it.
 WEIGHT_FILE_BYTES = 4.2
-_OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
-_NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
-_OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,35 +43,8 @@ class InitialWeights:
     sha256: str
 
 
-def model_config(config: RunConfig) -> PreTrainedConfig:
-    """The architecture with this run's dropout and attention; whatever does not fit the run is refused here."""
-    from transformers import AutoConfig
-
-    source = find_model(_model_name(config))
-    options = {"attn_implementation": _attention(config)}
-    if isinstance(source, Preset):
-        if config.weights == "pretrained" and not source.has_published_weights:
-            raise UserError(f"no weights are published for {source.name}", "use --weights random")
-        architecture = AutoConfig.for_model(source.model_type, **source.architecture, **options)
-    elif isinstance(source, Path):
-        architecture = from_folder(AutoConfig.from_pretrained, source, "config", _OTHER_MODEL, **options)
-    else:
-        architecture = from_hub(AutoConfig.from_pretrained, source, None, "config", _NO_NETWORK, **options)
-    _refuse_misfit(architecture, config)
-    return _with_run_settings(architecture, config)
-
-
-def build_model(config: RunConfig) -> PreTrainedModel:
-    """The model with the architecture's own random weights, on the default device (`meta` to count, not to run).
-
-    Built by its class rather than from_config, which under a live ZeRO-3 configuration would partition it.
-    """
-    architecture = model_config(config)
-    return _model_class(config)[type(architecture)](architecture)
-
-
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
-    """The one set of weights that every arm of this run starts from; drawn or downloaded if it is not there yet.
+    """The one set of weights that every arm of this run starts from, drawn or downloaded if it is not there yet.
 
     Call it before the Accelerator exists: under ZeRO-3 transformers would load into partitions.
     """
@@ -74,11 +53,11 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
 
     if is_deepspeed_zero3_enabled():
         raise ValueError("materialize_initial_weights must run before the Accelerator sets up ZeRO-3")
-    # Dropout and attention are the run's business and not the weights': one set serves every value of them.
+    # Dropout and attention change no weight: one set serves every value of them.
     config = dataclasses.replace(config, dropout=-1.0, attn_implementation="eager")
     made_from = _made_from(config)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    name = _model_name(config).rstrip("/").rsplit("/", 1)[-1]
+    name = config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
     folder = cache_dir / "initial_weights" / f"{config.task}-{name}-{config.weights}-seed{config.seed}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
@@ -88,15 +67,15 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
 
 
 def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> PreTrainedModel:
-    """What every arm calls. Under a live ZeRO-3 configuration transformers partitions the model while it loads."""
+    """The model of every arm. Under a live ZeRO-3 configuration transformers partitions it while it loads."""
     import torch
     from transformers import AutoConfig
 
     if initial is None:
         return _stand_in(config)
-    saved = AutoConfig.from_pretrained(initial.path, attn_implementation=_attention(config))
-    architecture = _with_run_settings(saved, config)
-    model, keys = _model_class(config)[type(architecture)].from_pretrained(
+    saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
+    architecture = with_run_settings(saved, config)
+    model, keys = model_class(config, architecture).from_pretrained(
         initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -126,7 +105,7 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     from transformers.utils.generic import ContextManagers
 
     architecture = model_config(config)
-    cls = _model_class(config)[type(architecture)]
+    cls = model_class(config, architecture)
     architecture.dtype = torch.float32
     contexts = cls.get_init_context(torch.float32, False, False, False) if is_deepspeed_zero3_enabled() else []
     with ContextManagers([*contexts, no_init_weights()]):
@@ -139,8 +118,8 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
 
 
 def _fill(parameter: Any) -> None:
-    """Nothing may stay as it was allocated: not every memory is a number, and DeepSpeed skips steps that are none."""
-    # Under ZeRO-3 this rank's part of it, which is on the drive by now where parameters are kept there.
+    """Fresh memory may hold NaN, and DeepSpeed skips steps with NaN: every part gets a number."""
+    # Under ZeRO-3 this rank's part of the parameter, which may be on the drive by now.
     held = getattr(parameter, "ds_tensor", parameter)
     on_drive = getattr(held, "final_location", None) == "nvme"
     if on_drive:
@@ -150,113 +129,12 @@ def _fill(parameter: Any) -> None:
         parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
-def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, or `--tokenizer_name`; it always has a pad token."""
-    from transformers import AutoTokenizer
-
-    source = find_model(config.tokenizer_name or _model_name(config))
-    if isinstance(source, Preset) and source.hub_id is None:
-        raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", _OTHER_TOKENIZER)
-    if isinstance(source, Path):
-        tokenizer = from_folder(AutoTokenizer.from_pretrained, source, "tokenizer", _OTHER_TOKENIZER)
-    else:
-        repo_id, revision = (source.hub_id, source.revision) if isinstance(source, Preset) else (source, None)
-        assert repo_id is not None
-        tokenizer = from_hub(AutoTokenizer.from_pretrained, repo_id, revision, "tokenizer", _OTHER_TOKENIZER)
-    where = config.tokenizer_name or _model_name(config)
-    # Where the vocabulary file is missing, transformers builds a tokenizer of special tokens alone, without a word.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(f"there is no tokenizer vocabulary in {where}", _OTHER_TOKENIZER)
-    entries = model_config(config).vocab_size
-    if len(tokenizer) > entries:
-        raise UserError(
-            f"the tokenizer of {where} has {len(tokenizer)} entries and {_model_name(config)} takes {entries}",
-            "use the model's own tokenizer, or a model with a larger vocabulary",
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def _model_name(config: RunConfig) -> str:
-    assert config.model_name_or_path is not None
-    return config.model_name_or_path
-
-
-def _attention(config: RunConfig) -> str | None:
-    """What to tell transformers. None is its own choice: sdpa where the architecture has it, else eager.
-
-    GPT-Neo and GPT-J have none, and asking for sdpa by name would be an error.
-    """
-    from transformers.utils import is_flash_attn_2_available
-
-    asked = config.attn_implementation
-    if asked == "flash_attention_2":
-        if not is_flash_attn_2_available():
-            raise UserError("--attn_implementation flash_attention_2 needs flash-attn and a GPU for it", "use sdpa")
-        if config.precision == "fp32":
-            raise UserError("--attn_implementation flash_attention_2 does not compute in fp32", "use sdpa or bf16")
-    elif asked not in ("sdpa", "eager"):
-        raise UserError(f"--attn_implementation {asked} is not known here", "use eager, sdpa or flash_attention_2")
-    return None if asked == "sdpa" else asked
-
-
-def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
-    from transformers.models.auto import modeling_auto
-
-    model_type, name = architecture.model_type, _model_name(config)
-    # A family that fills in masked words is an encoder; BERT also has a causal head, which nobody means by it.
-    encoder = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if FAMILY_OF_TASK[config.task] == "causal-lm":
-        fits = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder
-        wanted = "a causal language model such as gpt2"
-    else:
-        fits = model_type in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and encoder
-        wanted = "an encoder such as bert-large-uncased"
-    if not fits:
-        raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
-    largest = getattr(architecture, "max_position_embeddings", None)
-    if largest is not None and config.seq_length is not None and config.seq_length > largest:
-        raise UserError(
-            f"--seq_length {config.seq_length} is longer than {name} takes", f"use --seq_length {largest} or less"
-        )
-
-
-def _with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
-    assert config.dropout is not None
-    if FAMILY_OF_TASK[config.task] == "sequence-classification":
-        architecture.num_labels = 2
-        architecture.problem_type = "single_label_classification"
-    architecture.use_cache = False
-    if config.attn_implementation == "sdpa" and getattr(architecture, "attn_logit_softcapping", None) is not None:
-        # sdpa has no softcapping; transformers 5.17 leaves it out without a word and trains another model.
-        architecture._attn_implementation = "eager"
-    if config.dropout >= 0:
-        fields = DROPOUT_FIELDS.get(architecture.model_type)
-        if fields is None:
-            raise UserError(
-                f"--dropout {config.dropout} cannot be promised for {architecture.model_type} models, not known here",
-                "use --dropout -1 for the model's own, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
-            )
-        for field in fields:
-            setattr(architecture, field, config.dropout)
-    return architecture
-
-
-def _model_class(config: RunConfig) -> Any:
-    import transformers
-
-    if FAMILY_OF_TASK[config.task] == "causal-lm":
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-
 def _made_from(config: RunConfig) -> dict[str, Any]:
     """Everything that decides the weights."""
     architecture = model_config(config)
     described = {key: value for key, value in architecture.to_dict().items() if key != "transformers_version"}
     made: dict[str, Any] = {"task": config.task, "weights": config.weights, "seed": config.seed}
-    source = find_model(_model_name(config))
+    source = find_model(config.model_name_or_path)
     if config.weights == "pretrained":
         if isinstance(source, Preset):
             made |= {"hub_id": source.hub_id, "revision": source.revision}
@@ -276,14 +154,14 @@ def _safetensors_in(folder: Path) -> list[Path]:
 
 
 def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -> None:
-    """Into a sibling that is renamed when whole; what a killed process left there is thrown away."""
+    """Into a folder beside it that is renamed when complete; what a killed process left there is deleted."""
     import torch
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    # Only the host's stream is used, and it is put back: a rank that draws and one that does not must go on alike.
+    # The random state is put back: a rank that draws and one that does not must continue in the same way.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         _refuse_full_disk(config, folder)
         torch.default_generator.manual_seed(config.seed)
@@ -301,22 +179,22 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
         (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
         partial.rename(folder)
     except BaseException:
-        # Half of a large model would keep the disk full for every run after this one.
+        # Half of a large model would fill the disk for every run after this one.
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
-    """Before minutes are spent on drawing what cannot be kept."""
+    """Before minutes are spent on weights that cannot be kept."""
     import torch
 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
     needed, free = WEIGHT_FILE_BYTES * parameters, shutil.disk_usage(folder.parent).free
     if free < needed:
-        # The drive is full today, and emptier on the next machine: not an answer for good.
+        # Not `Unsupported`, which a sweep would take for a final answer: the drive may have room tomorrow.
         raise UserError(
-            f"the initial weights of {_model_name(config)} take {needed / 1e9:.1f} GB, and {folder.parent} has"
+            f"the initial weights of {config.model_name_or_path} take {needed / 1e9:.1f} GB, and {folder.parent} has"
             f" {free / 1e9:.1f} GB free",
             "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
         )
@@ -326,27 +204,21 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
     import torch
 
     architecture = model_config(config)
-    cls = _model_class(config)[type(architecture)]
-    source = find_model(_model_name(config))
-    options = {
-        "config": architecture,
-        "dtype": torch.float32,
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
-    if isinstance(source, Path):
-        model, keys = from_folder(cls.from_pretrained, source, "weights", _OTHER_MODEL, **options)
-    else:
-        repo_id, revision = (source.hub_id, source.revision) if isinstance(source, Preset) else (source, None)
-        assert repo_id is not None
-        files = hub_files(repo_id, revision)
+    cls = model_class(config, architecture)
+    source = find_model(config.model_name_or_path)
+    if not isinstance(source, Path):
+        files = hub_files(*hub_place(source))
         if files is not None and not any(file.endswith(".safetensors") for file in files):
-            raise UserError(f"{repo_id} publishes no safetensors, and pickled weights are not loaded", _NO_NETWORK)
-        model, keys = from_hub(cls.from_pretrained, repo_id, revision, "weights", _NO_NETWORK, **options)
-    # The task's head is new and drawn from the seed; a hole in the body would be a random layer nobody asked for.
+            name = hub_place(source)[0]
+            raise UserError(f"{name} publishes no safetensors, and pickled weights are not loaded", NO_NETWORK)
+    model, keys = load_from(
+        source, cls.from_pretrained, "weights", OTHER_MODEL, NO_NETWORK,
+        config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+    )  # fmt: skip
+    # The task's head is new and drawn from the seed; a missing tensor elsewhere would be a random layer.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:
-        raise UserError(f"{_model_name(config)} lacks weights: {', '.join(sorted(holes)[:3])}", _OTHER_MODEL)
+        raise UserError(f"{config.model_name_or_path} lacks weights: {', '.join(sorted(holes)[:3])}", OTHER_MODEL)
     return model
 
 
@@ -360,7 +232,7 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _verified(folder: Path) -> InitialWeights:
-    """Sizes against the record: cheap enough for every rank of every run."""
+    """The sizes are those in the record. Cheap enough for every rank of every run."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         sha256, sizes = str(record["sha256"]), dict(record["bytes"])

@@ -5,6 +5,7 @@ Free of torch and transformers: what a preset is can be asked before either is i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -24,7 +25,7 @@ Family = Literal["sequence-classification", "causal-lm"]
 
 FAMILY_OF_TASK: dict[str, Family] = {"bert-imdb": "sequence-classification", "gpt-wikitext": "causal-lm"}
 
-# Every dropout probability of an architecture. One that is missing here would stay on in a run that says dropout 0.
+# Every dropout probability of an architecture. One that is missing here would stay on under --dropout 0.
 DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
     "distilbert": ("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout"),
@@ -140,8 +141,8 @@ _ALL = (
         vocab_size=BUILTIN_VOCABULARY_SIZE, n_embd=256, n_layer=2, n_head=4, n_positions=TINY_POSITIONS,
         bos_token_id=None, eos_token_id=None,
     ),
-    # The sizes that the ZeRO papers speak of. Width and depth are theirs where those give the size that is named: the
-    # 13 B of the paper's figures is 62 layers, which makes 12.7 B.
+    # The sizes in the ZeRO papers, with their width and depth where these give the size that is named. (The 13 B of
+    # the paper's figures has 62 layers, which makes 12.7 B.)
     _megatron("gpt-7.5b", n_embd=4096, n_layer=36, n_head=32),  # 7.47 B parameters
     _megatron("gpt-13b", n_embd=4096, n_layer=63, n_head=32),  # 12.90 B
     _megatron("gpt-20b", n_embd=4096, n_layer=98, n_head=32),  # 19.95 B
@@ -191,7 +192,7 @@ def _find_preset(name: str) -> Preset | None:
 
 
 def without_depth(name: str) -> str | None:
-    """The preset behind a name, whatever depth the name says; None where it is none."""
+    """The name of the preset without a depth; None if it is no preset."""
     preset = _find_preset(name)
     return re.sub(r"-\d+layers$", "", preset.name) if preset else None
 
@@ -211,10 +212,12 @@ def find_model(name: str) -> Preset | Path | str:
     preset = _find_preset(name)
     if preset is not None:
         return preset
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    # The hub's old names without an owner are not taken: a misspelt preset must be refused, and without a network.
+    # A name that is longer than any path, or begins with ~ and no user's name, is no folder.
+    with contextlib.suppress(OSError, RuntimeError):
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return folder
+    # The hub's old names without an owner are refused: a misspelt preset looks like one.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return name
     raise UserError(f"unknown model {name!r}", _how_to_name_a_model(name))

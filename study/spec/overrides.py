@@ -1,4 +1,4 @@
-"""`--engine_override a.b=5e6`: read, and laid over DeepSpeed settings."""
+"""`--engine_override a.b=5e6`: read, and set in DeepSpeed's settings."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
-    """The run's training and evaluation samples; what is converted on the way is kept under `cache_dir`."""
+    """The run's training and evaluation samples. Converted files are kept under `cache_dir`."""
     from study.tasks import bert_imdb, gpt_wikitext
 
     task = {"bert-imdb": bert_imdb, "gpt-wikitext": gpt_wikitext}[config.task]
@@ -22,23 +22,23 @@ def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
 
 
 def uses_builtin_tokenizer(config: RunConfig) -> bool:
-    """Published weights know their own vocabulary alone, so only a random draw can read the built-in corpora's."""
+    """Only with random weights: published ones know no vocabulary but their own."""
     return config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
 
 
 def load_task_tokenizer(config: RunConfig, frame: bool) -> PreTrainedTokenizerBase:
-    """The built-in corpora's own, or the model's; `frame` asks the former for [CLS] and [SEP]."""
+    """That of the built-in corpora, with [CLS] and [SEP] if `frame`, or the model's own."""
     if uses_builtin_tokenizer(config):
         from study.tasks.builtin import builtin_tokenizer
 
         return builtin_tokenizer(frame)
-    from study.models.initial import load_tokenizer
+    from study.models.tokenizer import load_tokenizer
 
     return load_tokenizer(config)
 
 
 def describe(train: Split, evaluation: Split, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What was made of the raw data, for the record: two runs with these alike trained on the same tokens."""
+    """For the record: two runs for which all this is equal trained on the same tokens."""
     return {
         "samples": {"train": len(train), "eval": len(evaluation)},
         "tokens_sha256": {"train": train.sha256(), "eval": evaluation.sha256()},

@@ -1,4 +1,4 @@
-"""Tokenized samples in memory, which of them each optimizer step takes, and the proof of which it took."""
+"""Tokenized samples in memory: which of them each optimizer step takes, and a hash that proves it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Split(Dataset[dict[str, Tensor]]):
 
 @dataclasses.dataclass(frozen=True)
 class TaskData:
-    """What a run trains and is judged on; `source` says where it came from, for the record."""
+    """What a run trains on and is evaluated on; `source` says where it came from, for the record."""
 
     train: Split
     eval: Split
@@ -62,7 +62,7 @@ class TaskData:
 def sample_hashes(batch: dict[str, Tensor]) -> list[int]:
     """64 bits per sample over all it holds. Call it before the batch leaves the host: a device copy would stall."""
     columns = [batch[name].contiguous().numpy() for name in sorted(batch)]
-    # labels of a language model are its inputs; side by side, a row is hashed in one call.
+    # All columns side by side: then one call hashes a sample.
     rows = np.concatenate([column.reshape(len(column), -1).view(np.uint8) for column in columns], axis=1)
     return [int.from_bytes(hashlib.blake2b(row, digest_size=8).digest(), "little") for row in rows]
 
@@ -76,12 +76,11 @@ def epoch_order(n_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def step_samples(config: RunConfig, n_samples: int, step: int) -> list[int]:
-    """The samples of optimizer step `step`, counted from 0 over all epochs: the same whoever computes which of them.
+    """The samples of optimizer step `step`, counted from 0 over all epochs, however many ranks share them.
 
-    What is left of an epoch after its last full batch is dropped; epochs repeat as often as needed.
+    An epoch's incomplete last batch is dropped. Epochs repeat as often as needed.
     """
     batch = config.global_batch_size
-    assert batch
     assert n_samples >= batch, "RunConfig.total_steps refuses this first"
     epoch, position = divmod(step, n_samples // batch)
     order = epoch_order(n_samples, config.seed, epoch)

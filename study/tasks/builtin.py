@@ -1,4 +1,4 @@
-"""The built-in corpora: made from a seed, needing no network, with a best possible score that is computed.
+"""The built-in corpora: made from a seed, without a network. The best possible score on each is computed.
 
 Language (stands in for Wikitext): one long walk of an order-1 Markov chain over made-up words. Who knows the chain
 loses its entropy rate, and nobody loses less.
@@ -48,7 +48,7 @@ _STREAMS = {"lexicon": 0, "chain": 1, "language-train": 2, "language-eval": 3, "
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The best anyone can do: on average over the process, and as it came out on exactly the evaluation samples."""
+    """The best anyone can do: `expected` on average, `oracle` on exactly these evaluation samples."""
 
     expected_loss: float
     oracle_eval_loss: float
@@ -132,7 +132,7 @@ def language_chain() -> MarkovChain:
 
 
 def language_rows(split: SplitName) -> Iterator[str]:
-    """The corpus row by row, one walk cut into lines: the word before a line's first is the last line's last."""
+    """The corpus row by row: one walk, cut into lines."""
     chain, words = language_chain(), lexicon()
     successors = chain.successors.tolist()
     thresholds = np.cumsum(chain.probabilities, axis=1)
@@ -149,7 +149,7 @@ def language_rows(split: SplitName) -> Iterator[str]:
 
 
 def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
-    """Every position but a block's first is scored, given the word before it; an order-1 process depends on no more."""
+    """Every position but a block's first is scored, given the word before it: the process depends on no more."""
     chain = language_chain()
     words = eval_blocks - len(SPECIAL_TOKENS)
     realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
@@ -182,7 +182,7 @@ def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
 
 
 def margin_losses(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Bayes' loss where `margins` more words agree with the label than speak against it: each is worth log q/(1-q)."""
+    """Bayes' loss where `margins` more words agree with the label than disagree: each is worth log q/(1-q)."""
     return np.logaddexp(0.0, -margins * math.log(AGREEMENT / (1 - AGREEMENT)))
 
 
@@ -210,7 +210,7 @@ def expected_review_scores(seq_length: int) -> tuple[float, float]:
 
 
 def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Words that agree with the label less those that disagree, among the words that truncation has left."""
+    """Words that agree with the label minus words that disagree, among those that truncation has left."""
     words = input_ids - len(SPECIAL_TOKENS)
     praise = ((words >= 0) & (words < WORDS_PER_SENTIMENT)).sum(axis=1)
     blame = ((words >= WORDS_PER_SENTIMENT) & (words < 2 * WORDS_PER_SENTIMENT)).sum(axis=1)

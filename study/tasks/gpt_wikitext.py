@@ -22,9 +22,6 @@ ROWS_PER_CHUNK = 256
 
 
 def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
-    assert config.seq_length
-    assert config.train_samples is not None
-    assert config.eval_samples is not None
     raw = sources.load_rows(config, cache_dir)
     tokenizer = load_task_tokenizer(config, frame=False)
     train = pack(tokenizer, raw.train, config.seq_length, config.train_samples, "--train_samples")
@@ -46,7 +43,7 @@ def pack(tokenizer: PreTrainedTokenizerBase, rows: Iterable[str], length: int, s
         texts = list(itertools.islice(remaining, ROWS_PER_CHUNK))
         if not texts:
             break
-        # A row longer than the model takes is no concern here, it is cut into blocks: verbose would warn of it.
+        # verbose would warn of rows longer than the model takes; here they are cut into blocks.
         encoded = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
         chunks.append(np.fromiter(itertools.chain.from_iterable(encoded), np.int64))
         tokens += len(chunks[-1])

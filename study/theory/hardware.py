@@ -31,38 +31,27 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(device_name: str) -> Device | None:
-    """By the name torch.cuda.get_device_name or NVML gives; None for what is not listed, such as any CPU."""
+    """By the name that torch.cuda.get_device_name or NVML gives; None if it is not listed, as any CPU."""
     if "MIG" in device_name:  # a slice of a device; its share of the figures is not published with the name
         return None
     return next((device for device in known_devices() if re.search(device.pattern, device_name)), None)
 
 
-def peak_flops(device_name: str, precision: str, float32_matmul_precision: str = "highest") -> float | None:
+def peak_flops(device_name: str, precision: str) -> float | None:
     """Peak dense FLOP/s for the matrix multiplications of a run in `precision`; None where it is not known.
 
-    fp32 means the CUDA cores, because torch leaves tf32 off for matrix multiplications (Ampere and later included):
-    pass torch.get_float32_matmul_precision() where a run may have turned it on.
+    fp32 means the CUDA cores: study/run/engine.py keeps tf32 off.
     """
     if precision not in get_args(Precision):
         raise ValueError(f"unknown precision {precision!r}")
     device = find_device(device_name)
     if device is None:
         return None
-    kind = precision.removesuffix("-engine")
-    if kind == "fp32" and float32_matmul_precision != "highest" and device.peak_tflops["tf32"] is not None:
-        kind = "tf32"
-    tflops = device.peak_tflops[kind]
+    tflops = device.peak_tflops[precision.removesuffix("-engine")]
     return None if tflops is None else tflops * 1e12
 
 
-def mfu(
-    flops_per_step: float,
-    step_time_s: float,
-    world_size: int,
-    device_name: str,
-    precision: str,
-    float32_matmul_precision: str = "highest",
-) -> float | None:
+def mfu(flops_per_step: float, step_time_s: float, world_size: int, device_name: str, precision: str) -> float | None:
     """Model FLOPs utilization: the model's FLOPs of one step over all ranks, against all devices' peak in that time."""
-    peak = peak_flops(device_name, precision, float32_matmul_precision)
+    peak = peak_flops(device_name, precision)
     return None if peak is None else flops_per_step / (step_time_s * world_size * peak)

@@ -11,16 +11,9 @@ from typing import Any, get_args
 from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell
-from study.spec.config import (
-    LARGEST_WORLD,
-    Precision,
-    RunConfig,
-    Task,
-    add_flags,
-    config_from_flags,
-    refuse_what_no_virtual_run_has,
-    resolved,
-)
+from study.spec.checks import LARGEST_WORLD, refuse_what_no_virtual_run_has
+from study.spec.config import Precision, RunConfig, Task, resolved
+from study.spec.flags import add_flags, config_from_flags
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 
 TIME_LIMIT_S = 3600.0

@@ -17,7 +17,8 @@ import numpy as np
 
 from study.errors import UserError
 from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
-from study.spec.config import RunConfig, parse_command_line, resolved
+from study.spec.config import RunConfig, resolved
+from study.spec.flags import parse_command_line
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.suite_file import SearchAxis
 from study.virtual.figures import MOMENTS

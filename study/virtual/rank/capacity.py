@@ -38,7 +38,7 @@ class Shape:
 def shape_of(config: RunConfig) -> Shape:
     import torch
 
-    from study.models.initial import build_model
+    from study.models.architecture import build_model
 
     with torch.device("meta"):
         model = build_model(config)

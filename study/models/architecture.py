@@ -1,0 +1,107 @@
+"""A model's architecture with a run's dropout and attention. What does not fit the run is refused here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from study.errors import UserError
+from study.models.hub import load_from
+from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
+from study.spec.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
+NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
+
+
+def model_config(config: RunConfig) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    source = find_model(config.model_name_or_path)
+    options = {"attn_implementation": attention(config)}
+    if isinstance(source, Preset):
+        if config.weights == "pretrained" and not source.has_published_weights:
+            raise UserError(f"no weights are published for {source.name}", "use --weights random")
+        architecture = AutoConfig.for_model(source.model_type, **source.architecture, **options)
+    else:
+        architecture = load_from(source, AutoConfig.from_pretrained, "config", OTHER_MODEL, NO_NETWORK, **options)
+    _refuse_misfit(architecture, config)
+    return with_run_settings(architecture, config)
+
+
+def build_model(config: RunConfig) -> PreTrainedModel:
+    """The model with the architecture's own random weights, on the default device (`meta` to count, not to run).
+
+    Built by its class rather than from_config, which under a live ZeRO-3 configuration would partition it.
+    """
+    architecture = model_config(config)
+    return model_class(config, architecture)(architecture)
+
+
+def attention(config: RunConfig) -> str | None:
+    """What transformers is told. None leaves it the choice: sdpa where the architecture has it, else eager.
+
+    GPT-Neo and GPT-J have none, and asking for sdpa by name would be an error.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    asked = config.attn_implementation
+    if asked == "flash_attention_2":
+        if not is_flash_attn_2_available():
+            raise UserError("--attn_implementation flash_attention_2 needs flash-attn and a GPU for it", "use sdpa")
+        if config.precision == "fp32":
+            raise UserError("--attn_implementation flash_attention_2 does not compute in fp32", "use sdpa or bf16")
+    elif asked not in ("sdpa", "eager"):
+        raise UserError(f"--attn_implementation {asked} is not known here", "use eager, sdpa or flash_attention_2")
+    return None if asked == "sdpa" else asked
+
+
+def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
+    from transformers.models.auto import modeling_auto
+
+    model_type, name = architecture.model_type, config.model_name_or_path
+    # A family that fills in masked words is an encoder. BERT has a causal head as well, but it is not used as one.
+    encoder = model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if FAMILY_OF_TASK[config.task] == "causal-lm":
+        fits = model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not encoder
+        wanted = "a causal language model such as gpt2"
+    else:
+        fits = model_type in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and encoder
+        wanted = "an encoder such as bert-large-uncased"
+    if not fits:
+        raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
+    largest = getattr(architecture, "max_position_embeddings", None)
+    if largest is not None and config.seq_length > largest:
+        raise UserError(
+            f"--seq_length {config.seq_length} is longer than {name} takes", f"use --seq_length {largest} or less"
+        )
+
+
+def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
+    if FAMILY_OF_TASK[config.task] == "sequence-classification":
+        architecture.num_labels = 2
+        architecture.problem_type = "single_label_classification"
+    architecture.use_cache = False
+    if config.attn_implementation == "sdpa" and getattr(architecture, "attn_logit_softcapping", None) is not None:
+        # sdpa has no softcapping: transformers 5.17 would leave it out without a warning and train another model.
+        architecture._attn_implementation = "eager"
+    if config.dropout >= 0:
+        fields = DROPOUT_FIELDS.get(architecture.model_type)
+        if fields is None:
+            raise UserError(
+                f"--dropout {config.dropout} cannot be set for {architecture.model_type} models, not known here",
+                "use --dropout -1 for the model's own, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
+            )
+        for field in fields:
+            setattr(architecture, field, config.dropout)
+    return architecture
+
+
+def model_class(config: RunConfig, architecture: PreTrainedConfig) -> Any:
+    import transformers
+
+    if FAMILY_OF_TASK[config.task] == "causal-lm":
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(architecture)]
+    return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(architecture)]

@@ -1,0 +1,33 @@
+"""The figures of one evaluation, by the `evaluate` modules beside this file: those of the library need the hub."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@functools.cache
+def load_metric(name: str) -> Any:
+    """Importing `evaluate` costs most of a second, so nothing does before the first evaluation."""
+    import evaluate
+
+    # In memory: evaluations of runs side by side would share one temporary file otherwise.
+    return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
+
+
+def summarize_evaluation(
+    task: str, sample_losses: Tensor, predictions: Tensor | None, references: Tensor | None
+) -> dict[str, float]:
+    """`eval_loss`, and `accuracy` (bert-imdb) or `perplexity` (gpt-wikitext), over all samples of the split.
+
+    Losses are per sample, not per batch: batches differ in size, and a mean of their means is biased.
+    """
+    losses = sample_losses.double()
+    result = {"eval_loss": float(losses.mean())}
+    if task == "bert-imdb":
+        return result | load_metric("accuracy").compute(predictions=predictions, references=references)
+    return result | load_metric("perplexity").compute(predictions=losses)
