@@ -20,7 +20,7 @@ from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, Reco
 from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.suite_file import SearchAxis
-from study.virtual.figures import MOMENTS
+from study.virtual.summary import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
 FIGURES = ("allocated", "reserved", "device", "host")
