@@ -30,6 +30,10 @@ command behind it: accelerate launch --config_file accelerate_configs/zero3.yaml
 """
 
 
+# For a model too large for this box: the first that fits.
+_DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Study:
     request: Request
@@ -40,38 +44,39 @@ class _Study:
         cell = self.request.cell(strategy, self.box)
         if self.request.depths:
             return self.kept(cell, self.line(cell, self.request.depths))
+        error: Exception
         try:
             return self.run(cell)
         except CannotBeHeld as refusal:
-            largest, ended = refusal.layers_that_fit, {"state": "unsupported", "reason": refusal.problem}
-            if _depths_up_to(largest) is None:
-                raise
+            largest = refusal.layers_that_fit
+            error, ended = refusal, {"state": "unsupported", "reason": refusal.problem}
         except VirtualRunFailed as failure:
-            # Nobody knows how many layers a GPU does hold: the smallest depths are tried first.
-            largest, ended = (depth_of(cell.config) or 0) - 1, {"state": failure.state, "reason": failure.reason}
-            if failure.state != "oom" or not self.box.gpus or _depths_up_to(largest) is None:
+            if failure.state != "oom" or not self.box.gpus:
                 raise
-        return self.kept(cell, self.line_within(cell, largest, ended))
-
-    def line_within(self, cell: Cell, largest: int, ended: dict[str, str]) -> RankSummary:
-        """Over small depths; where a threshold lies between these and the model, over deeper ones if they fit."""
-        depths = _depths_up_to(largest)
-        assert depths is not None
+            # Nobody knows how many layers a GPU does hold: the smallest depths are tried first.
+            largest = (depth_of(cell.config) or 0) - 1
+            error, ended = failure, {"state": failure.state, "reason": failure.reason}
+        depths = next((depths for depths in _DEPTHS if depths[2] <= largest), None)
+        if depths is None:
+            raise error
         _say(f"{ended['reason']}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
-        summary = self.line(cell, depths, ended)
-        assert summary.extrapolated is not None
-        beyond = {name: at for name, at in summary.extrapolated.depths_beyond.items() if at + 2 <= largest}
+        return self.kept(cell, self.straighter(cell, self.line(cell, depths, ended), largest))
+
+    def straighter(self, cell: Cell, summary: RankSummary, largest: int) -> RankSummary:
+        """Where thresholds lie between the depths and the model, over deeper ones if they fit."""
+        how = summary.extrapolated
+        assert how is not None
+        beyond = {name: at for name, at in how.depths_beyond.items() if at + 2 <= largest}
         if not beyond:
             return summary
-        start = max(beyond.values())
-        crossed = " and ".join(beyond)
-        _say(f"{crossed} between {depths[0]} layers and the model: again over {start} to {start + 2} layers")
+        start, crossed = max(beyond.values()), " and ".join(beyond)
+        _say(f"{crossed} between {how.depths[0]} layers and the model: again over {start} to {start + 2} layers")
         try:
-            deeper = self.line(cell, (start, start + 1, start + 2), ended)
+            deeper = self.line(cell, (start, start + 1, start + 2), how.whole_model)
         except (VirtualRunFailed, CannotBeHeld) as failure:
-            _say(f"{failure}: keeping the line over {depths[0]} to {depths[2]} layers")
+            _say(f"{failure}: keeping the line over {how.depths[0]} to {how.checked_at_depth} layers")
             return summary
-        return min(deeper, summary, key=lambda one: len(one.extrapolated.not_linear) if one.extrapolated else 0)
+        return min(deeper, summary, key=lambda one: len(one.not_linear))
 
     def line(self, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None) -> RankSummary:
         base, layers = base_model(cell.config), depth_of(cell.config)
@@ -147,10 +152,6 @@ def _print(request: Request, summaries: list[RankSummary], failed: list[dict[str
         if len(summaries) > 1:
             print("\n".join(show.table(summaries)), end="\n\n")
         print(show.LEGEND)
-
-
-def _depths_up_to(layers: int) -> tuple[int, int, int] | None:
-    return next((depths for depths in ((2, 4, 6), (2, 3, 4), (1, 2, 3)) if depths[2] <= layers), None)
 
 
 def _say(text: str) -> None:

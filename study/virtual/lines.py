@@ -1,8 +1,8 @@
-"""Lines over layers: three shallow models tell what a model holds and sends that no box here can hold.
+"""Lines over layers: what a model holds and sends that is too large for this box, told from three shallow ones.
 
-Every layer of these models is like every other, so state and traffic are a line over layers: what stands around the
-layers, and so much per layer. The engine's thresholds bend that line, and are known. What else bends it, the third
-depth shows.
+Every layer of these models is like every other, so state and traffic are a line over layers: so much for the embedding
+and the head, and so much for each layer. The engine's thresholds bend this line. What else bends it, the third depth
+shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.record.schema import PEAKS as PEAKS_OF_PHASES
 from study.virtual.summary import MOMENTS, PEAKS, Extrapolation, RankSummary
-from study.virtual.thresholds import STEP_TIMES, crossed, depths_beyond
+from study.virtual.thresholds import STEP_TIMES, crossed
 
 # A line that is further off than this, at the third depth or carried on from there to the model, gives no figure.
 LINEAR_WITHIN = 0.02
@@ -28,7 +28,7 @@ COUNTS = (
 def extrapolate(
     summaries: Sequence[RankSummary], model: str, layers: int, whole_model: dict[str, str] | None = None
 ) -> RankSummary:
-    """`model`, which has `layers`: the line through the first two depths; the third tells how far off that line is."""
+    """A line through the first two depths, read at the `layers` of `model`; the third depth tells how far off it is."""
     first, second, third = (summary.model_layers for summary in summaries)
     figures = _figures_by_depth(summaries)
     line: dict[str, float] = {}
@@ -43,9 +43,8 @@ def extrapolate(
             residual[key] = _share(off, values[2])
             at_target[key] = _share(off * abs(layers - first) / (third - first), line[key])
     per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
-    size = summaries[0], line["model_parameters"], per_layer
-    over = crossed(*size)
-    patterns = [pattern for bent in over.values() for pattern in bent]
+    over = crossed(summaries[0], line["model_parameters"], per_layer)
+    patterns = [pattern for crossing in over.values() for pattern in crossing.bent]
     not_linear = set(figures) - set(line)
     not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
     not_linear |= {key for key in residual if max(residual[key], at_target[key]) > LINEAR_WITHIN}
@@ -61,7 +60,7 @@ def extrapolate(
         residual_at_target=at_target,
         not_linear=sorted(not_linear),
         crossed=sorted(over),
-        depths_beyond=depths_beyond(*size),
+        depths_beyond={name: at for name, one in over.items() if (at := one.straight_from) is not None},
         largest_residual_of_state=max(
             (value for key, value in residual.items() if key.startswith(("state.", "grads."))), default=0.0
         ),
@@ -87,7 +86,7 @@ def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
     """Each figure at every depth. What never happened at one depth, such as a collective, is 0 there."""
     by_depth = [_figures(summary) for summary in summaries]
     names = dict.fromkeys(name for figures in by_depth for name in figures)
-    # A maximum is no line. Where its parts are known it is taken of their lines.
+    # A maximum is no line: where its parts are known, it is the maximum of their lines.
     if any(name.startswith("phase.") for name in names):
         names = dict.fromkeys(name for name in names if name not in PEAKS)
     if any(name.startswith("grads.") for name in names):
@@ -130,10 +129,10 @@ def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
 
 
 def _larger_moment(figures: Mapping[str, list[Any]], line: dict[str, float], not_linear: set[str]) -> None:
-    """A moment without a line counts only where it was the larger one at some depth.
+    """The gradients are the larger of two readings. One without a line is left out where it was never the larger one.
 
-    After backward that is what happens to be reduced already, which goes by full buckets and never is more than the
-    whole part of the rank, held before the step; gradients that were kept whole stand beside it, and are a line.
+    Right after backward a rank holds what is reduced so far. That goes by full buckets, so it is no line, and it is
+    never more than the rank's whole part, which is held before the step.
     """
     for place in STATE_PLACES:
         keys = [key for moment in MOMENTS if (key := f"grads.{moment}.{place}") in figures]

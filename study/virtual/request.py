@@ -94,7 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_request(options: argparse.Namespace) -> Request:
     if options.model_name_or_path == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
-    _check_job(options.world_size, options.rank)
+    # The same ranges as in study/spec/config.py, by the names that the flags have here.
+    if not 2 <= options.world_size <= LARGEST_WORLD:
+        raise UserError(
+            f"--world-size {options.world_size} is out of range",
+            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
+        )
+    if not 0 <= options.rank < options.world_size:
+        raise UserError(
+            f"--rank {options.rank} is none of {options.world_size} ranks", f"use 0 to {options.world_size - 1}"
+        )
     options.task = options.task or task_of(options.model_name_or_path)
     return Request(
         strategies=_strategies(options.strategy),
@@ -105,17 +114,6 @@ def read_request(options: argparse.Namespace) -> Request:
         depths=options.layers_fit,
         runs_dir=options.runs_dir.absolute(),
     )
-
-
-def _check_job(world_size: int, rank: int) -> None:
-    """By the names that these two have here."""
-    if not 2 <= world_size <= LARGEST_WORLD:
-        raise UserError(
-            f"--world-size {world_size} is out of range",
-            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
-        )
-    if not 0 <= rank < world_size:
-        raise UserError(f"--rank {rank} is none of {world_size} ranks", f"use 0 to {world_size - 1}")
 
 
 def task_of(model: str | None) -> str:
@@ -141,11 +139,10 @@ def base_model(config: RunConfig) -> str:
 
 def depth_of(config: RunConfig) -> int | None:
     """How many layers a preset is asked for; None of any other model."""
-    from study.models.presets import preset_layers
+    from study.models.presets import Preset, find_model
 
-    said = re.search(r"-(\d+)layers$", config.model_name_or_path)
-    layers = preset_layers(config.model_name_or_path)
-    return int(said[1]) if said and layers else layers
+    model = find_model(config.model_name_or_path)
+    return model.layers if isinstance(model, Preset) else None
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -66,12 +66,11 @@ def _line(fit: Extrapolation) -> Iterator[str]:
 def _peaks(summary: RankSummary) -> Iterator[str]:
     emulated = summary.emulated_device_memory_gib
     label = f" (emulated: held to {emulated} GiB)" if emulated else ""
-    not_linear = summary.extrapolated.not_linear if summary.extrapolated else ()
     for phase, figures in summary.memory_gib_by_phase.items():
         said = ", ".join(
             f"{name} {'?' if size is None else f'{size:.2f} GiB'}"
             for name, size in figures.items()
-            if size is not None or f"phase.{phase}.{name}" in not_linear
+            if size is not None or f"phase.{phase}.{name}" in summary.not_linear
         )
         yield f"  peak in {phase:<12}{said}{label}"
 

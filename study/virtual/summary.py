@@ -14,6 +14,11 @@ PEAKS = tuple(PEAKS_OF_PHASES)
 # Gradients are read at two moments, and the larger figure counts.
 MOMENTS = ("grads_after_backward", "grads_before_step")
 
+# Fields that are called the same wherever they are read from.
+_MODEL = ("strategy", "world_size", "model_parameters", "model_layers")
+_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_PAYLOAD = ("comm_bytes_per_step", "comm_calls_per_step")
+
 ByPlace = Mapping[str, float | None]
 
 
@@ -81,23 +86,12 @@ class RankSummary:
     def of_run(cls, run: Run) -> RankSummary:
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
-        engine, collectives = run.engine, run.traffic["collectives"]
+        collectives = run.traffic["collectives"]
         return cls(
-            strategy=engine["strategy"],
-            world_size=engine["world_size"],
-            rank=engine["virtual_rank"],
-            task=run.config["task"],
-            model_name_or_path=run.config["model_name_or_path"],
-            model_parameters=engine["model_parameters"],
-            model_layers=engine["model_layers"],
-            precision=engine["precision"],
-            seq_length=run.config["seq_length"],
-            per_device_train_batch_size=engine["per_device_train_batch_size"],
-            gradient_accumulation_steps=engine["gradient_accumulation_steps"],
-            emulated_device_memory_gib=engine["emulated_device_memory_gib"],
-            state_bytes_per_rank=run.summary["state_bytes_per_rank"],
-            comm_bytes_per_step=run.summary["comm_bytes_per_step"],
-            comm_calls_per_step=run.summary["comm_calls_per_step"],
+            **{field: run.config[field] for field in ("task", "model_name_or_path", "seq_length")},
+            **{field: run.engine[field] for field in (*_MODEL, *_STEP, "precision", "emulated_device_memory_gib")},
+            **{field: run.summary[field] for field in ("state_bytes_per_rank", *_PAYLOAD)},
+            rank=run.engine["virtual_rank"],
             # Where no step was watched there is no payload either.
             sent_bytes_per_step=None if run.summary["comm_bytes_per_step"] is None else _on_the_wire(collectives),
             collectives=collectives,
@@ -106,7 +100,7 @@ class RankSummary:
             kept_whole_bytes=state.get("kept_whole", {}).get("bytes"),
             grads_by_moment={moment: state.get(moment) for moment in MOMENTS},
             memory_gib_by_phase=rank["phases"],
-            buckets=engine["buckets"],
+            buckets=run.engine["buckets"],
             run_figures={key: value for key, value in run.summary.items() if key not in _FIELDS},
             run_dir=str(run.path),
         )
@@ -114,37 +108,29 @@ class RankSummary:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RankSummary:
         """From a row of study/report/records/rows.py of a watched run that ended well; None in each empty cell."""
-        collectives = json.loads(row["collectives"])
-        buffers, moments, buckets = (
-            json.loads(row[column] or "{}") for column in ("buffers", "grads_by_moment", "buckets")
-        )
+        nested = {
+            column: json.loads(row[column] or "{}")
+            for column in ("collectives", "buffers", "grads_by_moment", "buckets")
+        }
         return cls(
-            strategy=row["strategy"],
-            world_size=row["world_size"],
-            rank=row["virtual_rank"] or 0,
-            task=row["task"],
-            model_name_or_path=row["model_name_or_path"],
-            model_parameters=row["model_parameters"],
-            model_layers=row["model_layers"],
+            **{field: row[field] for field in ("task", "model_name_or_path", "seq_length", *_MODEL, *_PAYLOAD)},
             precision=row["engine_precision"],
-            seq_length=row["seq_length"],
+            rank=row["virtual_rank"] or 0,
             per_device_train_batch_size=row["micro_batch_size"],
             gradient_accumulation_steps=row["gradient_accumulation_steps"],
             emulated_device_memory_gib=row["device_memory_cap_gib"],
             state_bytes_per_rank={
                 kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS
             },
-            comm_bytes_per_step=row["comm_bytes_per_step"],
-            comm_calls_per_step=row["comm_calls_per_step"],
-            sent_bytes_per_step=_on_the_wire(collectives),
-            collectives=collectives,
-            buffer_bytes=buffers,
+            sent_bytes_per_step=_on_the_wire(nested["collectives"]),
+            collectives=nested["collectives"],
+            buffer_bytes=nested["buffers"],
             grads_in_bucket_bytes=row["grads_in_bucket_bytes"],
             kept_whole_bytes=row["kept_whole_bytes"],
-            grads_by_moment=moments,
+            grads_by_moment=nested["grads_by_moment"],
             # A report shows the largest of them alone.
             memory_gib_by_phase={},
-            buckets=buckets,
+            buckets=nested["buckets"],
             run_figures={peak: row[peak] for peak in PEAKS},
             run_dir=row["run"],
         )
@@ -152,6 +138,10 @@ class RankSummary:
     @property
     def state_bytes_total(self) -> float | None:
         return total(size for places in self.state_bytes_per_rank.values() for size in places.values())
+
+    @property
+    def not_linear(self) -> list[str]:
+        return self.extrapolated.not_linear if self.extrapolated else []
 
     def document(self) -> dict[str, Any]:
         """What `--json` prints."""

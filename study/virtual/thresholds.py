@@ -1,10 +1,9 @@
-"""Sizes of a model from which on an engine works in another way, as when a bucket is full: no line goes across one."""
+"""Model sizes from which on an engine works in another way, as with a full bucket: a line over layers bends there."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 from study.virtual.summary import PEAKS, RankSummary
 
@@ -15,7 +14,7 @@ _REDUCED = ("collective.all_reduce.calls", "collective.reduce*.calls", "comm_cal
 _GATHERED = (
     "collective.all_gather.*", "comm_*", "sent_bytes_per_step", "buffer.gathered_parameters*", *_MEMORY, *STEP_TIMES,
 )  # fmt: skip
-# Right behind a threshold figures have not settled on their new line.
+# Just beyond a threshold the figures are not on their new line yet.
 _SETTLED_AT = 1.25
 
 
@@ -24,9 +23,9 @@ class _Threshold:
     """A number of elements, by its name in engine.json's buckets."""
 
     name: str
-    # No line of these figures goes across it.
+    # These figures are on another line beyond it.
     bends: tuple[str, ...]
-    # Nor, beyond it, one of these while a layer has fewer elements: full buckets are counted in steps.
+    # These are on no line beyond it while several layers fit into it: full buckets are counted in steps.
     steps: tuple[str, ...] = ()
     # It is compared with one rank's part.
     sharded: bool = False
@@ -64,39 +63,36 @@ _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
 }
 
 
-def crossed(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, tuple[str, ...]]:
-    """Each threshold between the first depth and a model of so many parameters, with the figures that have no line."""
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A threshold between a depth and the model."""
+
+    # Figures that have no line because of it.
+    bent: tuple[str, ...]
+    # The depth from which on they have one; None where no depth helps, as for counts of full buckets.
+    straight_from: int | None
+
+
+def crossed(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, Crossing]:
+    """By its name, each threshold between the first depth and a model of so many parameters."""
     found = {}
-    for threshold, at in _thresholds(first):
+    buckets = first.buckets or {}
+    for threshold in _THRESHOLDS.get(first.strategy[:5], ()) if buckets else ():
+        limit = threshold.constant or buckets.get(threshold.name)
+        if limit is None:
+            continue
         ranks = first.world_size if threshold.sharded else 1
-        here, there = sorted((first.model_parameters / ranks, parameters / ranks))
+        # In elements of the whole model.
+        at = limit / threshold.bytes_per_element * ranks
+        here, there = sorted((first.model_parameters, parameters))
         reach = there * threshold.passes
         bent = threshold.bends if here <= at < reach else ()
-        if parameters_per_layer / ranks < at < reach:
+        if parameters_per_layer < at < reach:
             bent += threshold.steps
+        straight_from = None
+        if set(bent) & set(threshold.bends) - set(threshold.steps):
+            missing = (_SETTLED_AT * at - first.model_parameters) / parameters_per_layer
+            straight_from = first.model_layers + math.floor(missing) + 1
         if bent:
-            found[threshold.name] = bent
+            found[threshold.name] = Crossing(bent, straight_from)
     return found
-
-
-def depths_beyond(first: RankSummary, parameters: float, parameters_per_layer: float) -> dict[str, int]:
-    """For each crossed threshold, the depth from which on lines are straight again.
-
-    A count of buckets that hold several layers is no line at any depth, and not among these.
-    """
-    over = crossed(first, parameters, parameters_per_layer)
-    found = {}
-    for threshold, at in _thresholds(first):
-        if set(over.get(threshold.name, ())) & set(threshold.bends) - set(threshold.steps):
-            settled = _SETTLED_AT * at * (first.world_size if threshold.sharded else 1)
-            missing = (settled - first.model_parameters) / parameters_per_layer
-            found[threshold.name] = first.model_layers + math.floor(missing) + 1
-    return found
-
-
-def _thresholds(summary: RankSummary) -> Iterator[tuple[_Threshold, float]]:
-    """With the number of elements that each has here."""
-    for threshold in _THRESHOLDS.get(summary.strategy[:5], ()) if summary.buckets else ():
-        at = threshold.constant or (summary.buckets or {}).get(threshold.name)
-        if at is not None:
-            yield threshold, at / threshold.bytes_per_element

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.errors import CannotBeHeld
 from study.host.memory import locked_bytes, stated_host_memory_gib
@@ -15,6 +15,9 @@ from study.models.presets import without_depth
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GIB = 2**30
 # Interpreter, torch, DeepSpeed and their libraries.
@@ -25,14 +28,12 @@ USABLE_SHARE = 0.85
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model as its sizes."""
+    """The sizes of a model."""
 
     parameters: int
     largest_parameter: int
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
+    # As transformers calls them: num_hidden_layers, hidden_size and others.
+    architecture: PretrainedConfig
 
 
 def shape_of(config: RunConfig) -> Shape:
@@ -43,19 +44,11 @@ def shape_of(config: RunConfig) -> Shape:
     with torch.device("meta"):
         model = build_model(config)
     sizes = [parameter.numel() for parameter in model.parameters()]
-    known = model.config
-    return Shape(
-        parameters=sum(sizes),
-        largest_parameter=max(sizes),
-        layers=known.num_hidden_layers,
-        width=known.hidden_size,
-        heads=known.num_attention_heads,
-        vocabulary=known.vocab_size,
-    )
+    return Shape(sum(sizes), max(sizes), model.config)
 
 
 def check_can_be_held(config: RunConfig, launch: Launch) -> None:
-    """Refuse a model that this box's memory cannot take, and say how many of its layers it could."""
+    """Refuse a model that this box's memory cannot hold, and say how many of its layers it can."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -90,9 +83,11 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
         return LIBRARIES_BYTES + locked_bytes(launch.strategy) + _built_bytes(launch.strategy, shape) + offloaded
     state = _state_and_working_bytes(config, launch, shape, per_weight)
     tokens = config.seq_length * config.batch_plan(launch.world_size).per_device_train_batch_size
+    model = shape.architecture
     # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
-    per_token = shape.layers * (2 * 34 * shape.width + 2 * 5 * shape.heads * config.seq_length)
-    logits = 3 * 4 * shape.vocabulary
+    per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
+    per_token = model.num_hidden_layers * per_layer
+    logits = 3 * 4 * model.vocab_size
     return LIBRARIES_BYTES + locked_bytes(launch.strategy) + state + tokens * (per_token + logits)
 
 
@@ -133,7 +128,7 @@ def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, pe
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + per_weight + 16) * elements / ranks
     if strategy.zero_stage == 3:
-        # Gloo, or who stands for it, scatters out of a copy.
+        # Gloo scatters out of a copy, and group.py holds one as large.
         bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + bucket + per_weight * (live + 3 * shape.largest_parameter)
