@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, Run, read_run
+from study.record.directory import Run, read_run
+from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.report.records.rows import run_row
 from study.virtual.lines import extrapolate
 from study.virtual.show import describe, gb, table

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.record.schema import PEAKS as PEAKS_OF_PHASES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.virtual.summary import MOMENTS, PEAKS, Extrapolation, RankSummary
 from study.virtual.thresholds import STEP_TIMES, crossed
 

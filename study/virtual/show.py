@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from study.record.directory import STATE_KINDS
+from study.record.schema import STATE_KINDS
 from study.virtual.summary import Extrapolation, RankSummary, total
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))

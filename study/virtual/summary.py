@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from study.record.directory import STATE_KINDS, STATE_PLACES, Run
+from study.record.directory import Run
 from study.record.schema import PEAKS as PEAKS_OF_PHASES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 
 PEAKS = tuple(PEAKS_OF_PHASES)
 # Gradients are read at two moments, and the larger figure counts.
