@@ -1,4 +1,4 @@
-"""`study virtual`: one rank of N under one strategy or all of them, extrapolated over layers where it does not fit."""
+"""`study virtual`: one rank of N under one strategy or several; a line over layers where the model does not fit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from study.virtual.summary import RankSummary
 
 __all__ = ["add_arguments", "run"]
 EPILOG = """\
-One process, through the real Accelerate and the real engine, on PyTorch's fake process group: what the rank holds and
-sends is real, what it receives is not, so there are no losses. Any flag of study/train.py may be added. The plain
-command behind it: accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 1 study/train.py
+One process runs the real Accelerate and the real engine on PyTorch's fake process group. What the rank holds and sends
+is real. What it receives is not, so there are no losses. Any flag of study/train.py may be added. The plain command
+behind it: accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 1 study/train.py
 --virtual_world_size 64
 """
 
@@ -53,7 +53,7 @@ class _Study:
         except VirtualRunFailed as failure:
             if failure.state != "oom" or not self.box.gpus:
                 raise
-            # Nobody knows how many layers a GPU does hold: the smallest depths are tried first.
+            # How many layers the GPU holds is not known, so the smallest depths are tried first.
             largest = (depth_of(cell.config) or 0) - 1
             error, ended = failure, {"state": failure.state, "reason": failure.reason}
         depths = next((depths for depths in _DEPTHS if depths[2] <= largest), None)
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _folder_of_lines(runs_dir: Path) -> Path:
-    """Made before what would be lost without it."""
+    """Asked for before the runs: without it their line would be lost."""
     folder = runs_dir / "extrapolated"
     try:
         folder.mkdir(parents=True, exist_ok=True)

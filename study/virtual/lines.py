@@ -105,7 +105,7 @@ def _figures(summary: RankSummary) -> dict[str, Any]:
     state = summary.state_bytes_per_rank
     groups: dict[str, Mapping[str, Any] | None] = {
         "buffer": summary.buffer_bytes,
-        **{f"grads.{moment}": places for moment, places in (summary.grads_by_moment or {}).items()},
+        **{f"grads.{moment}": places for moment, places in summary.grads_by_moment.items()},
         **{f"phase.{phase}": peaks for phase, peaks in summary.memory_gib_by_phase.items()},
         **{f"collective.{name}": counts for name, counts in summary.collectives.items()},
     }
@@ -148,30 +148,25 @@ def _larger_moment(figures: Mapping[str, list[Any]], line: dict[str, float], not
 
 
 def _fields(summaries: Sequence[RankSummary], known: Mapping[str, float | None]) -> dict[str, Any]:
-    """Each field: of a figure its line, of all else what is the same at every depth, or None."""
+    """The figures of a summary, from a line. What else summary.json says is kept where every depth says the same."""
     first = summaries[0]
-    fields: dict[str, Any] = {
-        field.name: _same([getattr(summary, field.name) for summary in summaries])
-        for field in dataclasses.fields(RankSummary)
+    collectives = dict.fromkeys(key.rpartition(".")[0] for key in _group(known, "collective"))
+    alike = {
+        name: value if all(other.run_figures.get(name) == value for other in summaries) else None
+        for name, value in first.run_figures.items()
     }
-    run_figures = {name: _same([other.run_figures.get(name) for other in summaries]) for name in first.run_figures}
-    return fields | {
+    return {
         **{count: known.get(count) for count in COUNTS},
-        "run_figures": run_figures | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
+        "run_figures": alike | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
         "state_bytes_per_rank": {kind: _group(known, f"state.{kind}", STATE_PLACES) for kind in STATE_KINDS},
+        "grads_by_moment": {name: _group(known, f"grads.{name}", STATE_PLACES) for name in first.grads_by_moment},
         "memory_gib_by_phase": {
             phase: _group(known, f"phase.{phase}", peaks) for phase, peaks in first.memory_gib_by_phase.items()
         },
         "buffer_bytes": _group(known, "buffer"),
-        "collectives": {
-            name: _group(known, f"collective.{name}")
-            for name in dict.fromkeys(key.rpartition(".")[0] for key in _group(known, "collective"))
-        },
+        "collectives": {name: _group(known, f"collective.{name}") for name in collectives},
+        "run_dir": None,
     }
-
-
-def _same(values: Sequence[Any]) -> Any:
-    return values[0] if all(value == values[0] for value in values) else None
 
 
 def _group(known: Mapping[str, float | None], group: str, names: Iterable[str] = ()) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from study.virtual.summary import Extrapolation, RankSummary, total
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 LEGEND = """\
-GB are 1e9 bytes, GiB 2**30; ? is a figure of which no line over layers holds. Sent is what leaves a rank under the best
+GB are 1e9 bytes, GiB 2**30; ? is a figure that no line over layers gives. Sent is what leaves a rank under the best
 algorithm for each collective; payload counts an all-reduce once, and a gather by what it puts out. Losses of a virtual
 rank mean nothing and are not kept."""
 
@@ -97,7 +97,7 @@ def _count(number: float | None) -> str:
 
 
 def gb(size: float | None) -> str:
-    """In units of 1e9 bytes as the papers', to four digits; ? where no line could be drawn."""
+    """To four digits, in powers of 1000 bytes as the papers use them; ? where there is no figure."""
     if size is None:
         return "?"
     unit, name = next((known for known in _UNITS if size >= known[0]), _UNITS[-1])

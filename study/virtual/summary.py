@@ -15,11 +15,12 @@ PEAKS = tuple(PEAKS_OF_PHASES)
 # Gradients are read at two moments, and the larger figure counts.
 MOMENTS = ("grads_after_backward", "grads_before_step")
 
-# Fields that are called the same wherever they are read from.
-_MODEL = ("strategy", "world_size", "model_parameters", "model_layers")
-_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_PAYLOAD = ("comm_bytes_per_step", "comm_calls_per_step")
-
+# Fields that a record says under the same name.
+_SAID = (
+    "strategy", "world_size", "task", "model_name_or_path", "model_parameters", "model_layers", "precision",
+    "seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "emulated_device_memory_gib",
+    "state_bytes_per_rank", "comm_bytes_per_step", "comm_calls_per_step", "buckets",
+)  # fmt: skip
 ByPlace = Mapping[str, float | None]
 
 
@@ -73,7 +74,7 @@ class RankSummary:
     buffer_bytes: ByPlace | None
     grads_in_bucket_bytes: float | None
     kept_whole_bytes: float | None
-    grads_by_moment: Mapping[str, ByPlace | None] | None
+    grads_by_moment: Mapping[str, ByPlace | None]
     memory_gib_by_phase: Mapping[str, ByPlace]
     # The sizes at which the engine sends a bucket, or lets go of what it gathered.
     buckets: Mapping[str, Any] | None
@@ -87,21 +88,19 @@ class RankSummary:
     def of_run(cls, run: Run) -> RankSummary:
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
-        collectives = run.traffic["collectives"]
+        # The engine's last: where two documents name one thing, it says what really ran.
+        said = run.config | run.summary | run.engine
         return cls(
-            **{field: run.config[field] for field in ("task", "model_name_or_path", "seq_length")},
-            **{field: run.engine[field] for field in (*_MODEL, *_STEP, "precision", "emulated_device_memory_gib")},
-            **{field: run.summary[field] for field in ("state_bytes_per_rank", *_PAYLOAD)},
-            rank=run.engine["virtual_rank"],
+            **{field: said[field] for field in _SAID},
+            rank=said["virtual_rank"],
             # Where no step was watched there is no payload either.
-            sent_bytes_per_step=None if run.summary["comm_bytes_per_step"] is None else _on_the_wire(collectives),
-            collectives=collectives,
+            sent_bytes_per_step=None if said["comm_bytes_per_step"] is None else _sent(run.traffic["collectives"]),
+            collectives=run.traffic["collectives"],
             buffer_bytes=state.get("buffer_bytes"),
             grads_in_bucket_bytes=state.get("grads_in_bucket_bytes"),
             kept_whole_bytes=state.get("kept_whole", {}).get("bytes"),
             grads_by_moment={moment: state.get(moment) for moment in MOMENTS},
             memory_gib_by_phase=rank["phases"],
-            buckets=run.engine["buckets"],
             run_figures={key: value for key, value in run.summary.items() if key not in _FIELDS},
             run_dir=str(run.path),
         )
@@ -109,29 +108,27 @@ class RankSummary:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RankSummary:
         """From a row of study/report/records/rows.py of a watched run that ended well; None in each empty cell."""
-        nested = {
-            column: json.loads(row[column] or "{}")
-            for column in ("collectives", "buffers", "grads_by_moment", "buckets")
+        held = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
+        said = {
+            **row,
+            "precision": row["engine_precision"],
+            "per_device_train_batch_size": row["micro_batch_size"],
+            "emulated_device_memory_gib": row["device_memory_cap_gib"],
+            "state_bytes_per_rank": held,
+            "buckets": json.loads(row["buckets"] or "{}"),
         }
+        collectives = json.loads(row["collectives"])
         return cls(
-            **{field: row[field] for field in ("task", "model_name_or_path", "seq_length", *_MODEL, *_PAYLOAD)},
-            precision=row["engine_precision"],
+            **{field: said[field] for field in _SAID},
             rank=row["virtual_rank"] or 0,
-            per_device_train_batch_size=row["micro_batch_size"],
-            gradient_accumulation_steps=row["gradient_accumulation_steps"],
-            emulated_device_memory_gib=row["device_memory_cap_gib"],
-            state_bytes_per_rank={
-                kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS
-            },
-            sent_bytes_per_step=_on_the_wire(nested["collectives"]),
-            collectives=nested["collectives"],
-            buffer_bytes=nested["buffers"],
+            sent_bytes_per_step=_sent(collectives),
+            collectives=collectives,
+            buffer_bytes=json.loads(row["buffers"] or "{}"),
             grads_in_bucket_bytes=row["grads_in_bucket_bytes"],
             kept_whole_bytes=row["kept_whole_bytes"],
-            grads_by_moment=nested["grads_by_moment"],
+            grads_by_moment=json.loads(row["grads_by_moment"] or "{}"),
             # A report shows the largest of them alone.
             memory_gib_by_phase={},
-            buckets=nested["buckets"],
             run_figures={peak: row[peak] for peak in PEAKS},
             run_dir=row["run"],
         )
@@ -159,5 +156,5 @@ def total(parts: Iterable[float | None]) -> float | None:
     return None if None in known else sum(part for part in known if part is not None)
 
 
-def _on_the_wire(collectives: Mapping[str, Mapping[str, float]]) -> float:
+def _sent(collectives: Mapping[str, Mapping[str, float]]) -> float:
     return sum(counts["wire_bytes_per_rank"] for counts in collectives.values())
