@@ -31,7 +31,7 @@ def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> RankSummar
         "reduce_scatter": {"calls": layers, "payload_bytes": 2 * elements, "wire_bytes_per_rank": 1.5 * elements},
     }
     nothing = dict.fromkeys(STATE_PLACES, 0)
-    fields = {
+    fields: dict[str, Any] = {
         "strategy": strategy, "world_size": RANKS, "rank": 0, "task": "gpt-wikitext",
         "model_name_or_path": f"gpt-tiny-{layers}layers", "model_layers": layers, "model_parameters": elements,
         "precision": "bf16-engine", "seq_length": 16, "per_device_train_batch_size": 1,
@@ -74,7 +74,7 @@ def test_a_line_is_what_the_model_itself_would_have_shown() -> None:
 
 @pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
 def test_where_stage_3_begins_to_let_go_between_depths_and_model_there_is_no_traffic(name: str) -> None:
-    found = lines_of(**{name: 300})
+    found = lines_of("zero3", 40, **{name: 300})
     assert how(found).crossed == [name]
     assert set(how(found).residual.values()) == {0.0}
     assert set(found.collectives["all_gather"].values()) == {None}

@@ -21,7 +21,7 @@ _SAID = (
     "seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "emulated_device_memory_gib",
     "state_bytes_per_rank", "comm_bytes_per_step", "comm_calls_per_step", "buckets",
 )  # fmt: skip
-ByPlace = Mapping[str, float | None]
+ByPlace = dict[str, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,21 +65,21 @@ class RankSummary:
     gradient_accumulation_steps: int
     emulated_device_memory_gib: float | None
     # By kind of state and then by place.
-    state_bytes_per_rank: Mapping[str, ByPlace]
+    state_bytes_per_rank: dict[str, ByPlace]
     # Payload: an all-reduce counts once, a gather by what it puts out. `sent` is what leaves the rank.
     comm_bytes_per_step: float | None
     comm_calls_per_step: float | None
     sent_bytes_per_step: float | None
-    collectives: Mapping[str, Mapping[str, float | None]]
+    collectives: dict[str, dict[str, float | None]]
     buffer_bytes: ByPlace | None
     grads_in_bucket_bytes: float | None
     kept_whole_bytes: float | None
-    grads_by_moment: Mapping[str, ByPlace | None]
-    memory_gib_by_phase: Mapping[str, ByPlace]
+    grads_by_moment: dict[str, ByPlace | None]
+    memory_gib_by_phase: dict[str, ByPlace]
     # The sizes at which the engine sends a bucket, or lets go of what it gathered.
-    buckets: Mapping[str, Any] | None
+    buckets: dict[str, Any] | None
     # What else summary.json says, such as PEAKS, by its names there.
-    run_figures: Mapping[str, float | None]
+    run_figures: dict[str, float | None]
     # None of a line: its depths have one each.
     run_dir: str | None
     extrapolated: Extrapolation | None = None

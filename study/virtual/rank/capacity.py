@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from study.errors import CannotBeHeld
 from study.host.memory import locked_bytes, stated_host_memory_gib
@@ -15,9 +15,6 @@ from study.models.presets import without_depth
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 GIB = 2**30
 # Interpreter, torch, DeepSpeed and their libraries.
@@ -32,8 +29,8 @@ class Shape:
 
     parameters: int
     largest_parameter: int
-    # As transformers calls them: num_hidden_layers, hidden_size and others.
-    architecture: PretrainedConfig
+    # The model's config in transformers: num_hidden_layers, hidden_size and others.
+    architecture: Any
 
 
 def shape_of(config: RunConfig) -> Shape:
