@@ -18,7 +18,8 @@ from study.host.memory import HOST_MEMORY_VARIABLE
 from study.record.directory import Run, read_run, read_status
 from study.report.questions.virtual_tables import settings_table, summaries
 from study.report.records.frames import read_records
-from study.virtual.figures import extrapolate, summary_of
+from study.virtual.lines import extrapolate
+from study.virtual.summary import RankSummary
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
@@ -156,10 +157,10 @@ def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_
     assert [run.engine["model_layers"] for run in runs] == [3, 4, 6]
     assert {run.config["seq_length"] for run in runs} == {16}
     # The line goes through the third depth as well, where there is a measurement to hold it against.
-    measured = summary_of(runs[2])
-    line = extrapolate([summary_of(run) for run in runs], (3, 4, 6), 6)
-    assert line["model_parameters"] == measured["model_parameters"]
-    assert line["state_bytes_total"] == pytest.approx(measured["state_bytes_total"], rel=1e-4)
+    depths = [RankSummary.of_run(run) for run in runs]
+    line = extrapolate(depths, "gpt-tiny-6layers", 6)
+    assert line.model_parameters == depths[2].model_parameters
+    assert line.state_bytes_total == pytest.approx(depths[2].state_bytes_total, rel=1e-4)
     # The report finds the three depths by itself, and makes the line for the preset's own two layers.
     records = read_records(tmp_path)
     (row,) = summaries(records)
@@ -224,7 +225,7 @@ def test_depths_beyond_a_threshold_are_taken_where_they_fit(tmp_path: Path, monk
         *(f"--engine_override={setting}" for setting in settings), "--runs-dir", str(tmp_path), "--json", timeout=800,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "anew over 6 to 8 layers" in result.stderr
+    assert "again over 6 to 8 layers" in result.stderr
     summary = json.loads(result.stdout)
     fit = summary["extrapolated"]
     assert (fit["depths"], fit["checked_at_depth"], fit["crossed"]) == ([6, 7], 8, [])

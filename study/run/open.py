@@ -31,13 +31,9 @@ from study.record.directory import RunWriter, end_interrupted_run, write_json
 from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
 from study.record.outcome import ending_of, raise_on_termination
 from study.run.console import Console
-from study.spec.config import (
-    RunConfig,
-    default_output_dir,
-    parse_command_line,
-    refuse_what_no_virtual_run_has,
-    resolved,
-)
+from study.spec.checks import refuse_what_no_virtual_run_has
+from study.spec.config import RunConfig, default_output_dir, resolved
+from study.spec.flags import parse_command_line
 from study.spec.strategies import Launch, this_launch, virtual_launch
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
@@ -127,7 +123,7 @@ class OpenRun:
         from study.host.devices import prepare_devices
         from study.host.imports import import_libraries
         from study.host.operators import build_operators
-        from study.models.initial import model_config
+        from study.models.architecture import model_config
         from study.run import checks
         from study.run.checkpoint import find_checkpoint
         from study.virtual.rank.capacity import check_can_be_held

@@ -1,4 +1,4 @@
-"""`study virtual`: one rank of N under one strategy or all of them, extrapolated over layers where it does not fit."""
+"""`study virtual`: one rank of N under one strategy or several; a line over layers where the model does not fit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from study.launch.lock import only_sweep
 from study.record.directory import write_json
 from study.virtual import show
 from study.virtual.execute import VirtualRunFailed, run_rank
-from study.virtual.figures import extrapolate, summary_of
+from study.virtual.lines import extrapolate
 from study.virtual.request import Request, add_arguments, base_model, depth_of, read_request
+from study.virtual.summary import RankSummary
 
 __all__ = ["add_arguments", "run"]
 EPILOG = """\
-One process, through the real Accelerate and the real engine, on PyTorch's fake process group: what the rank holds and
-sends is real, what it receives is not, so there are no losses. Any flag of study/train.py may be added. The plain
-command behind it: accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 1 study/train.py
+One process runs the real Accelerate and the real engine on PyTorch's fake process group. What the rank holds and sends
+is real. What it receives is not, so there are no losses. Any flag of study/train.py may be added. The plain command
+behind it: accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 1 study/train.py
 --virtual_world_size 64
 """
+
+
+# For a model too large for this box: the first that fits.
+_DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,66 +39,61 @@ class _Study:
     request: Request
     box: Box
 
-    def figures(self, strategy: str) -> dict[str, Any]:
-        """Of the whole model where this box holds it, else of the line over three depths."""
+    def summary(self, strategy: str) -> RankSummary:
+        """Of the whole model where this box holds it, else of a line over three depths."""
         cell = self.request.cell(strategy, self.box)
         if self.request.depths:
             return self.kept(cell, self.line(cell, self.request.depths))
+        error: Exception
         try:
-            return summary_of(self.run(cell))
+            return self.run(cell)
         except CannotBeHeld as refusal:
-            largest, ended = refusal.layers_that_fit, {"state": "unsupported", "reason": refusal.problem}
-            if _depths_up_to(largest) is None:
-                raise
+            largest = refusal.layers_that_fit
+            error, ended = refusal, {"state": "unsupported", "reason": refusal.problem}
         except VirtualRunFailed as failure:
-            # How much less does fit nobody knows there: the smallest depths are tried first.
-            largest, ended = (depth_of(cell.config) or 0) - 1, {"state": failure.state, "reason": failure.reason}
-            if failure.state != "oom" or not self.box.gpus or _depths_up_to(largest) is None:
+            if failure.state != "oom" or not self.box.gpus:
                 raise
-        summary = self.line_within(cell, largest, ended["reason"])
-        summary["extrapolated"]["whole_model"] = ended
-        return self.kept(cell, summary)
+            # How many layers the GPU holds is not known, so the smallest depths are tried first.
+            largest = (depth_of(cell.config) or 0) - 1
+            error, ended = failure, {"state": failure.state, "reason": failure.reason}
+        depths = next((depths for depths in _DEPTHS if depths[2] <= largest), None)
+        if depths is None:
+            raise error
+        _say(f"{ended['reason']}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
+        return self.kept(cell, self.straighter(cell, self.line(cell, depths, ended), largest))
 
-    def line_within(self, cell: Cell, largest: int, why: str) -> dict[str, Any]:
-        """Over small depths; where a threshold lies between these and the model, over some beyond it if they fit."""
-        depths = _depths_up_to(largest)
-        assert depths is not None
-        _say(f"{why}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
-        summary = self.line(cell, depths)
-        beyond = {name: at for name, at in summary["extrapolated"]["depths_beyond"].items() if at + 2 <= largest}
+    def straighter(self, cell: Cell, summary: RankSummary, largest: int) -> RankSummary:
+        """Where thresholds lie between the depths and the model, over deeper ones if they fit."""
+        how = summary.extrapolated
+        assert how is not None
+        beyond = {name: at for name, at in how.depths_beyond.items() if at + 2 <= largest}
         if not beyond:
             return summary
-        start = max(beyond.values())
-        _say(
-            f"{' and '.join(beyond)} between {depths[0]} layers and the model: anew over {start} to {start + 2} layers"
-        )
+        start, crossed = max(beyond.values()), " and ".join(beyond)
+        _say(f"{crossed} between {how.depths[0]} layers and the model: again over {start} to {start + 2} layers")
         try:
-            deeper = self.line(cell, (start, start + 1, start + 2))
+            deeper = self.line(cell, (start, start + 1, start + 2), how.whole_model)
         except (VirtualRunFailed, CannotBeHeld) as failure:
-            _say(f"{failure}: keeping the line over {depths[0]} to {depths[2]} layers")
+            _say(f"{failure}: keeping the line over {how.depths[0]} to {how.checked_at_depth} layers")
             return summary
-        return min(deeper, summary, key=lambda one: len(one["extrapolated"]["not_linear"]))
+        return min(deeper, summary, key=lambda one: len(one.not_linear))
 
-    def line(self, cell: Cell, depths: tuple[int, int, int]) -> dict[str, Any]:
+    def line(self, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None) -> RankSummary:
         base, layers = base_model(cell.config), depth_of(cell.config)
         assert layers is not None
         _folder_of_lines(self.request.runs_dir)
         cells = [self.request.cell(cell.strategy, self.box, f"{base}-{depth}layers") for depth in depths]
-        summary = extrapolate([summary_of(self.run(one)) for one in cells], depths, layers)
-        summary["model_name_or_path"] = cell.config.model_name_or_path
-        # How it ended, where it was tried.
-        summary["extrapolated"]["whole_model"] = None
+        return extrapolate([self.run(one) for one in cells], cell.config.model_name_or_path, layers, ended)
+
+    def kept(self, cell: Cell, summary: RankSummary) -> RankSummary:
+        write_json(_folder_of_lines(self.request.runs_dir) / f"{cell.id}.json", summary.document())
         return summary
 
-    def kept(self, cell: Cell, summary: dict[str, Any]) -> dict[str, Any]:
-        write_json(_folder_of_lines(self.request.runs_dir) / f"{cell.id}.json", summary)
-        return summary
-
-    def run(self, cell: Cell) -> Any:
+    def run(self, cell: Cell) -> RankSummary:
         started = time.monotonic()
         run = run_rank(cell, self.request.runs_dir)
         _say(f"{cell.strategy}, {cell.config.model_name_or_path}: {time.monotonic() - started:.0f} s -> {run.path}")
-        return run
+        return RankSummary.of_run(run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,12 +104,12 @@ def run(options: argparse.Namespace) -> int:
         cell = request.cell(strategy, study.box)
         if request.depths:
             base_model(cell.config)
-    summaries: list[dict[str, Any]] = []
-    failed: list[dict[str, Any]] = []
+    summaries: list[RankSummary] = []
+    failed: list[dict[str, str]] = []
     with only_sweep(request.runs_dir):
         for strategy in request.strategies:
             try:
-                summaries.append(study.figures(strategy))
+                summaries.append(study.summary(strategy))
             except VirtualRunFailed as failure:
                 hint = f" ({failure.hint})" if failure.hint else ""
                 _say(f"{strategy}: {failure.state}: {failure.reason}{hint}")
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _folder_of_lines(runs_dir: Path) -> Path:
-    """Made before what would be lost without it."""
+    """Asked for before the runs: without it their line would be lost."""
     folder = runs_dir / "extrapolated"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,22 +141,17 @@ def _folder_of_lines(runs_dir: Path) -> Path:
     return folder
 
 
-def _print(request: Request, summaries: list[dict[str, Any]], failed: list[dict[str, Any]], as_json: bool) -> None:
+def _print(request: Request, summaries: list[RankSummary], failed: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
+        runs: list[dict[str, Any]] = [summary.document() for summary in summaries]
         one = len(request.strategies) == 1
-        document = (summaries + failed)[0] if one else {"runs": summaries, "failed": failed}
-        print(json.dumps(document, indent=2))
-        return
-    for summary in summaries:
-        print("\n".join(show.describe(summary)), end="\n\n")
-    if len(summaries) > 1:
-        print("\n".join(show.table(summaries)), end="\n\n")
-    if summaries:
+        print(json.dumps((runs + failed)[0] if one else {"runs": runs, "failed": failed}, indent=2))
+    elif summaries:
+        for summary in summaries:
+            print("\n".join(show.describe(summary)), end="\n\n")
+        if len(summaries) > 1:
+            print("\n".join(show.table(summaries)), end="\n\n")
         print(show.LEGEND)
-
-
-def _depths_up_to(layers: int) -> tuple[int, int, int] | None:
-    return next((depths for depths in ((2, 4, 6), (2, 3, 4), (1, 2, 3)) if depths[2] <= layers), None)
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What `study virtual` is asked for, as cells that the sweep's launcher knows how to start."""
+"""What `study virtual` is asked for, as cells that study/launch can start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, get_args
 from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell
+from study.models.presets import FAMILY_OF_TASK, Preset, find_model, preset_family, without_depth
 from study.spec.checks import LARGEST_WORLD, refuse_what_no_virtual_run_has
 from study.spec.config import Precision, RunConfig, Task, resolved
 from study.spec.flags import add_flags, config_from_flags
@@ -51,7 +52,7 @@ class Request:
 
 
 def precision_of(asked: str | None, strategy: str) -> Precision | None:
-    """The name study/train.py has for it; without DeepSpeed there is no other bf16 than autocast."""
+    """What study/train.py calls it. Without DeepSpeed the only bf16 is autocast."""
     if asked == "bf16":
         return "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
     return "bf16" if asked == "bf16-autocast" else asked  # type: ignore[return-value]  # argparse checked it
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/virtual"),
         metavar="DIR",
-        help="for the records; one that is made again takes the place of the earlier one, also where it then fails",
+        help="where the records go; a repeated run replaces its earlier record, even if it then fails",
     )
     add_flags(parser, without=OWN_FLAGS)
 
@@ -87,7 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def read_request(options: argparse.Namespace) -> Request:
     if options.model_name_or_path == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
-    _check_job(options.world_size, options.rank)
+    # The same ranges as in study/spec/config.py, by the names that the flags have here.
+    if not 2 <= options.world_size <= LARGEST_WORLD:
+        raise UserError(
+            f"--world-size {options.world_size} is out of range",
+            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
+        )
+    if not 0 <= options.rank < options.world_size:
+        raise UserError(
+            f"--rank {options.rank} is none of {options.world_size} ranks", f"use 0 to {options.world_size - 1}"
+        )
     options.task = options.task or task_of(options.model_name_or_path)
     return Request(
         strategies=_strategies(options.strategy),
@@ -100,30 +110,14 @@ def read_request(options: argparse.Namespace) -> Request:
     )
 
 
-def _check_job(world_size: int, rank: int) -> None:
-    """By the names that these two have here."""
-    if not 2 <= world_size <= LARGEST_WORLD:
-        raise UserError(
-            f"--world-size {world_size} is out of range",
-            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
-        )
-    if not 0 <= rank < world_size:
-        raise UserError(f"--rank {rank} is none of {world_size} ranks", f"use 0 to {world_size - 1}")
-
-
 def task_of(model: str | None) -> str:
-    """The task that a preset is for; of any other model nothing is known without asking for it."""
-    # Beside the built-in corpora, which need numpy: no other command should pay for that.
-    from study.models.presets import FAMILY_OF_TASK, preset_family
-
+    """The task that a preset is for, else the default."""
     family = preset_family(model) if model else None
     return next((task for task, asked in FAMILY_OF_TASK.items() if asked == family), RunConfig.task)
 
 
 def base_model(config: RunConfig) -> str:
-    """A preset's name without its depth; of nothing else can the number of layers be changed."""
-    from study.models.presets import find_model, without_depth
-
+    """A preset's name without its depth. Only a preset's number of layers can be changed."""
     name = config.model_name_or_path
     base = without_depth(name)
     if base is None:
@@ -133,25 +127,20 @@ def base_model(config: RunConfig) -> str:
 
 
 def depth_of(config: RunConfig) -> int | None:
-    """How many layers a preset is asked for; None of any other model."""
-    from study.models.presets import preset_layers
-
-    said = re.search(r"-(\d+)layers$", config.model_name_or_path)
-    layers = preset_layers(config.model_name_or_path)
-    return int(said[1]) if said and layers else layers
+    """How many layers a preset is asked for; None for any other model."""
+    model = find_model(config.model_name_or_path)
+    return model.layers if isinstance(model, Preset) else None
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Every run starts in the repository, and a relative path is meant from where the command was typed."""
-    from study.models.presets import without_depth
-
+    """Runs start in the repository, and a relative path starts where the command was typed."""
     kept = {"hub", "builtin"}
     if config.model_name_or_path and without_depth(config.model_name_or_path):
         kept.add(config.model_name_or_path)
     paths: dict[str, Any] = {}
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
-        # A folder for the drive is made where there is none yet.
+        # The folder on the drive need not exist yet.
         if value and value not in kept and (name == "nvme_path" or Path(value).expanduser().exists()):
             paths[name] = str(Path(value).expanduser().absolute())
     return dataclasses.replace(config, **paths)

@@ -18,7 +18,8 @@ import pandas as pd
 from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
-from study.virtual.figures import COUNTS, PEAKS, SENT, extrapolate, total_state_bytes
+from study.virtual.lines import extrapolate
+from study.virtual.summary import RankSummary
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -64,9 +65,10 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     partial = sorted(layers for layers, summary in depths.items() if not is_whole(summary))[:3]
     if len(partial) < 3:
         return None
-    first, second, third = partial
     chosen = [depths[layers] for layers in partial]
-    return extrapolate(chosen, (first, second, third), int(chosen[0]["preset_layers"]))
+    first = chosen[0]
+    line = extrapolate([one["held"] for one in chosen], first["model"], int(first["preset_layers"]))
+    return first | line.document() | {"held": line}
 
 
 def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
@@ -74,35 +76,18 @@ def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
 
 
 def _summary(row: Mapping[Any, Any], model: str) -> Summary:
-    """A row of the table of runs in the form that extrapolation takes."""
-    known = {key: None if pd.isna(row[key]) else row[key] for key in (*PEAKS, *COUNTS)}
-    state = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
+    """What a row of the table of runs says of its rank, and what the report calls it."""
+    held = RankSummary.of_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
-        **known,
+        **held.document(),
+        "held": held,
         "model": model,
         "setting": _setting(row["engine_override"]),
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
-        "strategy": row["strategy"],
         # The paper's stage of the same sharding, 0 where nothing is sharded.
         "stage": 3 if row["strategy"] == "fsdp2" else 0 if pd.isna(row["zero_stage"]) else int(row["zero_stage"]),
-        "virtual": True,
-        "world_size": int(row["world_size"]),
-        "rank": 0 if pd.isna(row["virtual_rank"]) else int(row["virtual_rank"]),
-        "task": row["task"],
-        "precision": row["engine_precision"],
-        "emulated_device_memory_gib": row["device_memory_cap_gib"],
-        "model_layers": int(row["model_layers"]),
         "preset_layers": row["preset_layers"],
-        "state_bytes_per_rank": state,
-        "state_bytes_total": total_state_bytes(state),
-        "buffer_bytes": json.loads(row["buffers"]) if isinstance(row["buffers"], str) else {},
-        "collectives": json.loads(row["collectives"]),
-        SENT: _sent_bytes(row["collectives"]),
-        "grads_by_moment": json.loads(row["grads_by_moment"]) if isinstance(row["grads_by_moment"], str) else {},
-        "buckets": json.loads(row["buckets"]) if isinstance(row["buckets"], str) else {},
-        "run_dir": row["run"],
-        "extrapolated": None,
     }
 
 
@@ -237,7 +222,7 @@ def _sent_bytes(collectives: Any) -> float:
 
 def sent(summary: Summary) -> float:
     """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
-    return _sum([summary[SENT]]) / _weights(summary)
+    return _sum([summary["sent_bytes_per_step"]]) / _weights(summary)
 
 
 def calls(summary: Summary) -> float:

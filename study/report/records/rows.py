@@ -21,7 +21,7 @@ from study.spec.config import RunConfig, resolved
 from study.spec.flags import parse_command_line
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.suite_file import SearchAxis
-from study.virtual.figures import MOMENTS
+from study.virtual.summary import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
 FIGURES = ("allocated", "reserved", "device", "host")

@@ -25,14 +25,12 @@ USABLE_SHARE = 0.85
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model as its sizes."""
+    """The sizes of a model."""
 
     parameters: int
     largest_parameter: int
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
+    # The model's config in transformers: num_hidden_layers, hidden_size and others.
+    architecture: Any
 
 
 def shape_of(config: RunConfig) -> Shape:
@@ -43,19 +41,11 @@ def shape_of(config: RunConfig) -> Shape:
     with torch.device("meta"):
         model = build_model(config)
     sizes = [parameter.numel() for parameter in model.parameters()]
-    known = model.config
-    return Shape(
-        parameters=sum(sizes),
-        largest_parameter=max(sizes),
-        layers=known.num_hidden_layers,
-        width=known.hidden_size,
-        heads=known.num_attention_heads,
-        vocabulary=known.vocab_size,
-    )
+    return Shape(sum(sizes), max(sizes), model.config)
 
 
 def check_can_be_held(config: RunConfig, launch: Launch) -> None:
-    """Refuse a model that this box's memory cannot take, and say how many of its layers it could."""
+    """Refuse a model that this box's memory cannot hold, and say how many of its layers it can."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -84,21 +74,18 @@ def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: b
 
 
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
-    per_weight = 2 if config.precision in ("bf16-engine", "fp16") and launch.strategy.deepspeed else 4
+    strategy, model = launch.strategy, shape.architecture
+    per_weight = 2 if config.precision in ("bf16-engine", "fp16") and strategy.deepspeed else 4
+    # Outside ZeRO-3 the whole model is made in fp32 on the host first.
+    built = 4 * shape.parameters if strategy.zero_stage != 3 else 3 * 4 * shape.largest_parameter
+    always = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
-        offloaded = _offloaded_bytes(config, launch, shape, per_weight)
-        return LIBRARIES_BYTES + locked_bytes(launch.strategy) + _built_bytes(launch.strategy, shape) + offloaded
-    state = _state_and_working_bytes(config, launch, shape, per_weight)
+        return always + built + _offloaded_bytes(config, launch, shape, per_weight)
     tokens = config.seq_length * config.batch_plan(launch.world_size).per_device_train_batch_size
     # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
-    per_token = shape.layers * (2 * 34 * shape.width + 2 * 5 * shape.heads * config.seq_length)
-    logits = 3 * 4 * shape.vocabulary
-    return LIBRARIES_BYTES + locked_bytes(launch.strategy) + state + tokens * (per_token + logits)
-
-
-def _built_bytes(strategy: Strategy, shape: Shape) -> float:
-    """Outside ZeRO-3 the whole model is made in fp32 on the host first."""
-    return 4 * shape.parameters if strategy.zero_stage != 3 else 3 * 4 * shape.largest_parameter
+    per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
+    per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
+    return always + _state_and_working_bytes(config, launch, shape, per_weight, built) + tokens * per_token
 
 
 def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
@@ -118,14 +105,15 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight
     return size
 
 
-def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
+def _state_and_working_bytes(
+    config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
+) -> float:
     elements, ranks, strategy = shape.parameters, launch.world_size, launch.strategy
-    built = _built_bytes(strategy, shape)
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
     if strategy.deepspeed is None:
-        return built + 4 * elements + 20 * elements / ranks + 4 * 4 * shape.largest_parameter
+        return built_bytes + 4 * elements + 20 * elements / ranks + 4 * 4 * shape.largest_parameter
     zero = _zero_settings(strategy, config)
     # A gradient that is larger than the bucket is held beside it.
     bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
@@ -133,11 +121,11 @@ def _state_and_working_bytes(config: RunConfig, launch: Launch, shape: Shape, pe
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + per_weight + 16) * elements / ranks
     if strategy.zero_stage == 3:
-        # Gloo, or who stands for it, scatters out of a copy.
+        # Gloo scatters out of a copy, and group.py holds one as large.
         bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + bucket + per_weight * (live + 3 * shape.largest_parameter)
-    return shard + max(built + per_weight * elements, 2 * per_weight * elements + bucket)
+    return shard + max(built_bytes + per_weight * elements, 2 * per_weight * elements + bucket)
 
 
 def _zero_settings(strategy: Strategy, config: RunConfig) -> dict[str, Any]:

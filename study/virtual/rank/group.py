@@ -2,7 +2,7 @@
 
 PyTorch's fake backend takes every collective and returns at once. A gather is filled with copies of this rank's own
 part, all other buffers keep what they held. So what a rank allocates and sends is real, and what it computes on is not.
-Without a GPU a real rank is one of gloo, and gloo allocates too: that is held here for as long as gloo holds it.
+Without a GPU real ranks talk over gloo, which allocates as well. Here the same memory is held for as long as gloo does.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def join_virtual_group(launch: Launch) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Accelerate and DeepSpeed read these once more for themselves.
+    # Accelerate and DeepSpeed read these again.
     here = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     os.environ.update({name: str(value) for name, value in here.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
     if not torch.cuda.is_available():
         _hold_what_gloo_would()
     if launch.strategy.deepspeed is not None and launch.rank:
-        _take_own_word_for_rank_0s()
+        _compare_layer_order_with_itself()
 
 
 def let_ddp_go_on(model: Any) -> None:
-    """DDP's reducer waits for the reduced bucket, and the fake backend's answer holds no tensor (comm.cpp asserts).
+    """DDP waits for a reduced bucket, and the fake backend answers with no tensor (an assert in DDP's comm.cpp fails).
 
-    Its own hook, but for where the answer is taken from: one all-reduce per bucket, divided as before.
+    This hook does what DDP's own does, one all-reduce per bucket, and answers with the bucket that was sent.
     """
     import torch
     import torch.distributed as dist
@@ -55,13 +55,13 @@ def let_ddp_go_on(model: Any) -> None:
         return answer
 
     if isinstance(model, DistributedDataParallel):
-        # Without annotations: DDP compares them, and cannot read postponed ones.
+        # A lambda has no annotations: DDP compares those with types, and here they are strings.
         model.register_comm_hook(model.process_group, lambda group, bucket: reduce_bucket(group, bucket))
 
 
 @functools.cache
 def _hold_what_gloo_would() -> Any:
-    """Gloo gathers into a copy of the whole result, and reduces in a copy of the whole input before it scatters.
+    """Make the copies that gloo makes: of the whole result when it gathers, of the whole input when it scatters.
 
     ProcessGroupGloo.cpp: AsyncAllgatherWork::allgather (`flatOutputTensor`) and reduce_scatter_tensor_coalesced
     (`buffers`). NCCL and the fake backend have no such copies.
@@ -70,7 +70,8 @@ def _hold_what_gloo_would() -> Any:
 
     overrides = torch.library.Library("c10d", "IMPL")
 
-    def around(operator: str, whole: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+    def add_copy(operator: str, whole: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+        """`whole` is the place of the large tensor among the operator's arguments."""
         backends = torch.library.get_kernel(f"c10d::{operator}", "CPU")
 
         def with_copy(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
@@ -83,37 +84,37 @@ def _hold_what_gloo_would() -> Any:
         overrides.impl(operator, with_copy, "CPU", with_keyset=True, allow_override=True)
 
     with warnings.catch_warnings():
-        # That a kernel is replaced is what this does.
+        # Torch warns of a replaced kernel, which is what is wanted here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        around(
+        add_copy(
             "_allgather_base_", 0, lambda whole, group: next(_threads_of(group)).submit(torch.ones_like, whole).result()
         )
-        around("_reduce_scatter_base_", 1, lambda whole, _: whole.clone())
-    # Registrations live as long as this does.
+        add_copy("_reduce_scatter_base_", 1, lambda whole, _: whole.clone())
+    # Kernels stay replaced for as long as this object lives.
     return overrides
 
 
 @functools.cache
 def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
-    """The two threads of a gloo group, which take turns. Each has a heap of its own, and keeps what it freed there."""
+    """The two threads of a gloo group, which take turns. Each keeps the memory that it freed in a heap of its own."""
     return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
 
 
 def _may_be_the_peak(copied_bytes: int) -> bool:
-    """A large copy that stays below the peak of its phase leaves no trace, and all its pages would have to be made."""
+    """A large copy takes time to make, and one that stays below the peak of its phase would not be seen."""
     status = Path("/proc/self/status")
     if copied_bytes < LARGEST_KEPT_BYTES or not status.exists():
         return True
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
     resident, peak = (int(sizes[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    # The tensor itself may be all new pages as well.
+    # The tensor itself may not be in memory yet either.
     return resident + 2 * copied_bytes > peak
 
 
-def _take_own_word_for_rank_0s() -> None:
-    """DeepSpeed compares the order of layers with rank 0's, which comes by broadcast: here it never would.
+def _compare_layer_order_with_itself() -> None:
+    """DeepSpeed compares its order of layers with that of rank 0, which a broadcast brings; here nothing would arrive.
 
-    The same bytes are sent as before, and the comparison is this rank's with itself.
+    The same bytes are sent as before, and this rank's order is compared with itself.
     """
     from deepspeed.runtime.zero import utils
 
@@ -124,8 +125,5 @@ def _take_own_word_for_rank_0s() -> None:
         utils.dist.broadcast(torch.tensor(values, dtype=torch.int64, device=device), src=0, async_op=False)
         return values
 
-    def same_length(values: list[Any]) -> None:
-        broadcast([len(values)])
-
     utils.get_lst_from_rank0 = broadcast
-    utils.assert_lst_len_same_as_other_ranks = same_length
+    utils.assert_lst_len_same_as_other_ranks = lambda values: broadcast([len(values)])

@@ -1,0 +1,176 @@
+"""Lines over layers: what a model holds and sends that is too large for this box, told from three shallow ones.
+
+Every layer of these models is like every other, so state and traffic are a line over layers: so much for the embedding
+and the head, and so much for each layer. The engine's thresholds bend this line. What else bends it, the third depth
+shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from study.record.schema import PEAKS as PEAKS_OF_PHASES
+from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.virtual.summary import MOMENTS, PEAKS, Extrapolation, RankSummary
+from study.virtual.thresholds import STEP_TIMES, crossed
+
+# A line that is further off than this, at the third depth or carried on from there to the model, gives no figure.
+LINEAR_WITHIN = 0.02
+COUNTS = (
+    "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
+    "model_parameters",
+)  # fmt: skip
+
+
+def extrapolate(
+    summaries: Sequence[RankSummary], model: str, layers: int, whole_model: dict[str, str] | None = None
+) -> RankSummary:
+    """A line through the first two depths, read at the `layers` of `model`; the third depth tells how far off it is."""
+    first, second, third = (summary.model_layers for summary in summaries)
+    figures = _figures_by_depth(summaries)
+    line: dict[str, float] = {}
+    residual: dict[str, float] = {}
+    at_target: dict[str, float] = {}
+    for key, values in figures.items():
+        if None in values:
+            continue
+        line[key] = _on_line(values, (first, second), layers)
+        off = abs(values[2] - _on_line(values, (first, second), third))
+        if values[2] or off:
+            residual[key] = _share(off, values[2])
+            at_target[key] = _share(off * abs(layers - first) / (third - first), line[key])
+    per_layer = (figures["model_parameters"][1] - figures["model_parameters"][0]) / (second - first)
+    over = crossed(summaries[0], line["model_parameters"], per_layer)
+    patterns = [pattern for crossing in over.values() for pattern in crossing.bent]
+    not_linear = set(figures) - set(line)
+    not_linear |= {key for key in figures if any(fnmatchcase(key, pattern) for pattern in patterns)}
+    not_linear |= {key for key in residual if max(residual[key], at_target[key]) > LINEAR_WITHIN}
+    _largest_phases(line, not_linear)
+    _larger_moment(figures, line, not_linear)
+    known = {key: None if key in not_linear else value for key, value in line.items()}
+    shown = {key: off for key, off in at_target.items() if known[key] is not None}
+    how = Extrapolation(
+        layers=layers,
+        depths=(first, second),
+        checked_at_depth=third,
+        residual=residual,
+        residual_at_target=at_target,
+        not_linear=sorted(not_linear),
+        crossed=sorted(over),
+        depths_beyond={name: at for name, one in over.items() if (at := one.straight_from) is not None},
+        largest_residual_of_state=max(
+            (value for key, value in residual.items() if key.startswith(("state.", "grads."))), default=0.0
+        ),
+        largest_residual_at_target=max(shown.values(), default=0.0),
+        furthest_figure=max(shown, key=lambda key: shown[key], default=None),
+        run_dirs=[summary.run_dir for summary in summaries],
+        whole_model=whole_model,
+    )
+    changed = {"model_name_or_path": model, "model_layers": layers, "extrapolated": how}
+    return dataclasses.replace(summaries[0], **_fields(summaries, known) | changed)
+
+
+def _on_line(values: Sequence[Any], depths: tuple[int, int], layers: int) -> float:
+    value = values[0] + (values[1] - values[0]) / (depths[1] - depths[0]) * (layers - depths[0])
+    return round(value) if isinstance(values[0], int) and isinstance(values[1], int) else value
+
+
+def _share(off: float, of: float) -> float:
+    return off / abs(of) if of else float(off > 0)
+
+
+def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
+    """Each figure at every depth. What never happened at one depth, such as a collective, is 0 there."""
+    by_depth = [_figures(summary) for summary in summaries]
+    names = dict.fromkeys(name for figures in by_depth for name in figures)
+    # A maximum is no line: where its parts are known, it is the maximum of their lines.
+    if any(name.startswith("phase.") for name in names):
+        names = dict.fromkeys(name for name in names if name not in PEAKS)
+    if any(name.startswith("grads.") for name in names):
+        names = dict.fromkeys(name for name in names if not name.startswith("state.grads."))
+    found = {}
+    for name in names:
+        absent = 0 if name.startswith(("collective.", "buffer.")) else None
+        values = [figures.get(name, absent) for figures in by_depth]
+        # What cannot be measured on this box has no figure, and bends nothing.
+        if any(value is not None for value in values):
+            found[name] = values
+    return found
+
+
+def _figures(summary: RankSummary) -> dict[str, Any]:
+    state = summary.state_bytes_per_rank
+    groups: dict[str, Mapping[str, Any] | None] = {
+        "buffer": summary.buffer_bytes,
+        **{f"grads.{moment}": places for moment, places in summary.grads_by_moment.items()},
+        **{f"phase.{phase}": peaks for phase, peaks in summary.memory_gib_by_phase.items()},
+        **{f"collective.{name}": counts for name, counts in summary.collectives.items()},
+    }
+    return {
+        **{f"state.{kind}.{place}": state[kind][place] for kind in STATE_KINDS for place in STATE_PLACES},
+        **{peak: summary.run_figures.get(peak) for peak in PEAKS},
+        **{count: getattr(summary, count) for count in COUNTS},
+        **{time: summary.run_figures.get(time) for time in STEP_TIMES},
+        **{f"{group}.{name}": value for group, values in groups.items() for name, value in (values or {}).items()},
+    }
+
+
+def _largest_phases(line: dict[str, float], not_linear: set[str]) -> None:
+    """The largest phase of the model may be another one than that of its depths."""
+    for peak, name in PEAKS_OF_PHASES.items():
+        keys = {key for key in {*line, *not_linear} if fnmatchcase(key, f"phase.*.{name}")}
+        if keys & not_linear:
+            not_linear.add(peak)
+        elif keys:
+            line[peak] = max(line[key] for key in keys)
+
+
+def _larger_moment(figures: Mapping[str, list[Any]], line: dict[str, float], not_linear: set[str]) -> None:
+    """The gradients are the larger of two readings. One without a line is left out where it was never the larger one.
+
+    Right after backward a rank holds what is reduced so far. That goes by full buckets, so it is no line, and it is
+    never more than the rank's whole part, which is held before the step.
+    """
+    for place in STATE_PLACES:
+        keys = [key for moment in MOMENTS if (key := f"grads.{moment}.{place}") in figures]
+        if any(None in figures[key] for key in keys):
+            not_linear.add(f"state.grads.{place}")
+            continue
+        linear = [key for key in keys if key not in not_linear]
+        largest = [max(at) for at in zip(*(figures[key] for key in keys), strict=True)]
+        if linear and largest == [max(at) for at in zip(*(figures[key] for key in linear), strict=True)]:
+            line[f"state.grads.{place}"] = max(line[key] for key in linear)
+        elif keys:
+            not_linear.add(f"state.grads.{place}")
+
+
+def _fields(summaries: Sequence[RankSummary], known: Mapping[str, float | None]) -> dict[str, Any]:
+    """The figures of a summary, from a line. What else summary.json says is kept where every depth says the same."""
+    first = summaries[0]
+    collectives = dict.fromkeys(key.rpartition(".")[0] for key in _group(known, "collective"))
+    alike = {
+        name: value if all(other.run_figures.get(name) == value for other in summaries) else None
+        for name, value in first.run_figures.items()
+    }
+    return {
+        **{count: known.get(count) for count in COUNTS},
+        "run_figures": alike | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
+        "state_bytes_per_rank": {kind: _group(known, f"state.{kind}", STATE_PLACES) for kind in STATE_KINDS},
+        "grads_by_moment": {name: _group(known, f"grads.{name}", STATE_PLACES) for name in first.grads_by_moment},
+        "memory_gib_by_phase": {
+            phase: _group(known, f"phase.{phase}", peaks) for phase, peaks in first.memory_gib_by_phase.items()
+        },
+        "buffer_bytes": _group(known, "buffer"),
+        "collectives": {name: _group(known, f"collective.{name}") for name in collectives},
+        "run_dir": None,
+    }
+
+
+def _group(known: Mapping[str, float | None], group: str, names: Iterable[str] = ()) -> dict[str, float | None]:
+    """The figures of a group by what is left of their names; all of `names`, also without a figure."""
+    start = f"{group}."
+    found = {key.removeprefix(start): value for key, value in known.items() if key.startswith(start)}
+    return dict.fromkeys(names) | found

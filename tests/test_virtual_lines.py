@@ -1,0 +1,294 @@
+"""A line over layers: what it gives, what it must not give, and how both are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.record.directory import Run, read_run
+from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.report.records.rows import run_row
+from study.virtual.lines import extrapolate
+from study.virtual.show import describe, gb, table
+from study.virtual.summary import PEAKS, Extrapolation, RankSummary
+from study.virtual.thresholds import STEP_TIMES, crossed
+from synthetic_records import write_run
+
+AROUND, PER_LAYER, RANKS = 100, 10, 4
+# Far from every model below, unless a test says otherwise.
+LARGE = {"reduce_bucket_size": 10**9, "max_live_parameters": 10**9, "max_reuse_distance": 10**9,
+         "prefetch_bucket_size": 10**9, "sub_group_size": 10**9}  # fmt: skip
+
+
+def at_depth(layers: int, strategy: str = "zero3", **changed: Any) -> RankSummary:
+    """A summary whose every figure is a line over layers."""
+    elements = AROUND + PER_LAYER * layers
+    collectives = {
+        "all_gather": {"calls": 5 * layers, "payload_bytes": 2 * elements, "wire_bytes_per_rank": 1.5 * elements},
+        "reduce_scatter": {"calls": layers, "payload_bytes": 2 * elements, "wire_bytes_per_rank": 1.5 * elements},
+    }
+    nothing = dict.fromkeys(STATE_PLACES, 0)
+    fields: dict[str, Any] = {
+        "strategy": strategy, "world_size": RANKS, "rank": 0, "task": "gpt-wikitext",
+        "model_name_or_path": f"gpt-tiny-{layers}layers", "model_layers": layers, "model_parameters": elements,
+        "precision": "bf16-engine", "seq_length": 16, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "emulated_device_memory_gib": None,
+        "state_bytes_per_rank": {
+            "params": nothing | {"device": 2 * elements}, "grads": nothing, "optimizer": nothing | {"host": elements},
+        },
+        "comm_bytes_per_step": 4 * elements, "comm_calls_per_step": 6 * layers, "sent_bytes_per_step": 3.0 * elements,
+        "collectives": collectives, "buffer_bytes": {"bucket.device": 7}, "grads_in_bucket_bytes": None,
+        "kept_whole_bytes": None, "grads_by_moment": {},
+        "memory_gib_by_phase": {"init": peaks(1.0 * layers), "steady": peaks(0.5 * layers)}, "buckets": LARGE,
+        "run_figures": dict.fromkeys((*PEAKS, *STEP_TIMES)) | {"host_peak_rss_gib": 1.0 * layers},
+        "run_dir": f"runs/{layers}",
+    }  # fmt: skip
+    return RankSummary(**fields | changed)
+
+
+def peaks(host: float | None) -> dict[str, float | None]:
+    return {"allocated": None, "reserved": None, "device": None, "host": host}
+
+
+def line(*summaries: RankSummary, layers: int = 40) -> RankSummary:
+    return extrapolate(summaries, f"gpt-tiny-{layers}layers", layers)
+
+
+def how(found: RankSummary) -> Extrapolation:
+    assert found.extrapolated is not None
+    return found.extrapolated
+
+
+def lines_of(strategy: str = "zero3", layers: int = 40, **buckets: int) -> RankSummary:
+    return line(*(at_depth(depth, strategy, buckets=LARGE | buckets) for depth in (2, 3, 4)), layers=layers)
+
+
+def test_a_line_is_what_the_model_itself_would_have_shown() -> None:
+    whole, found = at_depth(40), lines_of()
+    assert (how(found).crossed, how(found).not_linear) == ([], [])
+    assert dataclasses.replace(found, run_dir=whole.run_dir, extrapolated=None) == whole
+
+
+@pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
+def test_where_stage_3_begins_to_let_go_between_depths_and_model_there_is_no_traffic(name: str) -> None:
+    found = lines_of("zero3", 40, **{name: 300})
+    assert how(found).crossed == [name]
+    assert set(how(found).residual.values()) == {0.0}
+    assert set(found.collectives["all_gather"].values()) == {None}
+    for figure in ("comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "host_peak_rss_gib"):
+        assert found.document()[figure] is None
+        assert figure in how(found).not_linear
+    # Neither what is reduced nor what is held depends on it.
+    whole = at_depth(40)
+    assert found.collectives["reduce_scatter"] == whole.collectives["reduce_scatter"]
+    assert found.state_bytes_total == whole.state_bytes_total
+
+
+def test_depths_that_are_all_beyond_a_threshold_are_a_line_again() -> None:
+    beyond = how(lines_of(max_live_parameters=300)).depths_beyond["max_live_parameters"]
+    assert AROUND + PER_LAYER * beyond > 1.25 * 300
+    # The smallest of those that fit are taken, since each costs memory.
+    assert AROUND + PER_LAYER * (beyond - 1) <= 1.25 * 300
+    deeper = line(*(at_depth(beyond + more, buckets=LARGE | {"max_live_parameters": 300}) for more in range(3)))
+    assert how(deeper).crossed == []
+    assert deeper.comm_bytes_per_step == at_depth(40).comm_bytes_per_step
+
+
+def test_a_parameter_waits_for_its_next_use_while_the_model_is_passed_twice() -> None:
+    """The model of 40 layers has 500 parameters."""
+    assert how(lines_of(max_live_parameters=700)).crossed == []
+    assert how(lines_of(max_reuse_distance=700)).crossed == ["max_reuse_distance"]
+    assert how(lines_of(max_reuse_distance=1000)).crossed == []
+    # Where nothing may wait nothing is crossed.
+    assert how(lines_of(max_reuse_distance=0)).crossed == []
+
+
+@pytest.mark.parametrize(("strategy", "collective"), [("zero1", "reduce_scatter"), ("zero3", "reduce_scatter")])
+def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: str, collective: str) -> None:
+    found, whole = lines_of(strategy, reduce_bucket_size=110), at_depth(40)
+    assert how(found).crossed == ["reduce_bucket_size"]
+    # Every depth is beyond it, and deeper ones would do no better.
+    assert how(found).depths_beyond == {}
+    assert found.collectives[collective] == whole.collectives[collective] | {"calls": None}
+    assert found.comm_calls_per_step is None
+    assert found.comm_bytes_per_step == whole.comm_bytes_per_step
+    assert found.run_figures["host_peak_rss_gib"] == whole.run_figures["host_peak_rss_gib"]
+    # A bucket that no layer fits into is full after every parameter.
+    assert how(lines_of(strategy, reduce_bucket_size=9)).crossed == []
+
+
+def test_a_peak_is_no_line_where_the_bucket_is_full_in_the_model_only() -> None:
+    found = lines_of("zero2", reduce_bucket_size=300)
+    assert found.run_figures["host_peak_rss_gib"] is None
+    assert how(found).depths_beyond == {"reduce_bucket_size": 28}
+
+
+def test_a_sub_group_is_held_against_one_ranks_part() -> None:
+    assert how(lines_of(sub_group_size=120)).crossed == ["sub_group_size"]
+    assert how(lines_of(sub_group_size=120)).depths_beyond == {"sub_group_size": 51}
+    assert how(lines_of(sub_group_size=130)).crossed == []
+    assert lines_of(sub_group_size=120).sent_bytes_per_step == at_depth(40).sent_bytes_per_step
+
+
+def test_ddp_fills_its_buckets_with_fp32() -> None:
+    first = at_depth(2, "ddp", buckets={"ddp_bucket_bytes": 800})
+    assert [(name, one.straight_from) for name, one in crossed(first, 500, PER_LAYER).items()] == [
+        ("ddp_bucket_bytes", None)
+    ]
+    assert crossed(first, 200, PER_LAYER) == {}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero0", "zero1", "zero2_cpu", "fsdp2"])
+def test_what_only_stage_3_does_is_no_threshold_elsewhere(strategy: str) -> None:
+    found = lines_of(strategy, max_live_parameters=300, max_reuse_distance=300, sub_group_size=120)
+    assert how(found).crossed == []
+
+
+def test_without_the_engines_buckets_no_threshold_is_known() -> None:
+    assert how(line(*(at_depth(depth, buckets=None) for depth in (2, 3, 4)))).crossed == []
+
+
+def test_a_state_of_which_a_part_is_no_line_has_no_sum_and_shows_none() -> None:
+    state = at_depth(4).state_bytes_per_rank
+    bent = dict(state) | {"params": dict(state["params"]) | {"device": 2 * 2 * (AROUND + PER_LAYER * 4)}}
+    found = line(at_depth(2), at_depth(3), at_depth(4, state_bytes_per_rank=bent))
+    assert found.state_bytes_per_rank["params"]["device"] is None
+    assert found.state_bytes_total is None
+    lines = list(describe(found))
+    assert "  model state  ?" in lines
+    assert "    params     ? on device" in lines
+    assert "    grads      0" in lines
+    _, row = table([found])
+    assert row.split()[:7] == ["zero3", "bf16-engine", "?", "0", "B", "500", "B"]
+
+
+def test_what_the_third_depth_is_off_grows_on_the_way_to_the_model() -> None:
+    """Half a percent at 4 layers, and 0.6 of 20 GiB at 40."""
+    off = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(2.01)})
+    near, far = line(at_depth(2), at_depth(3), off, layers=5), line(at_depth(2), at_depth(3), off)
+    key = "phase.steady.host"
+    assert how(near).residual[key] == how(far).residual[key] == pytest.approx(0.01 / 2.01)
+    assert how(far).residual_at_target[key] == pytest.approx(0.01 * 38 / 2 / 20)
+    assert how(near).largest_residual_at_target == pytest.approx(0.01 * 3 / 2 / 2.5)
+    assert how(near).furthest_figure == key
+    worse = at_depth(4, memory_gib_by_phase={"init": peaks(4.0), "steady": peaks(2.03)})
+    bent = line(at_depth(2), at_depth(3), worse)
+    assert how(bent).residual[key] < 0.02 < how(bent).residual_at_target[key]
+    assert bent.memory_gib_by_phase == {"init": peaks(40.0), "steady": peaks(None)}
+    assert bent.run_figures["host_peak_rss_gib"] is None
+    assert "  peak in steady      host ?" in list(describe(bent))
+
+
+def test_the_peak_is_the_largest_phase_of_the_model_and_not_of_its_depths() -> None:
+    def phases(layers: int) -> dict[str, Any]:
+        figures = at_depth(layers).run_figures | {"host_peak_rss_gib": 10.0}
+        return {"memory_gib_by_phase": {"init": peaks(10.0), "steady": peaks(1.0 * layers)}, "run_figures": figures}
+
+    found = line(*(at_depth(depth, **phases(depth)) for depth in (2, 3, 4)))
+    assert found.run_figures["host_peak_rss_gib"] == 40.0
+
+
+def test_a_collective_that_the_first_depth_never_sent_is_not_lost() -> None:
+    def sends(layers: int, count: int) -> RankSummary:
+        more = {"broadcast": {"calls": count, "payload_bytes": 8 * count, "wire_bytes_per_rank": 8.0 * count}}
+        return at_depth(layers, collectives=at_depth(layers).collectives | (more if count else {}))
+
+    grows = line(sends(2, 0), sends(3, 1), sends(4, 2))
+    assert grows.collectives["broadcast"] == {"calls": 38, "payload_bytes": 304, "wire_bytes_per_rank": 304.0}
+    jumps = line(sends(2, 0), sends(3, 1), sends(4, 1))
+    assert set(jumps.collectives["broadcast"].values()) == {None}
+    assert "collective.broadcast.calls" in how(jumps).not_linear
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Of one virtual rank."""
+    path = write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64},
+                     engine={"virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
+                             "emulated_device_memory_gib": None, "per_device_train_batch_size": 1,
+                             "gradient_accumulation_steps": 1})  # fmt: skip
+    run = read_run(path)
+    run.memory["ranks"][1:] = []
+    return run
+
+
+def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> None:
+    measured = RankSummary.of_run(run)
+    assert set(SUMMARY_KEYS) <= set(measured.document())
+    found = line(*(dataclasses.replace(measured, model_layers=layers) for layers in (2, 3, 4)))
+    assert set(found.document()) == set(measured.document())
+    assert measured.sent_bytes_per_step == run.traffic["collectives"]["all_reduce"]["wire_bytes_per_rank"]
+    assert (measured.seq_length, measured.per_device_train_batch_size) == (64, 1)
+
+
+def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) -> None:
+    of_run, of_row = RankSummary.of_run(run), RankSummary.of_row(run_row(run))
+    assert of_row.run_figures == {peak: of_run.run_figures[peak] for peak in PEAKS}
+    # What a report has no use for, and moments that this record does not have.
+    others = {name: getattr(of_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}
+    assert dataclasses.replace(of_run, **others, grads_by_moment={}) == of_row
+
+
+def test_what_is_sent_and_what_is_payload_go_by_their_names() -> None:
+    lines = list(describe(at_depth(10)))
+    assert lines[0].endswith("bf16-engine, 1 sample of 16 tokens a step")
+    assert "  sent per step  600 B in 60 calls, payload 800 B" in lines
+    assert "    all_gather      300 B in 50 calls, payload 400 B" in lines
+
+
+def test_a_rank_whose_state_was_never_read_is_shown_without_it() -> None:
+    unknown = {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
+    lines = list(describe(at_depth(2, state_bytes_per_rank=unknown, buffer_bytes=None)))
+    assert "    params     ? on device, ? on host, ? on nvme" in lines
+
+
+def test_a_line_says_what_it_crosses_and_how_the_whole_model_ended() -> None:
+    found = lines_of(max_live_parameters=300)
+    tried = dataclasses.replace(how(found), whole_model={"state": "oom", "reason": "CUDA out of memory"})
+    lines = "\n".join(describe(dataclasses.replace(found, extrapolated=tried)))
+    assert (
+        "crosses max_live_parameters: what depends on it has no figure; --layers-fit 28,29,30 starts beyond max_live"
+        in lines
+    )
+    assert "the whole model: oom: CUDA out of memory" in lines
+    assert f"    {STATE_KINDS[0]:<10} 1.000 kB on device" in lines
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (None, "?"), (0, "0 B"), (3508736, "3.509 MB"), (11_234_567, "11.23 MB"), (1.88e9, "1.880 GB"),
+        (1234.4e9, "1234 GB"), (16.13e12, "16130 GB"),
+    ],
+)  # fmt: skip
+def test_a_size_has_four_digits(size: float | None, shown: str) -> None:
+    assert gb(size) == shown
+
+
+def read_twice(layers: int, after: float, before: float) -> RankSummary:
+    moments = {"grads_after_backward": after, "grads_before_step": before}
+    nothing = dict.fromkeys(STATE_PLACES, 0)
+    state = at_depth(layers).state_bytes_per_rank | {"grads": nothing | {"device": max(moments.values())}}
+    return at_depth(
+        layers,
+        state_bytes_per_rank=state,
+        grads_by_moment={moment: nothing | {"device": size} for moment, size in moments.items()},
+    )
+
+
+def test_the_larger_moment_of_the_gradients_may_be_another_one_in_the_whole_model() -> None:
+    """One gradient is kept whole and outweighs the shards of three shallow models, but not those of forty layers."""
+    found = line(*(read_twice(layers, after=100, before=10 * layers) for layers in (2, 3, 4)))
+    assert found.state_bytes_per_rank["grads"]["device"] == 400
+    assert "state.grads.device" not in how(found).not_linear
+
+
+def test_what_is_reduced_by_chance_after_backward_is_no_obstacle_while_it_is_less() -> None:
+    found = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 17))))
+    assert found.state_bytes_per_rank["grads"]["device"] == 400
+    more = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 45))))
+    assert more.state_bytes_per_rank["grads"]["device"] is None
+    assert "state.grads.device" in how(more).not_linear
