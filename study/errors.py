@@ -1,8 +1,16 @@
 """The one way this project refuses a request."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
+REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
+
 
 class UserError(Exception):
-    """A request that cannot be served: says what is wrong and where, then how to fix it, on one line each read.
+    """A request that cannot be served: one line says what is wrong and where, another one how to fix it.
 
     The command line prints it without a traceback and exits with 2.
     """
@@ -11,6 +19,9 @@ class UserError(Exception):
         self.problem = " ".join(problem.split())
         self.fix = " ".join(fix.split())
         super().__init__(f"{self.problem} -> {self.fix}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **vars(self)}
 
 
 class Unsupported(UserError):
@@ -23,6 +34,11 @@ class CannotBeHeld(Unsupported):
     def __init__(self, problem: str, fix: str, layers_that_fit: int):
         self.layers_that_fit = layers_that_fit
         super().__init__(problem, fix)
+
+
+def refusal_from_json(said: Mapping[str, Any]) -> UserError:
+    kinds = {kind.__name__: kind for kind in (UserError, Unsupported, CannotBeHeld)}
+    return kinds[said["kind"]](**{key: value for key, value in said.items() if key != "kind"})
 
 
 class RunFailed(Exception):

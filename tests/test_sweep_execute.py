@@ -15,8 +15,8 @@ import pytest
 
 from study import cli
 from study.host.box import Box, matmul_rates
-from study.launch.process import clean_environment
-from study.launch.verdict import standing_of
+from study.launch.command import clean_environment
+from study.launch.verdict import cell_state
 from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
 from study.sweep.execute import run_cells
 from study.sweep.notes import Durations, add_duration, append_attempt, expected_s
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(tmp_path, 
     name = "steps.jsonl" if "row" in damage else damage.split()[0]
     text = (cell / name).read_text()
     (cell / name).write_text("\n".join(text.splitlines()[:-1]) + "\n" if "row" in damage else text[: len(text) // 2])
-    assert standing_of(cell).state == "damaged"
+    assert cell_state(cell).state == "damaged"
     assert run(suite, runs).returncode == 0
     assert [row["loss"] for row in read_run(cell).steps] == losses
 
@@ -157,9 +157,9 @@ def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_pat
     states = ("interrupted", "failed", "oom", "timeout", "unsupported")
     for cell, state in zip(cells, states, strict=False):
         RunWriter.open(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
-    answered = {cell.id: standing_of(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
+    answered = {cell.id: cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
     assert [answered[cell.id] for cell in cells] == [False, False, True, True, True, False]
-    retried = [standing_of(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=True) for cell in cells]
+    retried = [cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=True) for cell in cells]
     assert not any(retried)
 
     assert cli.main(["status", str(suite), "--runs-dir", str(tmp_path / "runs")]) == 0

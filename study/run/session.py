@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
+from study.errors import REFUSAL_FILE_VARIABLE, RunFailed, UserError
 from study.host.folders import folder_named
 from study.host.swap import SwapFolder
 from study.record.directory import RunWriter, end_interrupted_run, write_json
@@ -166,12 +166,8 @@ def run_session(
 
 def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
     # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
-    if file := os.environ.get("ZERO_STUDY_REFUSAL_FILE"):
-        kind = "Unsupported" if isinstance(refusal, Unsupported) else type(refusal).__name__
-        said: dict[str, Any] = {"kind": kind, "problem": refusal.problem, "fix": refusal.fix}
-        if isinstance(refusal, CannotBeHeld):
-            said["layers_that_fit"] = refusal.layers_that_fit
-        write_json(Path(file), said)
+    if file := os.environ.get(REFUSAL_FILE_VARIABLE):
+        write_json(Path(file), refusal.to_json())
     if not is_main:
         # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
         time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)

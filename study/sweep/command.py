@@ -14,11 +14,11 @@ from pathlib import Path
 
 from study.host.box import Box, this_box
 from study.launch.cell import Cell
-from study.launch.process import launch_command
-from study.sweep.execute import run_cells, standings_of
+from study.launch.command import launch_command
+from study.sweep.execute import run_cells
 from study.sweep.notes import estimate, left_to_run
-from study.sweep.requirements import lacks_of
-from study.sweep.search import Search
+from study.sweep.requirements import missing_here
+from study.sweep.search import Search, cell_states
 from study.sweep.slices import Plan, Slice, plan_suite
 from study.sweep.tables import result_table, series_table, status_table
 
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
     """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
-    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := lacks_of(part.suite, box))}
+    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := missing_here(part.suite, box))}
     able = [part for part in plan.slices if part.suite.name not in lacking]
     if not able:
         raise next(iter(lacking.values()))
@@ -141,7 +141,7 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
 
 
 def _say_what_failed(part: Slice, suite: str) -> None:
-    states = Counter(standing.state for _, standing in standings_of(part.cells, part.root))
+    states = Counter(standing.state for _, standing in cell_states(part.cells, part.root))
     if len(states) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
         print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
@@ -151,7 +151,7 @@ def _any_failed(part: Slice) -> bool:
     """A cell that ran out of memory has failed; a probe that did has answered."""
     for cell in part.cells:
         good = {"ok", "unsupported", "to do"} | ({"oom"} if isinstance(cell, Search) else set())
-        if any(standing.state not in good for _, standing in standings_of([cell], part.root)):
+        if any(standing.state not in good for _, standing in cell_states([cell], part.root)):
             return True
     return False
 
@@ -162,7 +162,7 @@ def weights(options: argparse.Namespace) -> int:
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # Elsewhere than on its box a suite's weights may be drawn as well; there, those of what it will run.
-    parts = [part for part in plan.slices if not lacks_of(part.suite, box)] or plan.slices
+    parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
     for cell, root in _within(parts, options.time_budget):
         for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
             config = one.config
@@ -195,5 +195,5 @@ def status(options: argparse.Namespace) -> int:
         print(series_table(plan.slices))
     else:
         part = plan.slices[0]
-        print(status_table(standings_of(part.cells, part.root), part.searches, part.root))
+        print(status_table(cell_states(part.cells, part.root), part.searches, part.root))
     return 0

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from study.launch.cell import Cell
-from study.launch.verdict import Standing
+from study.launch.verdict import CellState
 from study.record.directory import RecordError, Run, read_run
-from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration
-from study.sweep.search import Search
+from study.sweep.search import Search, cell_states
 from study.sweep.slices import Slice
 
 _MIB = 2**20
@@ -61,7 +60,7 @@ def search_table(searches: Sequence[Search], root: Path) -> str:
         model = "-" if search.axis == "largest_model" else _model(cell)
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             finding.state, finding.answer(), str(len(finding.standings)), finding.reason() or "-"]
+             finding.state, finding.answer(), str(len(finding.states)), finding.reason() or "-"]
         )  # fmt: skip
     return text_table(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
@@ -114,7 +113,7 @@ def _figure(value: Any, form: str, factor: float = 1.0) -> str:
 
 
 def status_table(
-    standings: Sequence[tuple[Cell, Standing]], searches: Sequence[Search] = (), root: Path = Path()
+    standings: Sequence[tuple[Cell, CellState]], searches: Sequence[Search] = (), root: Path = Path()
 ) -> str:
     """How many cells stand where, then each that is not ok, with the reason; then the searches."""
     counts = Counter(standing.state for _, standing in standings)
@@ -131,7 +130,7 @@ def status_table(
     return "\n".join(lines)
 
 
-def _why(standing: Standing) -> str:
+def _why(standing: CellState) -> str:
     return f"{standing.reason}{f' ({standing.hint})' if standing.hint else ''}"
 
 
@@ -139,7 +138,7 @@ def series_table(slices: Sequence[Slice]) -> str:
     """A row per slice, in the order in which they run; then each cell that is not ok, and the searches that began."""
     rows, others, searches = [], [], []
     for part in slices:
-        standings = standings_of(part.cells, part.root)
+        standings = cell_states(part.cells, part.root)
         left = list(left_to_run(part.cells, part.root))
         states = Counter(standing.state for _, standing in standings)
         rows.append(
@@ -152,7 +151,7 @@ def series_table(slices: Sequence[Slice]) -> str:
             for cell, standing in standings
             if standing.state not in _SPEAKS_FOR_ITSELF
         ]
-        if begun := [search for search in part.searches if search.standings(part.root)]:
+        if begun := [search for search in part.searches if search.states(part.root)]:
             searches.append(search_table(begun, part.root))
     tables = [text_table(_SERIES_COLUMNS, rows)]
     if others:
