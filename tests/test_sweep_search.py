@@ -22,7 +22,7 @@ from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search, cell_states, examine
-from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+from study.sweep.suite_file import find_suite, read_suite
 from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
 from synthetic_records import write_run
 
@@ -255,7 +255,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
 @pytest.mark.timeout(3600)
 def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
     """The suites of a box that is paid by the minute, with the commands that run there."""
-    names = sorted(file.stem for file in SUITE_DIRECTORY.glob("h200*.yaml"))
+    names = sorted({part.suite for part in read_suite(find_suite("one_gpu")).slices})
     assert names
     for name in names:
         arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
