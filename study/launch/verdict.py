@@ -26,10 +26,26 @@ SMALLER = "use a smaller batch, or a strategy that shards or offloads more"
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
-    state: State
-    reason: str
+class CellState:
+    """The state of a cell's record; `to do` without one, and `damaged`, which is to do as well."""
+
+    state: str
+    reason: str = ""
     hint: str = ""
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
+    def is_answered(self, retry: bool) -> bool:
+        return self.state == "ok" or (not retry and self.state in ANSWERED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending(CellState):
+    """How a run ended, as status.json says it."""
+
+    state: State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,18 +142,6 @@ def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
     if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
         ended = {"state": ending.state, "reason": ending.reason, "hint": ending.hint, "ended_at": utc_now()}
         write_json(directory / "status.json", status | ended)
-
-
-@dataclasses.dataclass(frozen=True)
-class CellState:
-    """The state of a cell's record; `to do` without one, and `damaged`, which is to do as well."""
-
-    state: str
-    reason: str = ""
-    hint: str = ""
-
-    def is_answered(self, retry: bool) -> bool:
-        return self.state == "ok" or (not retry and self.state in ANSWERED)
 
 
 def cell_state(directory: Path) -> CellState:

@@ -20,7 +20,7 @@ from study.sweep.notes import estimate, left_to_run
 from study.sweep.requirements import missing_here
 from study.sweep.search import Search, cell_states
 from study.sweep.slices import Plan, Slice, plan_suite
-from study.sweep.tables import result_table, series_table, status_table
+from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
 RESUME = """\
 Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
@@ -89,14 +89,14 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
         if not parts:
-            print(series_table(plan.slices))
+            print_tables(series_tables(plan.slices))
     not_all_was_run = False
     for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
-        print(result_table(part.cells, part.root))
+        print_tables(result_tables(part.cells, part.root))
         _say_what_failed(part, options.suite)
         not_all_was_run |= outcome.stopped or outcome.refused > 0
         if outcome.left:
@@ -191,9 +191,5 @@ def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tup
 
 def status(options: argparse.Namespace) -> int:
     plan = _plan(options, this_box())
-    if plan.is_series:
-        print(series_table(plan.slices))
-    else:
-        part = plan.slices[0]
-        print(status_table(cell_states(part.cells, part.root), part.searches, part.root))
+    print_tables(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
     return 0
