@@ -1,5 +1,13 @@
 """The one way this project refuses a request."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
+REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
+
 
 class UserError(Exception):
     """A request that cannot be served: what is wrong and where, and how to fix it, one line each.
@@ -12,6 +20,9 @@ class UserError(Exception):
         self.fix = " ".join(fix.split())
         super().__init__(f"{self.problem} -> {self.fix}")
 
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **vars(self)}
+
 
 class Unsupported(UserError):
     """A request that is right, and that this box cannot serve: a library, a device or a drive is missing."""
@@ -23,6 +34,11 @@ class CannotBeHeld(Unsupported):
     def __init__(self, problem: str, fix: str, layers_that_fit: int):
         self.layers_that_fit = layers_that_fit
         super().__init__(problem, fix)
+
+
+def refusal_from_json(said: Mapping[str, Any]) -> UserError:
+    kinds = {kind.__name__: kind for kind in (UserError, Unsupported, CannotBeHeld)}
+    return kinds[said["kind"]](**{key: value for key, value in said.items() if key != "kind"})
 
 
 class RunFailed(Exception):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
+from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
+from study.host.box import this_box
 from study.host.cgroups import OomCounts, oom_counts
+from study.host.memory import HOST_MEMORY_VARIABLE, host_memory
 from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
 from study.record.outcome import ending_of
+from study.sweep.requirements import missing_here
+from study.sweep.suite_file import Requirements, Suite
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
 PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
@@ -30,6 +40,12 @@ SIGTERM_BY_LAUNCHER = (
     "ended by SIGTERM: a launcher sends it when another rank has died",
     "run it again",
 )
+
+
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 def evidence(said=None, ended=True, **changed):
@@ -75,9 +91,9 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "the device's"),
         (evidence(OPEN, ended=False, log=NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         # Refusals.
-        (evidence(refusal={"kind": "Unsupported", "problem": "no aio", "fix": "install"}), "unsupported", "no aio"),
-        (evidence(refusal={"kind": "CannotBeHeld", "problem": "20 B", "fix": "smaller"}), "unsupported", "20 B"),
-        (evidence(refusal={"kind": "UserError", "problem": "odd batch", "fix": "even"}), "failed", "odd batch"),
+        (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
+        (evidence(refusal=CannotBeHeld("20 B", "smaller", 3)), "unsupported", "20 B"),
+        (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
         # Nothing but what was printed.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
         (evidence(printed="OSError: [Errno 28] No space left on device"), "failed", "the disk is full"),
@@ -126,11 +142,52 @@ def test_last_lines_leave_out_frames_and_the_launchers_chatter():
     ],
 )  # fmt: skip
 def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup, files):
-    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
     assert oom_counts(tmp_path) == OomCounts(killed=1, cgroup_limit_hit=2)
 
 
 def test_only_answers_are_not_asked_again():
     assert {"ok", "oom", "timeout", "unsupported"} == ANSWERED
+
+
+@pytest.mark.parametrize("refusal", [UserError("a", "b"), Unsupported("a", "b"), CannotBeHeld("a", "b", 3)])
+def test_a_refusal_is_read_as_it_was_written(refusal):
+    read = refusal_from_json(json.loads(json.dumps(refusal.to_json())))
+    assert type(read) is type(refusal)
+    assert vars(read) == vars(refusal)
+
+
+CGROUPS = {
+    "v2": ("0::/job\n", {"sys/fs/cgroup/job/memory.max": "max\n",
+                         "sys/fs/cgroup/memory.max": f"{2**30}\n", "sys/fs/cgroup/memory.current": f"{2**29}\n",
+                         "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {2**28}\n"}),
+    "v1": ("4:memory:/pod/job\n0::/\n", {
+        "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": f"{2**30}\n",
+        "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": f"{2**29}\n",
+        "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {2**28}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp_path, monkeypatch, version):
+    monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
+    cgroup, files = CGROUPS[version]
+    write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
+    memory = host_memory(tmp_path)
+    assert memory.total_gib == 1
+    # What is only cached there is free to take.
+    assert memory.available_gib == 0.75
+    box = this_box(tmp_path)
+    wants = Suite("x", "y", Requirements(host_memory_gib=2))
+    missing = missing_here(wants, box)
+    assert missing is not None
+    assert "needs 2 GiB of host memory, and here are 1" in missing.problem
+    assert missing_here(dataclasses.replace(wants, requires=Requirements(host_memory_gib=1)), box) is None
+
+
+def test_without_a_cgroup_limit_a_box_has_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
+    write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
+    assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total
+    assert host_memory(tmp_path).cgroup_limit_bytes is None

@@ -17,12 +17,12 @@ from study.host.box import Box, this_box
 from study.record.directory import RunWriter, State, read_json, read_run, read_status
 from study.report.questions.fits import fits
 from study.report.records.frames import read_runs, real
-from study.sweep.execute import run_cells, standings_of
+from study.sweep.execute import run_cells
 from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
-from study.sweep.search import Search, examine
-from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
+from study.sweep.search import Search, cell_states, examine
+from study.sweep.suite_file import find_suite, read_suite
 from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
 from synthetic_records import write_run
 
@@ -237,7 +237,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     assert "[1/1+] " in result.stderr
     assert "[3/3+] " in result.stderr, "how many probes there will be shows while they run"
     finding = search.finding(runs / "tiny")
-    assert (finding.state, finding.largest, len(finding.standings)) == ("found", 4, 4)
+    assert (finding.state, finding.largest, len(finding.states)) == ("found", 4, 4)
     assert [read_run(directory).state for directory in directories] == ["ok", "ok", "ok", "oom"]
     assert read_status(directories[0]) == first
     orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]
@@ -255,7 +255,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
 @pytest.mark.timeout(3600)
 def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
     """The suites of a box that is paid by the minute, with the commands that run there."""
-    names = sorted(file.stem for file in SUITE_DIRECTORY.glob("h200*.yaml"))
+    names = sorted({part.suite for part in read_suite(find_suite("one_gpu")).slices})
     assert names
     for name in names:
         arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
@@ -265,9 +265,9 @@ def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
         assert result.returncode == 0, f"{name}: {result.stderr}"
         root = tmp_path / f"{name}-rehearsal"
         cells = plan_cells(rehearsed(read_suite(find_suite(name))), this_box())
-        for cell, standing in standings_of(cells, root):
-            assert standing.state == "ok", f"{cell.id}: {standing}"
+        for cell, record in cell_states(cells, root):
+            assert record.state == "ok", f"{cell.id}: {record}"
             assert read_run(root / cell.id).engine["trainer"] == cell.trainer
         for search in (each for each in cells if isinstance(each, Search)):
-            assert search.finding(root).is_the_ladder_s_end
+            assert search.finding(root).is_last_rung
         assert not [each for each in cells if not isinstance(each, Search) and not (root / each.id).is_dir()]

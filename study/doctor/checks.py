@@ -17,8 +17,8 @@ from typing import Literal
 
 import psutil
 
-from study.host.cgroups import memory_cgroups
-from study.host.memory import can_lock, locked_bytes
+from study.host.memory import host_memory
+from study.host.pinned import can_lock, locked_bytes
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
 
 INSTALL = "make -B install"
@@ -136,12 +136,10 @@ def _first_line(*command: str) -> str | None:
 
 
 def memory() -> Iterator[Check]:
-    host = psutil.virtual_memory()
-    limits = [limit for folder in memory_cgroups(Path("/")) if (limit := _cgroup_limit(folder)) < host.total]
-    available = min([host.available, *limits]) / GIB
-    found = f"{host.total / GIB:.1f} GiB, {host.available / GIB:.1f} GiB available, "
-    found += f"cgroup limit {min(limits) / GIB:.1f} GiB" if limits else "no cgroup limit"
-    if available >= LAPTOP_MEMORY_GIB:
+    host = host_memory()
+    found = f"{host.total_gib:.1f} GiB, {host.available_gib:.1f} GiB available, "
+    found += "as a cgroup allows" if host.cgroup_limit_bytes else "no cgroup limit"
+    if host.available_gib >= LAPTOP_MEMORY_GIB:
         yield Check("host memory", "ok", found)
     else:
         fix = "end other programs, or give the container more: docker run --memory=8g"
@@ -152,15 +150,6 @@ def memory() -> Iterator[Check]:
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     found = f"{_limit(soft)} (can be raised to {_limit(hard)})"
     yield Check("open files", "ok" if enough else "missing", found, "" if enough else f"ulimit -n {OPEN_FILES}")
-
-
-def _cgroup_limit(folder: Path) -> float:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            return float((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # "max" is no number
-            continue
-    return float("inf")
 
 
 def _limit(value: int, unit: int = 1) -> str:

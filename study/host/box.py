@@ -8,11 +8,10 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-import psutil
-
-from study.host.memory import stated_host_memory_gib
+from study.host.memory import host_memory
 from study.spec.strategies import REPOSITORY
 
 _MATMUL_LIMIT_S = 120
@@ -20,6 +19,8 @@ _MATMUL_LIMIT_S = 120
 
 @dataclasses.dataclass(frozen=True)
 class Box:
+    """What a suite may ask for. Host memory is what may be used here: a container can have less than its machine."""
+
     gpu_memory_gib: tuple[float, ...]
     host_memory_gib: float
 
@@ -35,13 +36,14 @@ class GpuProcess:
     memory_gib: float | None
 
 
-def this_box() -> Box:
+def this_box(root: Path = Path("/")) -> Box:
+    """`root` is where `proc` and `sys` are."""
     found = _nvml()
     memory: list[float] = []
     if found is not None:
         nvml, handles = found
         memory = [nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles]
-    return Box(tuple(memory), stated_host_memory_gib() or psutil.virtual_memory().total / 2**30)
+    return Box(tuple(memory), host_memory(root).total_gib)
 
 
 def gpu_processes() -> list[GpuProcess]:

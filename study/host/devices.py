@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 
 from study.host.imports import importing
-from study.host.memory import keep_freed_memory
 from study.spec.strategies import Launch
+
+# malloc.h's numbers for these, and the largest threshold that glibc takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
 
 
 def prepare_devices(launch: Launch) -> int:
@@ -29,9 +34,21 @@ def prepare_devices(launch: Launch) -> int:
     torch.set_num_threads(threads)
     if not gpus:
         # There the host's memory is the device's, and its allocator part of every step.
-        keep_freed_memory()
+        _keep_freed_memory()
     return gpus
 
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one.
+
+    By default it hands large blocks back and is given them anew, page by page, at every step. How often depends on
+    which addresses a process happened to get, so two runs of one thing differ by percents for no reason of theirs.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from study.errors import Unsupported, UserError
 from study.host.cgroups import OomCounts
 from study.record.directory import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
@@ -19,9 +20,23 @@ _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
-# What study/train.py says of a box that cannot do what is asked, and not of a request that is wrong.
-_OF_THE_BOX = {"Unsupported", "CannotBeHeld"}
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
+
+
+@dataclasses.dataclass(frozen=True)
+class CellState:
+    """The state of a cell's record; `to do` without one, and `damaged`, which is to do as well."""
+
+    state: str
+    reason: str = ""
+    hint: str = ""
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
+    def is_answered(self, retry: bool) -> bool:
+        return self.state == "ok" or (not retry and self.state in ANSWERED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +46,9 @@ class Evidence:
     launcher_status: int
     stopped_by: StoppedBy | None
     time_limit_s: float
-    # This attempt's own status.json, and what study/train.py said when it refused.
+    # This attempt's own status.json, and why study/train.py refused.
     status: Mapping[str, Any] | None
-    refusal: Mapping[str, Any] | None
+    refusal: UserError | None
     printed: str
     log: str
     ooms: OomCounts
@@ -54,8 +69,8 @@ def judge(evidence: Evidence) -> Ending:
     if evidence.stopped_by == "user":
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
-        state: State = "unsupported" if evidence.refusal["kind"] in _OF_THE_BOX else "failed"
-        return Ending(state, evidence.refusal["problem"], evidence.refusal["fix"])
+        state: State = "unsupported" if isinstance(evidence.refusal, Unsupported) else "failed"
+        return Ending(state, evidence.refusal.problem, evidence.refusal.fix)
     text = f"{evidence.log}\n{evidence.printed}"
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
@@ -110,23 +125,11 @@ def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
         write_json(directory / "status.json", status | ended)
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """Where a cell stands: a state of a record, `to do`, or `damaged`, which is to do as well."""
-
-    state: str
-    reason: str = ""
-    hint: str = ""
-
-    def is_answered(self, retry: bool) -> bool:
-        return self.state == "ok" or (not retry and self.state in ANSWERED)
-
-
-def standing_of(directory: Path) -> Standing:
+def cell_state(directory: Path) -> CellState:
     if not (directory / "status.json").exists():
-        return Standing("to do")
+        return CellState("to do")
     try:
         status = read_run(directory).status
     except RecordError as error:
-        return Standing("damaged", str(error), "it is run again")
-    return Standing(status["state"], status["reason"], status["hint"])
+        return CellState("damaged", str(error), "it is run again")
+    return CellState(status["state"], status["reason"], status["hint"])

@@ -35,6 +35,10 @@ class Ending:
     reason: str
     hint: str = ""
 
+    @property
+    def why(self) -> str:
+        return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
 
 class Terminated(BaseException):
     """SIGTERM as an exception, so that the record is closed on the way out."""

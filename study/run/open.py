@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from study.errors import CannotBeHeld, RunFailed, Unsupported, UserError
+from study.errors import REFUSAL_FILE_VARIABLE, RunFailed, UserError
 from study.host.folders import cache_directory, folder_named
 from study.record.directory import RunWriter, end_interrupted_run, write_json
 from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
@@ -304,7 +304,7 @@ class OpenRun:
             everybodys = launch.is_main or isinstance(error, RunFailed)
             reason = ending.reason if everybodys else f"rank {launch.rank}: {ending.reason}"
             end_interrupted_run(output_dir, ending.state, reason, ending.hint)
-        console.say(f"{ending.state}: {ending.reason}{f' ({ending.hint})' if ending.hint else ''}")
+        console.say(f"{ending.state}: {ending.why}")
 
 
 def exit_status_of(main: Callable[[], int]) -> int:
@@ -320,12 +320,8 @@ def exit_status_of(main: Callable[[], int]) -> int:
 
 def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
     # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
-    if file := os.environ.get("ZERO_STUDY_REFUSAL_FILE"):
-        kind = "Unsupported" if isinstance(refusal, Unsupported) else type(refusal).__name__
-        said: dict[str, Any] = {"kind": kind, "problem": refusal.problem, "fix": refusal.fix}
-        if isinstance(refusal, CannotBeHeld):
-            said["layers_that_fit"] = refusal.layers_that_fit
-        write_json(Path(file), said)
+    if file := os.environ.get(REFUSAL_FILE_VARIABLE):
+        write_json(Path(file), refusal.to_json())
     if not is_main:
         # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
         time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from study.host.box import Box, this_box
 from study.launch.cell import Cell
-from study.launch.process import launch_command
-from study.sweep.execute import run_cells, standings_of
+from study.launch.command import launch_command
+from study.sweep.execute import run_cells
 from study.sweep.notes import estimate, left_to_run
-from study.sweep.requirements import lacks_of
-from study.sweep.search import Search
+from study.sweep.requirements import missing_here
+from study.sweep.search import Search, cell_states
 from study.sweep.slices import Plan, Slice, plan_suite
-from study.sweep.tables import result_table, series_table, status_table
+from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
 RESUME = """\
 Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
@@ -89,14 +89,14 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
         if not parts:
-            print(series_table(plan.slices))
+            print_tables(series_tables(plan.slices))
     not_all_was_run = False
     for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
-        print(result_table(part.cells, part.root))
+        print_tables(result_tables(part.cells, part.root))
         _say_what_failed(part, options.suite)
         not_all_was_run |= outcome.stopped or outcome.refused > 0
         if outcome.left:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
     """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
-    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := lacks_of(part.suite, box))}
+    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := missing_here(part.suite, box))}
     able = [part for part in plan.slices if part.suite.name not in lacking]
     if not able:
         raise next(iter(lacking.values()))
@@ -141,7 +141,7 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
 
 
 def _say_what_failed(part: Slice, suite: str) -> None:
-    states = Counter(standing.state for _, standing in standings_of(part.cells, part.root))
+    states = Counter(standing.state for _, standing in cell_states(part.cells, part.root))
     if len(states) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
         print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
@@ -151,7 +151,7 @@ def _any_failed(part: Slice) -> bool:
     """A cell that ran out of memory has failed; a probe that did has answered."""
     for cell in part.cells:
         good = {"ok", "unsupported", "to do"} | ({"oom"} if isinstance(cell, Search) else set())
-        if any(standing.state not in good for _, standing in standings_of([cell], part.root)):
+        if any(standing.state not in good for _, standing in cell_states([cell], part.root)):
             return True
     return False
 
@@ -162,7 +162,7 @@ def weights(options: argparse.Namespace) -> int:
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # Elsewhere than on its box a suite's weights may be drawn as well; there, those of what it will run.
-    parts = [part for part in plan.slices if not lacks_of(part.suite, box)] or plan.slices
+    parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
     for cell, root in _within(parts, options.time_budget):
         for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
             config = one.config
@@ -191,9 +191,5 @@ def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tup
 
 def status(options: argparse.Namespace) -> int:
     plan = _plan(options, this_box())
-    if plan.is_series:
-        print(series_table(plan.slices))
-    else:
-        part = plan.slices[0]
-        print(status_table(standings_of(part.cells, part.root), part.searches, part.root))
+    print_tables(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
     return 0

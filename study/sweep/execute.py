@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from study.errors import UserError
 from study.host.box import Box, gpu_processes, matmul_rates
-from study.host.cgroups import oom_counts
 from study.host.folders import folder_named
 from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
-from study.launch.process import CellProcess, clean_environment, launch_command
-from study.launch.verdict import (
-    Evidence,
-    Standing,
-    StoppedBy,
-    attempt_of,
-    conclude,
-    judge,
-    last_lines,
-    standing_of,
-)
-from study.record.directory import read_json, read_status, utc_now
-from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
+from study.launch.run import held, run_cell
+from study.launch.verdict import attempt_of, cell_state, conclude
+from study.record.directory import utc_now
+from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.outcome import Ending
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import (
@@ -46,11 +34,9 @@ from study.sweep.notes import (
 from study.sweep.progress import Progress, StepTail, show_duration
 from study.sweep.search import Search
 
-_POLL_S = 0.25
 
-
-class Stopped(BaseException):
-    """Ctrl-C, a signal that means the same, or a disk that takes no more: no further cell is begun."""
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, a signal that means the same, or a full disk: no further cell is begun."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +69,7 @@ def run_cells(
             except Stopped as why:
                 progress.say(str(why))
                 stopped = True
-            # A disk that takes no more has been told of.
+            # A full disk has been told of.
             with suppress(OSError):
                 note_searches(cells, root)
             left = len(to_do) - sweep.finished
@@ -96,18 +82,7 @@ def run_cells(
 def _is_answered(cell: Cell | Search, root: Path, retry: bool) -> bool:
     if isinstance(cell, Search):
         return next(cell.probes(root, retry), None) is None
-    return standing_of(root / cell.id).is_answered(retry)
-
-
-class _Seen(NamedTuple):
-    """A launch from its start to its last process."""
-
-    launcher_status: int
-    stopped_by: StoppedBy | None
-    refusal: dict[str, Any] | None
-    printed: str
-    started: float
-    wall_s: float
+    return cell_state(root / cell.id).is_answered(retry)
 
 
 @dataclasses.dataclass
@@ -171,57 +146,37 @@ class _Sweep:
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
         if lacks := self._what_the_box_lacks(cell):
-            with _held(directory):
+            with held(directory):
                 conclude(directory, attempt_of(directory), lacks)
             return lacks
         if self._matmul_rates is None:
             self._matmul_rates = matmul_rates(self.box)
-        attempt_before, log_file = attempt_of(directory), directory / "log.txt"
-        # A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
-        again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
-        log_size_before = log_file.stat().st_size if log_file.exists() else 0
-        command = launch_command(cell, directory, *again)
         foreign = {"before": self._foreign_gpu_processes()}
-        started_at, ooms = utc_now(), oom_counts()
-        seen = self._launch(cell, command, directory)
-        status = read_status(directory) if attempt_of(directory) > attempt_before else None
-        log = _tail(log_file, log_size_before)
-        ending = judge(
-            Evidence(
-                launcher_status=seen.launcher_status,
-                stopped_by=seen.stopped_by,
-                time_limit_s=cell.time_limit_s,
-                status=status,
-                refusal=seen.refusal,
-                printed=seen.printed,
-                log=log,
-                ooms=oom_counts() - ooms,
-            )
-        )
+        started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
+        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(tail.read()))
+        ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
-            with _held(directory):
-                conclude(directory, attempt_before, ending)
-                with log_file.open("a", encoding="utf-8") as stream:
-                    stream.write(seen.printed)
+            with held(directory):
+                ended.write_end(directory)
                 attempt = {
                     "attempt": attempt_of(directory),
                     "state": ending.state,
                     "order": order,
                     "started_at": started_at,
-                    "wall_s": seen.wall_s,
-                    "startup_s": startup_s(directory, seen.started),
-                    "launcher_status": seen.launcher_status,
+                    "wall_s": ended.wall_s,
+                    "startup_s": startup_s(directory, ended.started),
+                    "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": self._matmul_rates,
-                    "last_lines": [] if ending.state == "ok" else last_lines(f"{log}\n{seen.printed}"),
+                    "last_lines": [] if ending.state == "ok" else ended.last_lines,
                 }
-                append_attempt(directory, cell, command, attempt)
+                append_attempt(directory, cell, ended.command, attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
-            if seen.stopped_by == "user":
+            if ended.stopped_by == "user":
                 raise Stopped("stopped")
         return ending
 
@@ -230,37 +185,6 @@ class _Sweep:
             return None
         gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
         return Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
-
-    def _launch(self, cell: Cell, command: Sequence[str], directory: Path) -> _Seen:
-        """Run the command until it ends or has to be ended; no process of it is left then."""
-        with tempfile.TemporaryDirectory() as scratch:
-            refusal_file = Path(scratch) / "refusal.json"
-            started, clock = time.time(), time.monotonic()
-            process = CellProcess.start(command, clean_environment(self.root, refusal_file))
-            stopped_by: StoppedBy | None
-            try:
-                launcher_status, stopped_by = self._watch(cell, process, directory)
-            except Stopped:
-                launcher_status, stopped_by = process.end(), "user"
-            wall_s = time.monotonic() - clock
-            if launcher_status < 0:
-                # The supervisor itself was killed, and could not clear up.
-                end_leftovers(self.root)
-            refusal = read_json(refusal_file) if refusal_file.exists() else None
-            return _Seen(launcher_status, stopped_by, refusal, process.collect(), started, wall_s)
-
-    def _watch(self, cell: Cell, process: CellProcess, directory: Path) -> tuple[int, StoppedBy | None]:
-        tail = StepTail(directory / "steps.jsonl")
-        launched, clock = time.time(), time.monotonic()
-        while True:
-            status = process.wait(_POLL_S)
-            if status is not None:
-                return status, None
-            if time.monotonic() - clock > cell.time_limit_s:
-                return process.end(), "time limit"
-            # Before the run has opened its directory the rows are an earlier attempt's.
-            if _opened_since(directory, launched):
-                self.progress.step(tail.read())
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
         """Between two runs nobody else should compute on the GPUs; who does is said, and noted with the cell."""
@@ -272,33 +196,6 @@ class _Sweep:
         for process in found:
             self.progress.say(f"notice: GPU {process.gpu} is in use by process {process.pid}, not one of this sweep")
         return [dataclasses.asdict(process) for process in found]
-
-
-@contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """A cell's processes are gone, and with them their lock: somebody else's run may have begun there by now."""
-    lock = take_folder(directory, str(directory))
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _opened_since(directory: Path, started: float) -> bool:
-    try:
-        return (directory / "status.json").stat().st_mtime >= started
-    except OSError:
-        return False
-
-
-def _tail(file: Path, start: int, size: int = 64 * 1024) -> str:
-    """The end of what was written behind `start`."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(start, os.fstat(stream.fileno()).st_size - size))
-            return stream.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 @contextmanager
@@ -317,12 +214,3 @@ def _signals_stop() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def standings_of(cells: Sequence[Cell | Search], root: Path) -> list[tuple[Cell, Standing]]:
-    """Where each cell stands, and each probe that has a record."""
-    found: dict[str, tuple[Cell, Standing]] = {}
-    for cell in cells:
-        several = cell.records(root) if isinstance(cell, Search) else [(cell, standing_of(root / cell.id))]
-        found |= {each.id: (each, standing) for each, standing in several}
-    return list(found.values())

@@ -10,7 +10,7 @@ from typing import Any
 
 from study.errors import UserError
 from study.launch.cell import Cell
-from study.launch.verdict import standing_of
+from study.launch.verdict import cell_state
 from study.record.directory import RecordError, read_json, write_json
 from study.spec.config import RunConfig
 from study.sweep.progress import show_duration
@@ -48,7 +48,7 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
     named = {cell.id for cell in cells if isinstance(cell, Cell)}
     noted: dict[str, list[dict[str, Any]]] = {}
     for search in (cell for cell in cells if isinstance(cell, Search)):
-        for place in search.standings(root):
+        for place in search.states(root):
             entry = {"id": search.id, "axis": search.axis, "place": place, "last": search.last}
             noted.setdefault(search.probe_of(place).id, []).append(entry)
     for name, entries in noted.items():
@@ -124,7 +124,7 @@ def left_to_run(
         if isinstance(item, Search):
             if (probe := next(item.probes(root, retry), None)) is not None:
                 yield item, PROBES_OF_A_SEARCH * expected_s(probe, durations)
-        elif not standing_of(root / item.id).is_answered(retry):
+        elif not cell_state(root / item.id).is_answered(retry):
             yield item, expected_s(item, durations)
 
 

@@ -1,4 +1,4 @@
-"""What the user sees while a sweep runs: a live display on a terminal, plain lines elsewhere."""
+"""What the user sees while a sweep runs: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from study.launch.cell import Cell
 from study.record.outcome import Ending
@@ -45,81 +49,64 @@ class Progress(AbstractContextManager["Progress"]):
         # How many probes a search takes shows while it goes on: each counts as one cell until it asks for more.
         self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
-        self._started = self._cell_started = self._first_step_at = time.monotonic()
-        self._cell: Cell | None = None
-        self._step, self._first_step_seen = 0, 0
-        self._live: Any = None
+        self._bars = Bars(
+            "{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=Console(file=self._stream, markup=False, highlight=False), transient=True,
+            disable=not self._stream.isatty(),
+        )  # fmt: skip
+        self._all = self._bars.add_task(self._counts(), total=cells_to_do)
+        self._cell = self._bars.add_task("", visible=False)
+        self._steps: int | None = None
 
     def __enter__(self) -> Progress:
-        if self._stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
-
-            console = Console(file=self._stream)
-            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
-            self._live.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._bars.stop()
 
     def say(self, text: str) -> None:
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
-        else:
+        if self._bars.disable:
             print(text, file=self._stream, flush=True)
+        else:
+            self._bars.console.print(text)
 
     def begin(self, cell: Cell, one_more: bool = False) -> None:
         """`one_more` is a search's further probe, which nobody had counted."""
-        self._cell, self._step, self._cell_started = cell, 0, time.monotonic()
         self._total += one_more
-        if self._live is None:
-            more = "+" if self._searches else ""
-            self.say(f"[{self._done + 1}/{self._total}{more}] {cell.id}")
+        self._steps = cell.total_steps
+        self._bars.update(self._all, total=self._total, description=self._counts())
+        self._bars.reset(self._cell, total=self._steps, description=f"{cell.id}: starting", visible=True)
+        if self._bars.disable:
+            self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
+        self._began, self._name = time.monotonic(), cell.id
 
     def step(self, step: int) -> None:
-        if step and not self._step:
-            self._first_step_at, self._first_step_seen = time.monotonic(), step
-        self._step = step
+        if not step:
+            return
+        of_all = f"/{self._steps}" if self._steps else ""
+        where = f"{self._name}: step {step}{of_all}"
+        if not self._bars.tasks[self._cell].completed:
+            # The pace is that of the steps: how long the start took says nothing of them.
+            self._bars.reset(self._cell, completed=step, description=where)
+        self._bars.update(self._cell, completed=step, description=where)
 
     def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
-        self._cell = None
-        why = f": {ending.reason}{f' ({ending.hint})' if ending.hint else ''}" if ending.state != "ok" else ""
-        name = f"{cell.id} " if self._live is not None else "    "
+        self._bars.update(self._all, completed=self._done, description=self._counts())
+        self._bars.update(self._cell, visible=False)
+        why = f": {ending.why}" if ending.state != "ok" else ""
+        name = "    " if self._bars.disable else f"{cell.id} "
         self.say(f"{name}{ending.state} after {show_duration(seconds)}{why}")
 
     def searched(self, answer: str) -> None:
         self._searches -= 1
         self.say(answer)
 
-    def _render(self) -> Any:
-        from rich.text import Text
-
-        elapsed = show_duration(time.monotonic() - self._started)
-        left = self._total - self._done
-        line = f"{self._done} done, {self._failed} failed, {'at least ' if self._searches else ''}{left} left"
-        if self._already_done:
-            line += f" ({self._already_done} were done before)"
-        text = Text(f"{line}, elapsed {elapsed}", style="bold")
-        if self._cell is not None:
-            text.append(f"\n{self._cell.id}: {self._where()}", style="not bold")
-        return text
-
-    def _where(self) -> str:
-        assert self._cell is not None
-        if not self._step:
-            return f"starting, {show_duration(time.monotonic() - self._cell_started)}"
-        total = self._cell.total_steps
-        if total is None:
-            return f"step {self._step}"
-        text = f"step {self._step}/{total}"
-        measured = self._step - self._first_step_seen
-        if measured > 0:
-            pace = (time.monotonic() - self._first_step_at) / measured
-            text += f", {show_duration(pace * (total - self._step))} left"
-        return text
+    def _counts(self) -> str:
+        at_least = "at least " if self._searches else ""
+        before = f" ({self._already_done} were done before)" if self._already_done else ""
+        return f"{self._done} done, {self._failed} failed, {at_least}{self._total - self._done} left{before}"

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from study.launch.verdict import Standing, standing_of
+from study.launch.cell import Cell
+from study.launch.verdict import CellState, cell_state
 from study.sweep.suite_file import SearchAxis
-
-if TYPE_CHECKING:
-    from study.launch.cell import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +32,10 @@ class Bracket:
 
 
 def examine(known: Mapping[int, str], last: int) -> Bracket:
-    """Doubling from the first rung until something does not fit, then bisection; `known` are the probes' states."""
+    """Doubling from the first rung until something does not fit, then bisection.
+
+    `known` says of each probe that has ended how it did, by its position.
+    """
     too_large = min((place for place, state in known.items() if state == "oom"), default=None)
     oks = sorted(place for place, state in known.items() if state == "ok")
     fits = max((place for place in oks if too_large is None or place < too_large), default=None)
@@ -64,10 +64,6 @@ def doubling(last: int) -> Iterator[int]:
     yield last
 
 
-def states_of(standings: Mapping[int, Standing]) -> dict[int, str]:
-    return {place: standing.state for place, standing in standings.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Search:
     """One ladder under one combination of a grid's other values."""
@@ -83,24 +79,27 @@ class Search:
     def first(self) -> Cell:
         return self.probe_of(0)
 
-    def standings(
-        self, root: Path, counts: Callable[[int, Standing], bool] = lambda place, standing: True
-    ) -> dict[int, Standing]:
+    def states(
+        self, root: Path, counts: Callable[[int, CellState], bool] = lambda place, probe: True
+    ) -> dict[int, CellState]:
         """The records that doubling and bisection come by, as far as they go; those that do not count are not there."""
-        found: dict[int, Standing] = {}
+        found: dict[int, CellState] = {}
 
         def look_at(place: int) -> bool:
-            standing = standing_of(root / self.probe_of(place).id)
-            if standing.state != "to do" and counts(place, standing):
-                found[place] = standing
+            probe = cell_state(root / self.probe_of(place).id)
+            if probe.state != "to do" and counts(place, probe):
+                found[place] = probe
             return place in found
 
         # All of the doubling, also above what did not fit: there a record against the order would be.
         for place in doubling(self.last):
             look_at(place)
-        while (following := examine(states_of(found), self.last).next) is not None and look_at(following):
+        while (following := self._examine(found).next) is not None and look_at(following):
             pass
         return found
+
+    def _examine(self, found: Mapping[int, CellState]) -> Bracket:
+        return examine({place: probe.state for place, probe in found.items()}, self.last)
 
     @property
     def last(self) -> int:
@@ -108,12 +107,8 @@ class Search:
 
     def distinct_models(self) -> list[Cell]:
         """A probe for every model that the search may come by."""
-        return (
-            [self.probe_of(place) for place in range(len(self.rungs))] if self.axis == "largest_model" else [self.first]
-        )
-
-    def records(self, root: Path) -> list[tuple[Cell, Standing]]:
-        return [(self.probe_of(place), standing) for place, standing in self.standings(root).items()]
+        places = range(len(self.rungs)) if self.axis == "largest_model" else [0]
+        return [self.probe_of(place) for place in places]
 
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
         """The probes that are still to run, one after another; each is chosen from the records of those before."""
@@ -123,10 +118,10 @@ class Search:
             yield self.probe_of(place)
 
     def _next(self, root: Path, retry: bool, tried: set[int]) -> int | None:
-        def counts(place: int, standing: Standing) -> bool:
-            return place in tried or standing.state == "oom" or standing.is_answered(retry)
+        def counts(place: int, probe: CellState) -> bool:
+            return place in tried or probe.state == "oom" or probe.is_answered(retry)
 
-        bracket = examine(states_of(self.standings(root, counts)), self.last)
+        bracket = self._examine(self.states(root, counts))
         if bracket.next is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
             # The record that bounds the answer is the one to ask again.
             return bracket.too_large
@@ -134,8 +129,8 @@ class Search:
 
     def finding(self, root: Path) -> Finding:
         # What was cut off says nothing, and is run again.
-        standings = self.standings(root, lambda place, standing: standing.state not in ("interrupted", "damaged"))
-        return Finding(self, examine(states_of(standings), self.last), standings)
+        states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "damaged"))
+        return Finding(self, self._examine(states), states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +139,14 @@ class Finding:
 
     search: Search
     bracket: Bracket
-    standings: Mapping[int, Standing]
+    states: Mapping[int, CellState]
 
     @property
     def state(self) -> str:
         if self.bracket.stopped_by is not None:
             return "stopped"
         if self.bracket.next is not None:
-            return "searching" if self.standings else "to do"
+            return "searching" if self.states else "to do"
         return "found"
 
     @property
@@ -160,25 +155,25 @@ class Finding:
         return self._rung(self.bracket.fits)
 
     @property
-    def is_the_ladder_s_end(self) -> bool:
-        return self.bracket.fits == len(self.search.rungs) - 1
+    def is_last_rung(self) -> bool:
+        return self.bracket.fits == self.search.last
 
     def answer(self) -> str:
         if self.largest is None:
             return "-" if self.bracket.too_large is None else f"under {self._rung(self.bracket.too_large)}"
-        at_least = self.is_the_ladder_s_end or self.state != "found"
+        at_least = self.is_last_rung or self.state != "found"
         return f"at least {self.largest}" if at_least else str(self.largest)
 
     def reason(self) -> str:
         """Why it is not more, and what the records hold against the answer."""
         said = []
         if self.bracket.too_large is not None:
-            said.append(f"{self._rung(self.bracket.too_large)}: {self.standings[self.bracket.too_large].reason}")
-        elif self.is_the_ladder_s_end:
+            said.append(f"{self._rung(self.bracket.too_large)}: {self.states[self.bracket.too_large].reason}")
+        elif self.is_last_rung:
             said.append("the ladder ends there")
         if self.bracket.stopped_by is not None:
-            standing = self.standings[self.bracket.stopped_by]
-            said.append(f"stopped at {self._rung(self.bracket.stopped_by)}: {standing.state}, {standing.reason}")
+            probe = self.states[self.bracket.stopped_by]
+            said.append(f"stopped at {self._rung(self.bracket.stopped_by)}: {probe.state}, {probe.reason}")
         if self.bracket.fits_against_the_order:
             larger = ", ".join(str(self._rung(place)) for place in self.bracket.fits_against_the_order)
             said.append(f"and yet {larger} did fit: what fits does not fit in order here")
@@ -186,3 +181,15 @@ class Finding:
 
     def _rung(self, place: int | None) -> int | str | None:
         return None if place is None else self.search.rungs[place]
+
+
+def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:
+    """The state of each cell, and of each probe that has a record; a cell that several name is there once."""
+    found: dict[str, tuple[Cell, CellState]] = {}
+    for item in cells:
+        if isinstance(item, Search):
+            several = [(item.probe_of(place), probe) for place, probe in item.states(root).items()]
+        else:
+            several = [(item, cell_state(root / item.id))]
+        found |= {cell.id: (cell, state) for cell, state in several}
+    return list(found.values())

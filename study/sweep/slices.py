@@ -15,6 +15,7 @@ from study.host.box import Box
 from study.launch.cell import Cell
 from study.sweep.plan import chosen_of, nothing_chosen, plan_cells
 from study.sweep.rehearsal import rehearsed
+from study.sweep.requirements import smallest_box_for
 from study.sweep.search import Search
 from study.sweep.suite_file import Suite, find_suite, read_suite
 
@@ -46,14 +47,6 @@ class Plan:
 
     def roots(self) -> list[Path]:
         return list(dict.fromkeys(part.root for part in self.slices))
-
-
-def smallest_box_for(suite: Suite, box: Box) -> Box:
-    """This box, or where it shows fewer GPUs than the suite wants, one that has them: a plan is for where it runs."""
-    wanted = suite.requires
-    if box.gpus >= wanted.gpus:
-        return box
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib))
 
 
 def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:

@@ -1,26 +1,25 @@
-"""Cells and their records as text a person reads: aligned columns, a dash where nothing was measured."""
+"""Cells and their records as tables a person reads: a dash where nothing was measured."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from study.launch.cell import Cell
-from study.launch.verdict import Standing
+from study.launch.verdict import CellState
 from study.record.directory import RecordError, Run, read_run
-from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration
-from study.sweep.search import Search
+from study.sweep.search import Search, cell_states
 from study.sweep.slices import Slice
 
 _MIB = 2**20
-_RIGHT = {
-    "world", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms", "GPU GiB", "host GiB", "state MiB/rank",
-    "MiB/step", "cells", "largest", "probes", "ok", "not ok", "left", "about",
-}  # fmt: skip
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "MiB/step",
@@ -30,30 +29,81 @@ _SEARCH_COLUMNS = (
 )  # fmt: skip
 _SERIES_COLUMNS = ("suite", "of it", "cells", "ok", "not ok", "left", "about")
 # Every other state has a reason, and is told.
-_SPEAKS_FOR_ITSELF = ("ok", "to do")
+_NEEDS_NO_REASON = ("ok", "to do")
 
 
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if column in _RIGHT else text.ljust(width)
-            for column, text, width in zip(columns, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+def print_tables(tables: Iterator[Table]) -> None:
+    """Their last column is wrapped to the terminal; in a file or a pipe a row is a line."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    terminal_width = console.width
+    for number, table in enumerate(tables):
+        needed = Measurement.get(console, console.options.update(width=100_000), table)
+        console.width = max(needed.minimum, terminal_width) if console.is_terminal else needed.maximum
+        if number:
+            console.print()
+        console.print(table)
 
 
-def result_table(cells: Sequence[Cell | Search], root: Path) -> str:
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A column of figures is aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, column in enumerate(columns):
+        texts = [row[place] for row in rows]
+        figures = all(text == "-" or text[:1].isdigit() for text in texts)
+        # Names and figures stay whole; the last column is a reason.
+        whole = None if column is columns[-1] else max(map(len, [column, *texts]))
+        table.add_column(column, justify="right" if figures else "left", min_width=whole)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[Table]:
     """One row per cell that has a record, and per search what it has found, from the records alone."""
-    plain = [cell for cell in cells if isinstance(cell, Cell)]
-    searches = [cell for cell in cells if isinstance(cell, Search)]
-    tables = [_cell_table(plain, root)] if plain else []
-    return "\n\n".join(tables + ([search_table(searches, root)] if searches else []))
+    if plain := [cell for cell in cells if isinstance(cell, Cell)]:
+        rows = sorted(_result_rows(plain, root), key=lambda row: row[:4])
+        yield table_of(_RESULT_COLUMNS, rows) if rows else table_of(["no cell has a record yet"], [])
+    if searches := [cell for cell in cells if isinstance(cell, Search)]:
+        yield _search_table(searches, root)
 
 
-def search_table(searches: Sequence[Search], root: Path) -> str:
+def status_tables(part: Slice) -> Iterator[Table]:
+    """How many cells are in which state, then each that is not ok, with the reason; then the searches."""
+    states = cell_states(part.cells, part.root)
+    counts = Counter(record.state for _, record in states)
+    yield table_of(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])
+    if others := _with_reasons(states):
+        yield table_of(("state", "cell", "reason"), sorted(others))
+    if part.searches:
+        yield _search_table(part.searches, part.root)
+
+
+def series_tables(slices: Sequence[Slice]) -> Iterator[Table]:
+    """A row per slice, in the order in which they run; then each cell that is not ok, and the searches that began."""
+    rows, others = [], []
+    for part in slices:
+        states = cell_states(part.cells, part.root)
+        left = list(left_to_run(part.cells, part.root))
+        counts = Counter(record.state for _, record in states)
+        rows.append(
+            [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
+             str(counts.total() - sum(counts[state] for state in _NEEDS_NO_REASON)), str(len(left)),
+             show_duration(sum(seconds for _, seconds in left))]
+        )  # fmt: skip
+        others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
+    yield table_of(_SERIES_COLUMNS, rows)
+    if others:
+        yield table_of(("state", "suite", "cell", "reason"), sorted(others))
+    for part in slices:
+        if begun := [search for search in part.searches if search.states(part.root)]:
+            yield _search_table(begun, part.root)
+
+
+def _with_reasons(states: Sequence[tuple[Cell, CellState]]) -> list[tuple[str, ...]]:
+    return [(record.state, cell.id, record.why) for cell, record in states if record.state not in _NEEDS_NO_REASON]
+
+
+def _search_table(searches: Sequence[Search], root: Path) -> Table:
     rows = []
     for search in searches:
         finding = search.finding(root)
@@ -61,31 +111,24 @@ def search_table(searches: Sequence[Search], root: Path) -> str:
         model = "-" if search.axis == "largest_model" else _model(cell)
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             finding.state, finding.answer(), str(len(finding.standings)), finding.reason() or "-"]
+             finding.state, finding.answer(), str(len(finding.states)), finding.reason() or "-"]
         )  # fmt: skip
-    return text_table(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
+    return table_of(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
-def _cell_table(cells: Sequence[Cell], root: Path) -> str:
-    rows = []
+def _result_rows(cells: Sequence[Cell], root: Path) -> Iterator[list[str]]:
     for cell in cells:
         try:
-            rows.append(_result_row(cell, read_run(root / cell.id)))
+            yield _result_row(cell, read_run(root / cell.id))
         except RecordError:
             continue
-    rows.sort(key=lambda row: row[:4])
-    return text_table(_RESULT_COLUMNS, rows) if rows else "no cell has a record yet"
 
 
 def _result_row(cell: Cell, run: Run) -> list[str]:
     # A run that did not end ok may still have a summary of what it measured; it is not a result.
     summary = run.summary if run.state == "ok" else {}
-    state_bytes = [
-        size
-        for places in summary.get("state_bytes_per_rank", {}).values()
-        for size in places.values()
-        if size is not None
-    ]
+    places = summary.get("state_bytes_per_rank", {}).values()
+    state_bytes = [size for place in places for size in place.values() if size is not None]
     accuracy, perplexity = summary.get("eval_accuracy"), summary.get("eval_perplexity")
     return [
         cell.arm,
@@ -111,50 +154,3 @@ def _model(cell: Cell) -> str:
 
 def _figure(value: Any, form: str, factor: float = 1.0) -> str:
     return "-" if value is None else form.format(value * factor)
-
-
-def status_table(
-    standings: Sequence[tuple[Cell, Standing]], searches: Sequence[Search] = (), root: Path = Path()
-) -> str:
-    """How many cells stand where, then each that is not ok, with the reason; then the searches."""
-    counts = Counter(standing.state for _, standing in standings)
-    lines = [text_table(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])]
-    others = [
-        (standing.state, cell.id, _why(standing))
-        for cell, standing in standings
-        if standing.state not in _SPEAKS_FOR_ITSELF
-    ]
-    if others:
-        lines += ["", text_table(("state", "cell", "reason"), sorted(others))]
-    if searches:
-        lines += ["", search_table(searches, root)]
-    return "\n".join(lines)
-
-
-def _why(standing: Standing) -> str:
-    return f"{standing.reason}{f' ({standing.hint})' if standing.hint else ''}"
-
-
-def series_table(slices: Sequence[Slice]) -> str:
-    """A row per slice, in the order in which they run; then each cell that is not ok, and the searches that began."""
-    rows, others, searches = [], [], []
-    for part in slices:
-        standings = standings_of(part.cells, part.root)
-        left = list(left_to_run(part.cells, part.root))
-        states = Counter(standing.state for _, standing in standings)
-        rows.append(
-            [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(states["ok"]),
-             str(states.total() - sum(states[state] for state in _SPEAKS_FOR_ITSELF)), str(len(left)),
-             show_duration(sum(seconds for _, seconds in left))]
-        )  # fmt: skip
-        others += [
-            (standing.state, part.suite.name, cell.id, _why(standing))
-            for cell, standing in standings
-            if standing.state not in _SPEAKS_FOR_ITSELF
-        ]
-        if begun := [search for search in part.searches if search.standings(part.root)]:
-            searches.append(search_table(begun, part.root))
-    tables = [text_table(_SERIES_COLUMNS, rows)]
-    if others:
-        tables.append(text_table(("state", "suite", "cell", "reason"), sorted(others)))
-    return "\n\n".join([*tables, *searches])

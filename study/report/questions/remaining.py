@@ -10,10 +10,9 @@ import pandas as pd
 from study.launch.cell import Cell
 from study.report.questions.finding import Finding
 from study.report.records.workloads import word_for
-from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration
-from study.sweep.search import Search
+from study.sweep.search import Search, cell_states
 from study.sweep.slices import Plan
 
 QUESTION = "How much of this study is measured, and what remains?"
@@ -37,7 +36,7 @@ def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
     names = {part.suite.name: _names([cell for each in plan.slices if each.root == part.root for cell in each.cells])
              for part in plan.slices}  # fmt: skip
     for part in plan.slices:
-        states = [standing.state for _, standing in standings_of(part.cells, part.root)]
+        states = [record.state for _, record in cell_states(part.cells, part.root)]
         ok, to_do = states.count("ok"), states.count("to do")
         left = list(left_to_run(part.cells, part.root))
         found.append(

@@ -6,11 +6,11 @@ Rough, and on the safe side. What a rank really takes is measured by running it.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from study.errors import CannotBeHeld
-from study.host.memory import locked_bytes, stated_host_memory_gib
+from study.host.memory import host_memory
+from study.host.pinned import locked_bytes
 from study.models.presets import without_depth
 from study.spec.config import RunConfig
 from study.spec.overrides import override
@@ -49,7 +49,8 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    needed, available = needed_host_bytes(config, launch, shape_of(config), on_gpu), available_host_bytes()
+    needed = needed_host_bytes(config, launch, shape_of(config), on_gpu)
+    available = USABLE_SHARE * host_memory().available_bytes
     if needed <= available:
         return
     layers = layers_within(available, config, launch, on_gpu)
@@ -132,15 +133,3 @@ def _zero_settings(strategy: Strategy, config: RunConfig) -> dict[str, Any]:
     assert strategy.deepspeed is not None
     settings: dict[str, Any] = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
     return settings
-
-
-def available_host_bytes() -> float:
-    import psutil
-
-    if (stated := stated_host_memory_gib()) is not None:
-        return USABLE_SHARE * stated * GIB
-    left: list[float] = [psutil.virtual_memory().available]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        left.append(int(text) - int(used.read_text()))
-    return USABLE_SHARE * min(left)
