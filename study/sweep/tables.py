@@ -9,7 +9,8 @@ from typing import Any
 
 from study.launch.cell import Cell
 from study.launch.verdict import Standing
-from study.record.directory import RecordError, Run, read_run
+from study.record.directory import Run, read_run
+from study.record.schema import RecordError
 from study.sweep.execute import standings_of
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration

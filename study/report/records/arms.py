@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import Interval, paired_ratio
 

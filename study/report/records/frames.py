@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.errors import UserError
-from study.record.directory import RecordError, check_seal, digests, find_runs, read_run
+from study.record.directory import digests, find_runs, is_sealed, read_run
+from study.record.schema import RecordError
 from study.report.questions.remaining import Remaining
 from study.report.records.duplicates import Found, each_once
 from study.report.records.fairness import label_confounds
@@ -64,11 +65,9 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
     for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
         try:
             run = read_run(path)
-            row = run_row(run)
+            row = run_row(run) | {"sealed": is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
-            # Last, because a reason of the file's own says more than that it was changed.
-            content = digests(path)
-            row["sealed"] = check_seal(path, run.status, content)
+            content = run.status.get("files_sha256") or digests(path)
         except RecordError as error:
             refused.append(f"{error.file.relative_to(root)}: {error.reason}")
         else:

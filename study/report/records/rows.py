@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from study.errors import UserError
-from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
+from study.record.directory import Run, read_json
+from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError
 from study.spec.config import RunConfig, resolved
 from study.spec.flags import parse_command_line
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
