@@ -23,7 +23,7 @@ from study.measure import Meters
 from study.measure.kernels import category
 from study.measure.profiling import profile_document
 from study.record.directory import read_run
-from study.record.schema import PROFILE_CATEGORIES, RecordError, check_profile
+from study.record.schema import PROFILE_CATEGORIES, RecordError, check
 from study.report import plots
 from study.report.questions.tables import TABLES, absent
 from study.report.records.frames import Records, read_parquet, read_records, write_parquet
@@ -351,7 +351,7 @@ def test_on_a_gpu_kernels_count_once_where_they_overlap_and_belong_to_what_launc
                        "summed_s_per_step": 1000}  # fmt: skip
     parts = {kind: round(time * 2e9) for kind, time in profile["categories_s_per_step"].items() if time}
     assert parts == {"matmul": 500, "collectives": 300, "optimizer": 100, "copies": 100}
-    check_profile(Path("profile.json"), json.loads(json.dumps(profile)))
+    check(Path("profile.json"), json.loads(json.dumps(profile)))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -381,12 +381,16 @@ def test_a_profile_that_contradicts_itself_is_refused(said: str, tmp_path: Path)
 
 
 def test_a_profile_that_was_changed_or_lost_after_the_run_is_noticed(tmp_path: Path) -> None:
-    for name, change in (("changed", lambda file: file.write_text(file.read_text() + "\n")), ("lost", Path.unlink)):
-        run = write_run(tmp_path, "ddp", name=name, config={"profile_steps": 3})
-        change(run / "profile.json")
+    def change(file: Path) -> None:
+        file.write_text(file.read_text() + "\n")
+
+    for name, damage, sealed in (("changed", change, True), ("lost", Path.unlink, True), ("older", Path.unlink, False)):
+        run = write_run(tmp_path, "ddp", name=name, config={"profile_steps": 3}, sealed=sealed)
+        damage(run / "profile.json")
     refused = " ".join(read_records(tmp_path).refused)
     assert "changed/profile.json: was changed after the run had closed its record" in refused
-    assert "lost/profile.json: tells of steps [], and the last 3 were asked for" in refused
+    assert "lost/profile.json: was changed after the run had closed its record" in refused
+    assert "older/profile.json: tells of steps [], and the last 3 were asked for" in refused
 
 
 @pytest.fixture

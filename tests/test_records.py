@@ -21,8 +21,6 @@ import pytest
 from damage import damaged_bytes
 from engines import ROOT
 from study.record.directory import (
-    SUMMARY_KEYS,
-    RecordError,
     Run,
     RunWriter,
     end_interrupted_run,
@@ -35,6 +33,7 @@ from study.record.directory import (
     read_status,
     write_json,
 )
+from study.record.schema import SUMMARY_KEYS, RecordError
 
 STEPS = 6
 DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
@@ -102,9 +101,21 @@ def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
     return path
 
 
+def without_seal(path: Path) -> Path:
+    """As an older version of the study closed a record: only the figures themselves show that one was changed."""
+    status = read_json(path / "status.json")
+    write_json(path / "status.json", {key: value for key, value in status.items() if not key.endswith("sha256")})
+    return path
+
+
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
+
+
+@pytest.fixture
+def older_run(tmp_path: Path) -> Path:
+    return without_seal(write_run(tmp_path / "run"))
 
 
 def rewrite(file: Path, change: Callable[[Any], object]) -> None:
@@ -354,49 +365,49 @@ def assert_refused(path: Path, file: str, reason: str = "") -> None:
 
 
 @pytest.mark.parametrize("damage", NOT_NUMBERS)
-def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run_directory: Path) -> None:
+def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, older_run: Path) -> None:
     documents = {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}
     may_be_negative = {"train_loss_first", "train_loss_final", "eval_loss_final"}
     for name, original in documents.items():
-        file = run_directory / f"{name}.json"
+        file = older_run / f"{name}.json"
         for path, _ in leaves(original):
             if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
                 continue
             document = copy.deepcopy(original)
             put(document, path, NOT_NUMBERS[damage])
             file.write_text(json.dumps(document))
-            assert_refused(run_directory, file.name, str(path[-1]))
+            assert_refused(older_run, file.name, str(path[-1]))
         file.write_text(json.dumps(original))
     for name, rows in (("steps", ROWS), ("evals", EVALS)):
-        file = run_directory / f"{name}.jsonl"
+        file = older_run / f"{name}.jsonl"
         before = file.read_text()
         for key in rows[1]:
             if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
                 rewrite_row(file, 1, lambda row, key=key: row.update({key: NOT_NUMBERS[damage]}))
-                assert_refused(run_directory, file.name, key)
+                assert_refused(older_run, file.name, key)
                 file.write_text(before)
-    read_run(run_directory)
+    read_run(older_run)
 
 
 @pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.json"
+def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, older_run: Path) -> None:
+    file = older_run / f"{name}.json"
     file.write_text(f'{{"figure": {token}, {file.read_text().lstrip()[1:]}')
-    assert_refused(run_directory, file.name, "finite")
+    assert_refused(older_run, file.name, "finite")
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])
 @pytest.mark.parametrize("token", ["NaN", "1e999"])
-def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.jsonl"
+def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, older_run: Path) -> None:
+    file = older_run / f"{name}.jsonl"
     file.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", file.read_text(), count=1))
-    assert_refused(run_directory, file.name, "row 1")
+    assert_refused(older_run, file.name, "row 1")
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
-def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
-    file = run_directory / name
+def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, older_run: Path) -> None:
+    file = older_run / name
     whole = file.read_bytes()
     for damaged in (
         whole[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
@@ -406,13 +417,13 @@ def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_direct
             continue
         file.write_bytes(damaged)
         if name.endswith("l") and damaged == b"":
-            assert_refused(run_directory, "summary.json", f"{name} says")
+            assert_refused(older_run, "summary.json", f"{name} says")
         else:
-            assert_refused(run_directory, name)
+            assert_refused(older_run, name)
     file.unlink()
-    assert_refused(run_directory, name, "is missing")
+    assert_refused(older_run, name, "is missing")
     file.mkdir()
-    assert_refused(run_directory, name, "is not readable")
+    assert_refused(older_run, name, "is not readable")
 
 
 @pytest.mark.parametrize("name", ["status", "engine", "summary"])
@@ -426,15 +437,15 @@ def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["status", "summary"])
-def test_a_key_nobody_knows_is_refused(name: str, run_directory: Path) -> None:
-    rewrite(run_directory / f"{name}.json", lambda document: document.update(step_time_median=1))
-    assert_refused(run_directory, f"{name}.json", "step_time_median")
+def test_a_key_nobody_knows_is_refused(name: str, older_run: Path) -> None:
+    rewrite(older_run / f"{name}.json", lambda document: document.update(step_time_median=1))
+    assert_refused(older_run, f"{name}.json", "step_time_median")
 
 
-def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
-    file = run_directory / "summary.json"
+def test_a_key_that_is_there_twice_is_refused(older_run: Path) -> None:
+    file = older_run / "summary.json"
     file.write_text(file.read_text().replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
-    assert_refused(run_directory, "summary.json", "twice")
+    assert_refused(older_run, "summary.json", "twice")
 
 
 @pytest.mark.parametrize(
@@ -445,11 +456,11 @@ def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
         ("started_at", 3), ("ended_at", "2026-01-01T00:00:00"), ("ended_at", False), ("ended_at", None),
     ],
 )  # fmt: skip
-def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directory: Path) -> None:
-    rewrite(run_directory / "status.json", lambda document: document.update({key: value}))
-    assert_refused(run_directory, "status.json", key)
+def test_a_status_that_says_nothing_is_refused(key: str, value: Any, older_run: Path) -> None:
+    rewrite(older_run / "status.json", lambda document: document.update({key: value}))
+    assert_refused(older_run, "status.json", key)
     with pytest.raises(RecordError):
-        is_finished(run_directory)
+        is_finished(older_run)
 
 
 @pytest.mark.parametrize(
@@ -462,9 +473,9 @@ def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directo
         ("initial_weights_sha256", "abc"), ("warnings", "a"), ("warnings", [1]), ("warnings", None),
     ],
 )  # fmt: skip
-def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_directory: Path) -> None:
-    rewrite(run_directory / "engine.json", lambda document: document.update({key: value}))
-    assert_refused(run_directory, "engine.json", key)
+def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, older_run: Path) -> None:
+    rewrite(older_run / "engine.json", lambda document: document.update({key: value}))
+    assert_refused(older_run, "engine.json", key)
 
 
 @pytest.mark.parametrize(
@@ -475,9 +486,9 @@ def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_dir
         (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"loss": None}), (1, {"note": 1}),
     ],
 )  # fmt: skip
-def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
-    rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(change))
-    assert_refused(run_directory, "steps.jsonl")
+def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], older_run: Path) -> None:
+    rewrite_row(older_run / "steps.jsonl", number, lambda row: row.update(change))
+    assert_refused(older_run, "steps.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -487,21 +498,31 @@ def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], r
         (0, {"accuracy": None}), (0, {"bleu": 1.0}),
     ],
 )  # fmt: skip
-def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
-    rewrite_row(run_directory / "evals.jsonl", number, lambda row: row.update(change))
-    assert_refused(run_directory, "evals.jsonl")
+def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], older_run: Path) -> None:
+    rewrite_row(older_run / "evals.jsonl", number, lambda row: row.update(change))
+    assert_refused(older_run, "evals.jsonl")
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])
-def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_directory: Path) -> None:
-    file = run_directory / f"{name}.jsonl"
+def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, older_run: Path) -> None:
+    file = older_run / f"{name}.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     for changed in (lines[:-1], lines[1:], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
         if name == "evals" and changed == lines[1:]:
             continue  # nothing says when a run was evaluated but the last time
         file.write_text("".join(changed))
         with pytest.raises(RecordError):
-            read_run(run_directory)
+            read_run(older_run)
+
+
+@pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
+def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, run_directory: Path) -> None:
+    file = run_directory / name
+    if name == "status.json":
+        rewrite(file, lambda status: status.update(attempt=2))
+    else:
+        file.write_text(file.read_text().replace(": ", ":  "))
+    assert_refused(run_directory, name, "was changed after the run had closed its record")
 
 
 @pytest.mark.parametrize(
@@ -510,33 +531,33 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
      "comm_bytes_per_step", "comm_calls_per_step", "peak_memory_gib_allocated", "peak_memory_gib_reserved",
      "peak_memory_gib_device", "host_peak_rss_gib"],
 )  # fmt: skip
-def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, run_directory: Path) -> None:
+def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, older_run: Path) -> None:
     for value in (SUMMARY[key] + 1 if key != "eval_accuracy" else 0.5, None):
-        rewrite(run_directory / "summary.json", lambda document, value=value: document.update({key: value}))
-        assert_refused(run_directory, "summary.json", key)
+        rewrite(older_run / "summary.json", lambda document, value=value: document.update({key: value}))
+        assert_refused(older_run, "summary.json", key)
 
 
-def test_a_baseline_that_watched_no_step_has_no_traffic_and_not_zero_bytes(run_directory: Path) -> None:
-    write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
+def test_a_baseline_that_watched_no_step_has_no_traffic_and_not_zero_bytes(older_run: Path) -> None:
+    write_json(older_run / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
     nothing = {"comm_bytes_per_step": None, "comm_calls_per_step": None}
-    rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
-    assert read_run(run_directory).summary["comm_bytes_per_step"] is None
-    rewrite(run_directory / "summary.json", lambda document: document.update(comm_bytes_per_step=0))
-    assert_refused(run_directory, "summary.json", "comm_bytes_per_step")
+    rewrite(older_run / "summary.json", lambda document: document.update(nothing))
+    assert read_run(older_run).summary["comm_bytes_per_step"] is None
+    rewrite(older_run / "summary.json", lambda document: document.update(comm_bytes_per_step=0))
+    assert_refused(older_run, "summary.json", "comm_bytes_per_step")
 
 
-def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
-    rewrite(run_directory / "engine.json", lambda document: document.update(virtual=True))
+def test_a_virtual_run_needs_no_losses(older_run: Path) -> None:
+    rewrite(older_run / "engine.json", lambda document: document.update(virtual=True))
     for number in range(STEPS):
-        rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
+        rewrite_row(older_run / "steps.jsonl", number, lambda row: row.update(loss=None))
     without = {"train_loss_first": None, "train_loss_final": None}
-    rewrite(run_directory / "summary.json", lambda document: document.update(without))
-    assert read_run(run_directory).steps[0]["loss"] is None
+    rewrite(older_run / "summary.json", lambda document: document.update(without))
+    assert read_run(older_run).steps[0]["loss"] is None
 
 
 def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Path) -> None:
     """Bytes flipped, lost, doubled and swapped: never another exception, never a figure that is no figure."""
-    original = write_run(tmp_path / "original")
+    original = without_seal(write_run(tmp_path / "original"))
     names = sorted(file.name for file in original.iterdir())
     damaged = tmp_path / "damaged"
     shutil.copytree(original, damaged)

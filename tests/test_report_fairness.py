@@ -1,4 +1,4 @@
-"""Every invariant of DESIGN.md that a record shows: a run that breaks one is labelled by name, and nothing else is."""
+"""Every invariant that a record shows: a run that breaks one is labelled by name, and nothing else is."""
 
 from __future__ import annotations
 
@@ -119,6 +119,18 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Non
     summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
     (path / "summary.json").write_text(json.dumps(summary))
     close(path, "ok", "", "2026-03-01T10:00:00+00:00", sealed=True)
+
+
+def test_an_arm_of_which_no_run_ended_well_is_not_comparable(tmp_path: Path) -> None:
+    for strategy in ("single", "ddp"):
+        write_run(tmp_path, strategy, name=strategy)
+    write_run(tmp_path, "ddp", name="again", repeat=2, state="timeout")
+    write_run(tmp_path, "zero3", name="oom", state="oom", reason="out of memory")
+    write_run(tmp_path, "zero2", name="other", state="oom", config={"max_grad_norm": 0.5})
+    table = TABLES["summary"](read_records(tmp_path))
+    said = {name.split(",")[0]: value for name, value in zip(table["Arm"], table["Comparable"], strict=True)}
+    assert pd.isna(said.pop("zero3"))
+    assert said == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
 def test_dropout_that_is_on_confounds_losses_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from study.errors import UserError
-from study.record.directory import SUMMARY_KEYS, read_run
+from study.record.directory import read_run
+from study.record.schema import SUMMARY_KEYS
 from study.report.questions.findings import findings
 from study.report.questions.tables import TABLES
 from study.report.records.frames import (

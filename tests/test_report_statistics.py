@@ -34,7 +34,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     rng = np.random.default_rng(3)
     hits = 0
     for _ in range(200):
-        found = interval(rng.normal(10, 1, size=30).tolist(), "mean")
+        found = interval(rng.normal(10, 1, size=30).tolist())
         assert found.low is not None
         assert found.high is not None
         hits += found.low <= 10 <= found.high

@@ -14,7 +14,8 @@ import yaml
 
 from study import cli
 from study.host.box import Box, this_box
-from study.record.directory import RunWriter, State, read_json, read_run, read_status
+from study.record.directory import RunWriter, read_json, read_run, read_status
+from study.record.schema import State
 from study.report.questions.fits import fits
 from study.report.records.frames import read_runs, real
 from study.sweep.execute import run_cells

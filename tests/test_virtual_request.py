@@ -10,8 +10,8 @@ from study.cli import main
 from study.errors import UserError
 from study.host.box import Box
 from study.measure.clock import WARMUP_STEPS
-from study.record.directory import STATE_KINDS, STATE_PLACES
 from study.record.outcome import Ending, Terminated, ending_of
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.run.steps import StepLog
 from study.run.summary import memory_document, summarize
 from study.spec.checks import refuse_what_no_virtual_run_has

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.baselines import refuse_what_only_the_study_does
 from study.errors import UserError
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.run.open import exit_status_of, open_run
 from study.spec.config import RunConfig
 from study.spec.strategies import Launch

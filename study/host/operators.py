@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import Unsupported
-from study.record.directory import RecordError, read_json, write_json
+from study.record.directory import read_json, write_json
+from study.record.schema import RecordError
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from study.errors import Unsupported, UserError
 from study.host.cgroups import OomCounts
-from study.record.directory import RecordError, RunWriter, State, read_run, read_status, utc_now, write_json
+from study.record.directory import RunWriter, read_run, read_status, utc_now, write_json
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
+from study.record.schema import RecordError, State
 
 # A run that will end the same way again is answered; it is repeated on request only.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})

@@ -1,6 +1,6 @@
 """The run directory: written by training, read by everything else.
 
-Every document is written whole or not at all, and what a reader may believe is in study/record/schema.py.
+Every document is written whole or not at all. What a reader may believe is in study/record/schema.py.
 """
 
 from __future__ import annotations
@@ -12,48 +12,18 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.record.schema import (
-    PLAIN_STEP,
-    SEAL,
-    STATE_KINDS,
-    STATE_PLACES,
-    STATES,
-    STATUS,
-    SUMMARY_KEYS,
-    RecordError,
-    State,
-    check,
-    check_agreement,
-    check_engine,
-    check_environment,
-    check_evaluations,
-    check_memory,
-    check_profile,
-    check_step_numbers,
-    check_steps,
-    check_summary,
-    check_traffic,
-)
+from study.record import strict_json
+from study.record.agreement import check_agreement
+from study.record.schema import PLAIN_STEP, SEAL, RecordError, State, check
 
-__all__ = [
-    "ROW_FILES", "STATES", "STATE_KINDS", "STATE_PLACES", "SUMMARY_KEYS", "RecordError", "Run", "RunWriter", "State",
-    "check_seal", "digests", "end_interrupted_run", "find_runs", "is_finished", "is_part_of", "number_or_none",
-    "read_json", "read_rows", "read_run", "read_status", "seal", "utc_now", "write_json",
-]  # fmt: skip
-_CHECKS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
-    "environment": check_environment, "engine": check_engine, "summary": check_summary, "memory": check_memory,
-    "traffic": check_traffic, "profile": check_profile,
-}  # fmt: skip
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
-_DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic")
-# Of a run that was asked for it.
-_OPTIONAL_DOCUMENTS = ("profile",)
-_FILES = ("status.json", *(f"{name}.json" for name in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS)), *ROW_FILES)
+_DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
+_SEALED_FILES = (*(f"{name}.json" for name in _DOCUMENTS), *ROW_FILES)
 
 
 def utc_now() -> str:
@@ -86,7 +56,7 @@ def is_part_of(name: str, document: str) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        document = _parse(path.read_text(encoding="utf-8"))
+        document = strict_json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -96,33 +66,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _parse(text: str) -> Any:
-    return json.loads(
-        text, parse_constant=_number, parse_float=_number, parse_int=_number, object_pairs_hook=_unique_keys
-    )
-
-
-def _number(text: str) -> float:
-    """A float's reach is the limit for whole numbers as well: what reads a record may divide."""
-    if not math.isfinite(float(text)):
-        raise ValueError(f"{text[:20]} is not a finite number")
-    return int(text) if text.lstrip("-").isdigit() else float(text)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("a key is there twice")
-    return document
-
-
 def number_or_none(value: float | None) -> float | None:
     """JSON has no NaN: a figure that is not finite is not a figure."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 class RunWriter:
-    """The main process's pen: opens a run directory, appends rows, closes it with a status."""
+    """For the main process: opens a run directory, appends rows, closes it with a status."""
 
     def __init__(self, path: Path, attempt: int, started_at: str):
         self.path, self.attempt, self.started_at = path, attempt, started_at
@@ -138,12 +88,13 @@ class RunWriter:
             attempt = 1
         writer = cls(path, attempt, utc_now())
         # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
-        writer._write_status("interrupted", "the run has not ended, or was killed", "run it again", None)
+        not_ended = writer._status("interrupted", "the run has not ended, or was killed", "run it again", None)
+        writer.write("status.json", not_ended)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)
         # By name: what else lies in the folder is its owner's.
         for leftover in path.iterdir():
-            if any(is_part_of(leftover.name, name) for name in _FILES):
+            if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
                 leftover.unlink(missing_ok=True)
         for name in ROW_FILES:
             rows = _rows(rows_from / name, complete=True) if rows_from else ()
@@ -154,10 +105,9 @@ class RunWriter:
         write_json(self.path / name, document)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        stream = self._streams.get(name)
-        if stream is None:
-            stream = self._streams[name] = (self.path / name).open("a", encoding="utf-8")
-        stream.write(json.dumps(row, allow_nan=False) + "\n")
+        if name not in self._streams:
+            self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+        self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
     def first_loss(self) -> float | None:
         first = next(_rows(self.path / "steps.jsonl"), None)
@@ -173,12 +123,13 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
-        self._write_status(state, reason, hint, utc_now(), sealed=True)
+        self.write("status.json", seal(self.path, self._status(state, reason, hint, utc_now())))
 
-    def _write_status(self, state: State, reason: str, hint: str, ended_at: str | None, sealed: bool = False) -> None:
-        values = (state, reason, hint, self.attempt, self.started_at, ended_at)
-        status: dict[str, Any] = dict(zip(STATUS, values, strict=True))
-        self.write("status.json", seal(self.path, status) if sealed else status)
+    def _status(self, state: State, reason: str, hint: str, ended_at: str | None) -> dict[str, Any]:
+        return {
+            "state": state, "reason": reason, "hint": hint, "attempt": self.attempt, "started_at": self.started_at,
+            "ended_at": ended_at,
+        }  # fmt: skip
 
 
 def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,10 +138,14 @@ def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
     return sealed | {"status_sha256": _status_sha256(sealed)}
 
 
+def is_sealed(status: Mapping[str, Any]) -> bool:
+    """Not where the run was killed, or an older version of the study closed it."""
+    return status.keys() >= SEAL.keys()
+
+
 def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of every file of a record that is there, but of status.json, which may hold them."""
-    documents = (f"{document}.json" for document in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS))
-    files = (path / name for name in (*documents, *ROW_FILES))
+    """SHA-256 of every file of a record that is there, except status.json, which may hold them."""
+    files = (path / name for name in _SEALED_FILES)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
@@ -199,28 +154,22 @@ def _status_sha256(status: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def check_seal(path: Path, status: Mapping[str, Any], found: Mapping[str, str]) -> bool:
-    """Refuse a record that is not what its writer closed; False where the writer left nothing to tell it by.
-
-    Many figures stand in one place only, and nothing else would show that one of them was changed.
-    """
-    if not set(SEAL) <= set(status):
-        return False
-    if status["status_sha256"] != _status_sha256(status):
-        raise RecordError(path / "status.json", "was changed after the run had closed its record")
-    for name in sorted({*found, *status["files_sha256"]}):
-        if found.get(name) != status["files_sha256"].get(name):
-            raise RecordError(path / name, "was changed after the run had closed its record")
-    return True
+def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
+    """Many figures stand in one place only, and nothing else would show that one of them was changed."""
+    sealed, found = status["files_sha256"], digests(path)
+    changed = ["status.json"] if status["status_sha256"] != _status_sha256(status) else []
+    changed += [name for name in sorted({*found, *sealed}) if found.get(name) != sealed.get(name)]
+    if changed:
+        raise RecordError(path / changed[0], "was changed after the run had closed its record")
 
 
 def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
-    """Any rank's last word on a run that did not finish; the first rank to say why is believed."""
+    """How a run ended that did not finish, from any rank; the first rank to say why is believed."""
     if not (path / "status.json").exists():
         return  # before the main process opened the record there is nothing to end
     ending = path / ".status.json.ending"
     try:
-        # Ranks fail together and would all find the run still open; the one that makes this file has the word.
+        # Ranks fail together and would all find the run still open; the one that makes this file says why.
         ending.touch(exist_ok=False)
     except FileExistsError:
         return
@@ -256,11 +205,8 @@ class Run:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    file = path / "status.json"
-    status = read_json(file)
-    check(file, status, STATUS | (SEAL if SEAL.keys() & status.keys() else {}))
-    if status["ended_at"] is None and status["state"] != "interrupted":
-        raise RecordError(file, f"ended_at is null, and the state is {status['state']}")
+    status = read_json(path / "status.json")
+    check(path / "status.json", status)
     return status
 
 
@@ -272,27 +218,27 @@ def read_run(path: Path) -> Run:
     """Read one run directory; raises RecordError with the file and the reason."""
     status = read_status(path)
     complete = status["state"] == "ok"
-    required = _DOCUMENTS if complete else ()
-    documents = {
-        name: read_json(path / f"{name}.json") if name in required or (path / f"{name}.json").exists() else {}
-        for name in (*_DOCUMENTS, *_OPTIONAL_DOCUMENTS)
-    }
+    documents: dict[str, dict[str, Any]] = {}
+    for name in _DOCUMENTS:
+        file = path / f"{name}.json"
+        # Only a run that was asked for a profile has one.
+        required = complete and name != "profile"
+        documents[name] = read_json(file) if required or file.exists() else {}
+        if required or documents[name]:
+            check(file, documents[name])
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
-    for name, check_document in _CHECKS.items():
-        if name in required or documents[name]:
-            check_document(path / f"{name}.json", documents[name])
-    if complete:
+    # Last, because a reason of the file's own says more than that it was changed.
+    if is_sealed(status):
+        _check_seal(path, status)
+    elif complete:
         check_agreement(run)
     return run
 
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
-    steps = _steps(path / "steps.jsonl", complete)
-    evals = list(_rows(path / "evals.jsonl", complete))
-    check_evaluations(path / "evals.jsonl", evals)
-    return steps, evals
+    return _steps(path / "steps.jsonl", complete), _evaluations(path / "evals.jsonl", complete)
 
 
 def find_runs(root: Path) -> Iterator[Path]:
@@ -301,15 +247,25 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def _steps(file: Path, complete: bool) -> list[dict[str, Any]]:
-    """Studies have millions of these rows: what a writer of this project wrote is recognized at a glance."""
     lines = _lines(file, complete)
-    if all(map(PLAIN_STEP.fullmatch, lines)):
-        steps: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]")
-        check_step_numbers(file, steps)
-        return steps
-    steps = list(_parsed(file, lines))
-    check_steps(file, steps)
+    plain = all(map(PLAIN_STEP.fullmatch, lines))
+    steps: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]") if plain else list(_parsed(file, lines))
+    for number, row in enumerate(steps, start=1):
+        if not plain:
+            check(file, row, number)
+        if row["step"] != number:
+            raise RecordError(file, f"row {number} says step {row['step']}")
     return steps
+
+
+def _evaluations(file: Path, complete: bool) -> list[dict[str, Any]]:
+    evals, last = list(_rows(file, complete)), 0
+    for number, row in enumerate(evals, start=1):
+        check(file, row, number)
+        if row["step"] <= last:
+            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
+        last = row["step"]
+    return evals
 
 
 def _rows(file: Path, complete: bool = False) -> Iterator[dict[str, Any]]:
@@ -335,7 +291,7 @@ def _lines(file: Path, complete: bool) -> list[str]:
 def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
-            row = _parse(line)
+            row = strict_json.loads(line)
         except (ValueError, RecursionError) as error:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
         if not isinstance(row, dict) or type(row.get("step")) is not int:

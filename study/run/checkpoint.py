@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.record.directory import ROW_FILES, RecordError, read_json, read_rows, write_json
+from study.record.directory import ROW_FILES, read_json, read_rows, write_json
+from study.record.schema import RecordError
 from study.spec.config import RunConfig
 from study.spec.strategies import Launch
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:

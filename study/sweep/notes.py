@@ -11,7 +11,8 @@ from typing import Any
 from study.errors import UserError
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
-from study.record.directory import RecordError, read_json, write_json
+from study.record.directory import read_json, write_json
+from study.record.schema import RecordError
 from study.spec.config import RunConfig
 from study.sweep.progress import show_duration
 from study.sweep.search import Search

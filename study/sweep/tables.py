@@ -13,7 +13,8 @@ from rich.table import Table
 
 from study.launch.cell import Cell
 from study.launch.verdict import CellState
-from study.record.directory import RecordError, Run, read_run
+from study.record.directory import Run, read_run
+from study.record.schema import RecordError
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration
 from study.sweep.search import Search, cell_states

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet
 from study.report.plots.palette import PLACES, QUIET, STATE
 from study.report.plots.select import arms_of, finished, notes_of, workloads

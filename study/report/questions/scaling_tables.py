@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from study.record.directory import STATE_PLACES
+from study.record.schema import STATE_PLACES
 from study.report.records.arms import NAN, Arm, Row, against, arms, frame, one_value, peak_gib, ratio_text, state_mib
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import Records, real

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sized
 import numpy as np
 import pandas as pd
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.fits import NO_PROBES, fits_table, probes_table
 from study.report.questions.profile_tables import NO_PROFILE, PROFILE_TABLES, has_profile
 from study.report.questions.scaling_tables import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
 from study.theory.paper import papers_state_bytes, papers_traffic
 from study.virtual.lines import extrapolate

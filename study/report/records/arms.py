@@ -1,4 +1,4 @@
-"""The runs behind one row of a table: one arm of one workload, and what a cell says of them."""
+"""The runs behind one row of a table: one arm of one workload, and what the cells of the row say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.record.directory import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import Interval, paired_ratio
 
@@ -26,7 +26,7 @@ class Arm:
     name: str
     runs: pd.DataFrame
     ended: pd.DataFrame
-    # The workload's runs and the arm they are held against.
+    # All runs of the workload, and the arm that they are compared with.
     beside: pd.DataFrame
     baseline: str | None
 
@@ -40,11 +40,11 @@ class Arm:
 
     def median(self, figure: str) -> float:
         """NaN where it was not measured."""
-        return float(self.ended[figure].median()) if self.ended[figure].notna().any() else float("nan")
+        return float(self.ended[figure].median()) if self.ended[figure].notna().any() else NAN
 
     def ratio(self, figure: str) -> Interval | None:
         """Against the baseline, run by run; None for the baseline itself."""
-        if self.baseline is None or self.name == self.baseline:
+        if self.baseline is None or self.is_baseline:
             return None
         return paired_ratio(self.beside, figure, self.name, self.baseline)
 
@@ -63,7 +63,7 @@ def arms(runs: pd.DataFrame) -> Iterator[Arm]:
 
 
 def outcome(runs: pd.DataFrame) -> str:
-    """How the runs of an arm ended, and why those did that did not end well."""
+    """How the runs of an arm ended, with the reasons of those that did not end well."""
     states = Counter(runs["status_state"])
     if set(states) == {"ok"}:
         return "ok"
@@ -75,16 +75,18 @@ def outcome(runs: pd.DataFrame) -> str:
     return ", ".join(said) + (f": {'; '.join(reasons)}" if reasons else "")
 
 
-def comparable(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str:
-    """`yes`, or which invariant is broken."""
-    reasons = list(dict.fromkeys(reason for reason in runs[confound] if isinstance(reason, str) and reason))
+def comparable(runs: pd.DataFrame, baseline: str | None, confound: str = "confounded") -> str | None:
+    """`yes`, or which invariant is broken; None where no run ended well, so that there is nothing to compare."""
+    reasons = dict.fromkeys(reason for text in runs[confound].dropna() for reason in text.split("; ") if reason)
     if reasons:
-        return "; ".join(dict.fromkeys("; ".join(reasons).split("; ")))
-    return "yes" if baseline is not None else "no baseline: no run of this workload ended ok"
+        return "; ".join(reasons)
+    if baseline is None:
+        return "no baseline: no run of this workload ended ok"
+    return "yes" if (runs["status_state"] == "ok").any() else None
 
 
 def one_value(values: pd.Series) -> Any:
-    """What all runs of an arm share, or the first of them says; None where nobody does."""
+    """The first known value, for what all runs of an arm share; None where no run says it."""
     known = values.dropna()
     return known.iloc[0] if len(known) else None
 
@@ -99,7 +101,7 @@ def state_mib(arm: Arm, places: Sequence[str] = STATE_PLACES) -> float:
 
 
 def state_bytes(ended: pd.DataFrame, places: Sequence[str] = STATE_PLACES) -> float:
-    """NaN where nothing was measured; a place that a box does not have counts as nothing."""
+    """NaN where nothing was measured; a place that a box does not have counts as 0."""
     columns = [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]
     return float(ended[columns].sum(axis=1, min_count=1).median()) if len(ended) else NAN
 
@@ -118,11 +120,11 @@ def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
 
 def against(arm: Arm, figure: str, digits: int = 2) -> str:
     """The paired ratio to the baseline, as a cell."""
-    return "1 (baseline)" if arm.name == arm.baseline else ratio_text(arm.ratio(figure), digits)
+    return "1 (baseline)" if arm.is_baseline else ratio_text(arm.ratio(figure), digits)
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Columns without any value say nothing and are left out; the outcome of a run always says something."""
+    """Columns without any value are left out, except how the runs ended."""
     table = pd.DataFrame(list(rows))
     kept = [column for column in table if table[column].notna().any() or column in ("Outcome", "Comparable")]
     return table[kept]

@@ -1,4 +1,4 @@
-"""Each run once: the same record in two places, and two records of one run that say different things."""
+"""Each run once: a copy of a record is left out, and so are two records of one run that say different things."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from study.report.records.rows import CONFIG_COLUMNS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """A record that can be believed, and where it was found, below the folder that was read."""
+    """A record that was read without error, and its place below the folder that was read."""
 
     place: Path
     row: dict[str, Any]
@@ -29,7 +29,7 @@ def each_once(found: list[Found]) -> tuple[list[Found], list[str]]:
     refused: list[str] = []
     kept = []
     for same in _grouped(found, _content):
-        # A copy is called something else than what the run called itself.
+        # A copy has another name than the run gave itself.
         original = min(same, key=lambda entry: (Path(entry.output_dir or "").name != entry.place.name, entry.place))
         refused += [f"{entry.place}: is a copy of {original.place}" for entry in same if entry is not original]
         kept.append(original)
@@ -66,14 +66,14 @@ def _content(entry: Found) -> Hashable:
 
 
 def _identity(entry: Found) -> Hashable:
-    """What two records of one run share, and two runs of one configuration that started together."""
+    """The same for two records of one run, and for two runs of one configuration that started in the same second."""
     if entry.steps is None:
         return entry.place
     return entry.digests["config.json"], *(entry.row.get(key) for key in (*_CELL, "status_started_at"))
 
 
 def _disagreeing(group: list[Found]) -> list[Found]:
-    """Those whose measured step times are mostly another's to the last digit, which no two runs have."""
+    """Records of which most step times are equal to the last digit: two runs never have that."""
     disagreeing: dict[Path, Found] = {}
     for one, other in itertools.pairwise(group):
         if one.steps is None or other.steps is None or len(one.steps["step"]) != len(other.steps["step"]):
@@ -84,7 +84,7 @@ def _disagreeing(group: list[Found]) -> list[Found]:
 
 
 def _numbered(found: list[Found]) -> list[Found]:
-    """Repeats of one configuration count on, whichever folder they stand in: pairs are made by seed and repeat."""
+    """Number the repeats of one configuration across folders: pairs are made by seed and repeat."""
     taken: dict[Hashable, set[int]] = {}
     numbered = []
     for entry in found:

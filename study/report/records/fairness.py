@@ -1,6 +1,6 @@
-"""Which runs may be compared: every invariant of DESIGN.md that a record shows, against its workload's baseline.
+"""Which runs may be compared: every invariant that a record shows, against the baseline of its workload.
 
-A run that breaks one keeps its place in every table and plot, and carries the invariant's name.
+A run that breaks one stays in every table and plot, and carries the invariant's name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
 _FIRST_LOSS_TOLERANCE = {"fp32": 0.01}
 _ROUNDED_FIRST_LOSS_TOLERANCE = 0.05
 _STEPS = ("lr", "tokens")
-# Invariants that one column shows, and how a value is told; without a form the values say nothing to a reader.
+# Invariants that one column shows, and how its value is printed; None for hashes, which tell a reader nothing.
 _BY_COLUMN = (
     ("initial weights", "initial_weights_sha256", None),
     ("training data", "train_data_sha256", None),
@@ -56,7 +56,7 @@ Steps = Mapping[str, Mapping[str, Any]]
 
 
 def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
-    """Every run with its `baseline`, `confounded`, `confounded_loss` and `notes`; None is what a record lacks."""
+    """Every run with its `baseline`, `confounded`, `confounded_loss` and `notes`. A None in a row is not recorded."""
     workloads: dict[str, list[Row]] = {}
     for row in rows:
         workloads.setdefault(row["workload_key"], []).append(row)
@@ -65,7 +65,7 @@ def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
 
 
 def baseline_arm(runs: pd.DataFrame) -> str | None:
-    """The arm against which the others of one workload are held; None where no run of it ended well."""
+    """The arm that the others of one workload are compared with; None where no run of it ended well."""
     columns = ["status_state", "arm", "strategy", "world_size", "seed", "repeat"]
     ended = runs.loc[runs["status_state"] == "ok", columns]
     baselines = _baseline_runs(ended.to_dict("records"))
@@ -73,7 +73,7 @@ def baseline_arm(runs: pd.DataFrame) -> str | None:
 
 
 def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
-    """By seed and repeat, the runs of one arm against which the others of a workload are held."""
+    """By seed and repeat, the runs of the baseline arm of one workload."""
     ended = [row for row in group if row["status_state"] == "ok"]
     if not ended:
         return {}
@@ -110,7 +110,7 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
 
 
 def _own_reasons(run: Row) -> Iterator[str]:
-    """What a record shows of itself."""
+    """What a record shows without another beside it."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
     if None not in parts and math.prod(parts[:3]) != parts[3]:
         yield f"global batch: {math.prod(parts[:3])} samples a step, {parts[3]} asked"
@@ -141,7 +141,7 @@ def _optimizer_difference(run: Row, baseline: Row) -> Iterator[str]:
     known = run["optimizer_settings"] is not None and baseline["optimizer_settings"] is not None
     if known:
         mine, its = json.loads(run["optimizer_settings"]), json.loads(baseline["optimizer_settings"])
-        # The learning rate is told under its own name.
+        # The learning rate has a column of its own.
         different = sorted(key for key in {*mine, *its} - {"lr"} if mine.get(key) != its.get(key))
         for key in different:
             yield f"optimizer: {key} {mine.get(key)}, baseline {its.get(key)}"
@@ -187,7 +187,7 @@ def _warnings(run: Row) -> list[str]:
 
 
 def _notes(run: Row) -> str:
-    """What is no broken invariant and bears on the reading of a row."""
+    """What a reader of the row should know, though it breaks no invariant."""
     notes = [warning for warning in _warnings(run) if "are rounded" not in warning]
     if run["zero_stage"] and run["world_size"] == 1 and not any("shards nothing" in note for note in notes):
         notes.append(f"with one rank stage {run['zero_stage']} shards nothing")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from study.errors import UserError
-from study.record.directory import RecordError, check_seal, digests, find_runs, read_run
+from study.record.directory import digests, find_runs, is_sealed, read_run
+from study.record.schema import RecordError
 from study.report.questions.remaining import Remaining
 from study.report.records.duplicates import Found, each_once
 from study.report.records.fairness import label_confounds
@@ -33,7 +33,7 @@ _REFUSED, _REMAINING = b"study.refused", b"study.remaining"
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """All that a report is made of; `refused` are the run directories that cannot be believed, and why."""
+    """All that a report is made of; `refused` says which run directories were left out, and why."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -57,18 +57,16 @@ def read_records(source: Path) -> Records:
 
 
 def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaining, ...] = ()) -> Records:
-    """Every run directory below `root`, or below those of its folders that are named; places are told from `root`."""
+    """Every run directory below `root`, or below `folders` of it. Refusals name a file by its path from `root`."""
     found: list[Found] = []
     refused: list[str] = []
     root = root.absolute()
     for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
         try:
             run = read_run(path)
-            row = run_row(run)
+            row = run_row(run) | {"sealed": is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
-            # Last, because a reason of the file's own says more than that it was changed.
-            content = digests(path)
-            row["sealed"] = check_seal(path, run.status, content)
+            content = run.status.get("files_sha256") or digests(path)
         except RecordError as error:
             refused.append(f"{error.file.relative_to(root)}: {error.reason}")
         else:
@@ -78,28 +76,19 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Whatever is or was a run directory: one that lost its status.json is refused by name, not passed over."""
+    """What is or was a run directory: one that lost its status.json is refused by name, and not skipped silently."""
     documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
     yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
 def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
-    if not found:
-        runs, steps = _no_tables()
-        return Records(runs.copy(), steps.copy(), refused)
     blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
-    # A ladder's rungs are no workloads of their own, and would make every other's name longer.
+    # Apart, because the sizes that a search tries would make the name of every other workload longer.
     plain, probing = ([entry.row for entry in found if bool(entry.row["probe"]) is asks] for asks in (False, True))
     named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(named, key=_place)
     columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
     return Records(pd.DataFrame(columns), _steps(blocks), refused)
-
-
-@functools.cache
-def _no_tables() -> tuple[pd.DataFrame, pd.DataFrame]:
-    empty = (pd.DataFrame(columns=list(columns)).astype(columns) for columns in (RUN_COLUMNS, STEP_COLUMNS))
-    return next(empty), next(empty)
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -109,7 +98,7 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _steps(blocks: dict[str, dict[str, Any]]) -> pd.DataFrame:
     if not blocks:
-        return _no_tables()[1].copy()
+        return pd.DataFrame({key: pd.array([], dtype=kind) for key, kind in STEP_COLUMNS.items()})
     lengths = [len(block["step"]) for block in blocks.values()]
     runs = pd.Categorical.from_codes(np.repeat(np.arange(len(blocks)), lengths), categories=list(blocks))
     columns = {"run": runs} | {
@@ -132,7 +121,7 @@ def virtual(records: Records) -> Records:
 
 
 def probes(records: Records) -> Records:
-    """The runs that answer to a search. One that its suite also names for itself is a run like others as well."""
+    """The runs of a search, also those that their suite names for themselves, which are runs like others too."""
     return _chosen(records, records.runs["searches"].notna())
 
 
@@ -176,18 +165,18 @@ def read_parquet(folder: Path) -> Records:
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
-    """Runs of an earlier report that these records do not have, by whatever folder they are called after."""
+    """Runs of an earlier report that these records do not have. A name may begin with its folder, or not."""
     here = {Path(run).name for run in records.runs["run"]}
     return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in here)
 
 
 def is_empty(folder: Path) -> bool:
-    """The report of a study that had not begun, which knows less than its plan does now."""
+    """A report of no run, which was made before its study began."""
     return _names_of_runs(folder) == []
 
 
 def _names_of_runs(folder: Path) -> list[str] | None:
-    """None where they cannot be read: whoever needs the rest of the file says so, and a new report replaces it."""
+    """None where they cannot be read, which is no error: a new report replaces the file."""
     try:
         return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One run directory as one row of `runs` and one block of `steps`: which columns there are, and what fills them."""
+"""One run directory as one row of `runs` and one block of `steps`: the columns, and where their values come from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import re
-import shlex
 import types
 import typing
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from study.errors import UserError
-from study.record.directory import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError, Run, read_json
+from study.record.directory import Run, read_json
+from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError
+from study.report.records.sweep_notes import LARGEST, matmul_tflops, noted_searches, planned_cell
 from study.spec.config import RunConfig, resolved
-from study.spec.flags import parse_command_line
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
-from study.sweep.suite_file import SearchAxis
+from study.spec.strategies import read_strategy
 from study.virtual.summary import MOMENTS
 
 PHASES = ("init", "first_step", "steady", "eval")
@@ -64,7 +63,7 @@ RUN_COLUMNS: dict[str, str] = {
     "trainer": "str",
     **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
-    # The searches that it answers to, and where on their ladders it stands, as JSON; and whether it is nothing else.
+    # The searches that it answers and its place in each, as JSON; and whether it was run for a search alone.
     "searches": "str",
     "probe": "boolean",
     **CONFIG_COLUMNS,
@@ -92,20 +91,18 @@ RUN_COLUMNS: dict[str, str] = {
     **dict.fromkeys(("cpu", "devices", "driver", "git_commit"), "str"),
     **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
     "host_memory_gib": "float64",
-    # What a device of the box reached in plain matrix products of the run's precision, when its sweep began.
+    # The speed of plain matrix products in the run's precision on this box, measured when the sweep began.
     "matmul_tflops": "float64",
     **{f"{name}_version": "str" for name in _VERSIONS},
 }
-# Columns that the study did not have yet when older records were kept: nothing of the kind was asked of their runs.
+# Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "searches", "probe", "profile", "matmul_tflops"})
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
     "eval_accuracy": "float64", "eval_perplexity": "float64",
 }  # fmt: skip
-_LARGEST = 2**53
 _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
-_NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -114,21 +111,21 @@ def run_row(run: Run) -> dict[str, Any]:
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
     notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
-    row["searches"] = _searches(run.path / "sweep.json", notes.get("searches"))
+    row["searches"] = noted_searches(run.path / "sweep.json", notes.get("searches"))
     row["probe"] = row["searches"] is not None and notes.get("probe") is not False
-    cell = {} if run.config and run.engine else _cell(run.path)
+    cell = {} if run.config and run.engine else planned_cell(run.path)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
         row |= {key: value for key, value in dataclasses.asdict(config).items() if key in CONFIG_COLUMNS}
         row["engine_override"] = json.dumps(row["engine_override"])
         row["virtual"] = config.virtual_world_size is not None
-        row["matmul_tflops"] = _matmul_tflops(notes, config.precision)
+        row["matmul_tflops"] = matmul_tflops(notes, config.precision)
     row |= cell | _engine(run.engine) | _environment(run.environment)
     if not run.engine and row.get("strategy"):
-        row |= _promised(row["strategy"])
+        row |= _of_strategy_file(row["strategy"])
         # A virtual rank is launched as the one process that it is.
         row["world_size"] = row.get("virtual_world_size") or row["world_size"]
-    # A run that did not end well is a row and a reason; what it measured before is no figure of it.
+    # A run that did not end well is a row with a reason, and without what it measured before it ended.
     if run.state == "ok":
         row |= {key: value for key, value in run.summary.items() if key != "state_bytes_per_rank"}
         state = run.summary["state_bytes_per_rank"]
@@ -146,7 +143,7 @@ def _cell_value(path: Path, key: str, value: Any) -> Any:
         return "".join(
             letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in value
         )
-    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > _LARGEST:
+    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > LARGEST:
         raise RecordError(path, f"{key} is {value:.3g}, which no run can have")
     return value
 
@@ -166,59 +163,12 @@ def _repeat(name: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _cell(path: Path) -> dict[str, Any]:
-    """What a run was to be that ended before it could write it: from the sweep's note, else from its own name."""
-    notes = path / "sweep.json"
-    if not notes.is_file():
-        found = _NAMED.search(path.name)
-        return {"strategy": found[1], "world_size": int(found[2])} if found else {}
-    note = read_json(notes)
-    kinds: dict[str, type] = {"strategy": str, "world_size": int, "command": list}
-    for key, kind in kinds.items():
-        if type(note.get(key)) is not kind or (key == "strategy" and note[key] not in STRATEGY_NAMES):
-            raise RecordError(notes, f"{key} is {note.get(key)!r}"[:300])
-    return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
-
-
-def _searches(file: Path, noted: Any) -> str | None:
-    if noted is None:
-        return None
-    kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
-    axes = typing.get_args(SearchAxis)
-    for entry in noted if type(noted) is list and noted else [noted]:
-        known = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
-        if not (known and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
-            raise RecordError(file, f"searches is {noted!r}"[:300])
-    return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
-
-
-def _matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
-    """None where the sweep could not measure it, or had no GPU to measure."""
-    try:
-        rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return float(rate) if type(rate) in (int, float) and 0 < rate < _LARGEST else None
-
-
 @functools.cache
-def _promised(strategy: str) -> dict[str, Any]:
-    """What the file of a strategy asks for, where no engine lived to say what it did."""
+def _of_strategy_file(strategy: str) -> dict[str, Any]:
+    """What the file of a strategy asks for, where no engine started that could say what it does."""
     file = read_strategy(strategy)
     places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
     return {"zero_stage": file.zero_stage, **places}
-
-
-def _asked(notes: Path, command: list[Any]) -> RunConfig:
-    """The flags of study/train.py in a launch command, every default resolved; its --scale is never `auto`."""
-    words = [str(word) for word in command]
-    if "study/train.py" not in words:
-        raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
-    try:
-        flags = words[words.index("study/train.py") + 1 :]
-        return resolved(parse_command_line(flags), accelerator_visible=False)
-    except UserError as error:
-        raise RecordError(notes, f"command: {error.problem}") from None
 
 
 def _engine(engine: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +217,7 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest over ranks, as everywhere: a configuration fits when its fullest rank does."""
+    """The largest over ranks: a configuration fits when its fullest rank does."""
     row: dict[str, Any] = {
         column: _largest(rank["phases"].get(phase, {}).get(figure) for rank in ranks)
         for column, (phase, figure) in MEMORY_COLUMNS.items()
@@ -300,7 +250,7 @@ def _largest(values: typing.Iterable[float | None]) -> float | None:
 
 def step_block(run: Run) -> dict[str, Any]:
     """The steps of a run that ended well by column, with each evaluation beside the step it followed."""
-    if any(step["tokens"] > _LARGEST for step in run.steps):
+    if any(step["tokens"] > LARGEST for step in run.steps):
         raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
     block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
     for key in ("step", "tokens", "loss", "lr", "grad_norm", "step_time_s"):

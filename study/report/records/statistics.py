@@ -5,6 +5,7 @@ The arithmetic is scipy's. A figure that rests on too few runs says so in its no
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import warnings
@@ -20,8 +21,8 @@ SMALLEST_SAMPLE = 3
 RESAMPLES = 2000
 # A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
 LOSS_MARGIN = 0.0012
-# In bf16 the loss of a step is computed from numbers that are this far apart at least: logits that differ in their last
-# place, as those of two engines do, are no difference in training.
+# How far apart neighbouring bf16 numbers are. Two engines compute logits that differ by one such step, which is no
+# difference in training.
 BF16_SPACING = 2.0**-8
 SIGNIFICANCE = 0.05
 POWER = 0.8
@@ -55,26 +56,25 @@ class Interval:
         return f"{middle} [{self.low:,.{digits}f}, {self.high:,.{digits}f}]{unit} (n = {self.n})"
 
 
-def interval(values: Sequence[float], statistic: Literal["median", "mean"] = "median") -> Interval:
-    """Percentile bootstrap with a fixed seed: the same records give the same report."""
+def interval(values: Sequence[float]) -> Interval:
+    """The median, by percentile bootstrap with a fixed seed: the same records give the same report."""
     known = np.array([value for value in values if not pd.isna(value)], dtype=float)
     if not len(known):
         return Interval(math.nan, None, None, 0)
-    function: Any = np.median if statistic == "median" else np.mean
-    center = float(function(known))
+    center = float(np.median(known))
     if len(known) < SMALLEST_SAMPLE:
         return Interval(center, None, None, len(known))
     if np.ptp(known) == 0:
         return Interval(center, center, center, len(known))
     found = stats.bootstrap(
-        (known,), function, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", vectorized=True,
+        (known,), np.median, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", vectorized=True,
         rng=np.random.default_rng(0),
     ).confidence_interval  # fmt: skip
     return Interval(center, float(found.low), float(found.high), len(known))
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> pd.DataFrame:
-    """One row per (seed, repeat) that both arms of a workload have: either one's figure, and either one's run."""
+    """One row per (seed, repeat) that both arms of a workload have, with the figure and the run of each."""
     columns = ("status_state", "arm", "seed", "repeat", "run", figure)
     found: dict[str, dict[tuple[Any, Any], tuple[str, float]]] = {arm: {}, baseline: {}}
     for state, name, seed, repeat, run, value in zip(*(runs[column].tolist() for column in columns), strict=True):
@@ -94,7 +94,7 @@ def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> In
 
 @dataclasses.dataclass(frozen=True)
 class NoiseFloor:
-    """How far runs lie apart that should be alike, as shares of the figure; None where no control was run."""
+    """How far apart runs are that should be alike, as shares of the figure; None where no control was run."""
 
     figure: str
     # The same arm twice, and the same arm with another seed: the largest gap, and over how many sets of runs.
@@ -108,7 +108,7 @@ class NoiseFloor:
 
     @property
     def share(self) -> float | None:
-        """What a difference must exceed to be one: what repeats differ by; where there are none, what seeds do."""
+        """A smaller difference is noise: how far repeats are apart or, where there are none, seeds."""
         return self.seed if self.repeat is None else self.repeat
 
     def text(self) -> str:
@@ -190,25 +190,16 @@ def equivalence(values: Sequence[float], baselines: Sequence[float], margin: flo
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """A paired difference beside its noise, in words."""
+    """A paired difference, and in words whether it is more than noise."""
 
     ratio: Interval
-    # Cohen's d of the paired differences; null where there is no spread to divide by.
-    d: float | None
     words: str
 
 
 def effect(runs: pd.DataFrame, figure: str, arm: str, baseline: str, floor: NoiseFloor) -> Effect:
     """How much an arm differs from the baseline, and whether that is more than runs differ by themselves."""
-    pairs = paired(runs, figure, arm, baseline)
-    pairs = pairs[pairs["baseline"] != 0]
     ratio = paired_ratio(runs, figure, arm, baseline)
-    if not ratio.n:
-        return Effect(ratio, None, "no run to pair with")
-    differences = (pairs["value"] - pairs["baseline"]).to_numpy(dtype=float)
-    spread = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
-    d = float(differences.mean()) / spread if spread else None
-    return Effect(ratio, d, _in_words(ratio, floor))
+    return Effect(ratio, _in_words(ratio, floor) if ratio.n else "no run to pair with")
 
 
 def _in_words(ratio: Interval, floor: NoiseFloor) -> str:
@@ -224,26 +215,17 @@ def _in_words(ratio: Interval, floor: NoiseFloor) -> str:
 
 
 def seeds_needed(claim: float, spread: float, power: float = POWER, significance: float = SIGNIFICANCE) -> int | None:
-    """Pairs of runs with which a paired t-test would see a change of `claim`, where pairs scatter by `spread`.
+    """How many pairs of runs a paired t-test needs to see a change of `claim`, where pairs scatter by `spread`.
 
-    Both are shares of the figure. None where even ten thousand would not do.
+    Both are shares of the figure. None where ten thousand are not enough.
     """
     if claim <= 0 or spread < 0:
         raise ValueError(f"a claim of {claim} with a spread of {spread} asks for nothing")
     if spread == 0:
         return 2
-    enough = next((n for n in _doubling() if _power(n, claim / spread, significance) >= power), None)
-    if enough is None:
-        return None
-    low, high = max(2, enough // 2), enough
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _power(middle, claim / spread, significance) >= power else (middle + 1, high)
-    return high
-
-
-def _doubling() -> Sequence[int]:
-    return [*(2**k for k in range(1, 14)), _MOST_SEEDS]
+    choices = range(2, _MOST_SEEDS + 1)
+    place = bisect.bisect_left(choices, power, key=lambda n: _power(n, claim / spread, significance))
+    return choices[place] if place < len(choices) else None
 
 
 def _power(n: int, effect_size: float, significance: float) -> float:

@@ -37,36 +37,36 @@ Values = tuple[tuple[str, Any], ...]
 
 
 def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every run with its `workload`, `workload_key` and `arm`; what a record does not say is None in a row."""
+    """Every run with its `workload`, `workload_key` and `arm`. A None in a row is not recorded."""
     exact = [tuple((field, row[field]) for field in (*_SUBJECT, *_WORK, *_RULES)) for row in rows]
-    homes = _homes(rows, exact)
-    keys = {values: json.dumps(dict(home)) for values, home in homes.items()}
+    experiments = _experiments(rows, exact)
+    keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
     texts = _texts(sorted(set(keys.values())))
     named = [
         {**row, "workload_key": keys[values], "workload": texts[keys[values]]}
         for row, values in zip(rows, exact, strict=True)
     ]
-    arms = _arms(named, [_differences(values, homes[values]) for values in exact])
+    arms = _arms(named, [_differences(values, experiments[values]) for values in exact])
     return [row | {"arm": arm} for row, arm in zip(named, arms, strict=True)]
 
 
-def _homes(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, Values]:
-    """For each set of values the experiment it belongs to, which is its own unless it lacks what to compare with."""
+def _experiments(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, Values]:
+    """The experiment of each set of settings: its own, or the nearest that has the baseline which its own lacks."""
     members: dict[Values, set[str]] = {}
     for values, row in zip(exact, rows, strict=True):
         members.setdefault(values, set()).add(row["strategy"] or "")
     with_baseline = [values for values, strategies in members.items() if strategies & set(BASELINES)]
-    homes = {}
+    experiments = {}
     for values, strategies in members.items():
         near = [other for other in with_baseline if _same(values, other, _SUBJECT)]
         by_rules = [other for other in near if _same(values, other, _WORK)]
         # Several arms of another amount of work are an experiment of their own; other rules never make one.
         choice = by_rules or (near if len(strategies) == 1 else [])
         if values in with_baseline or not choice:
-            homes[values] = values
+            experiments[values] = values
         else:
-            homes[values] = min(choice, key=lambda other: (len(_differing(values, other)), -len(members[other])))
-    return homes
+            experiments[values] = min(choice, key=lambda other: (len(_differing(values, other)), -len(members[other])))
+    return experiments
 
 
 def _same(one: Values, other: Values, fields: Iterable[str]) -> bool:
@@ -77,12 +77,12 @@ def _differing(one: Values, other: Values) -> list[tuple[str, Any]]:
     return [(field, value) for (field, value), (_, there) in zip(one, other, strict=True) if value != there]
 
 
-def _differences(values: Values, home: Values) -> str:
-    return ", ".join(word_for(field, value) for field, value in _differing(values, home))
+def _differences(values: Values, experiment: Values) -> str:
+    return ", ".join(word_for(field, value) for field, value in _differing(values, experiment))
 
 
 def word_for(field: str, value: Any) -> str:
-    """A setting as a person says it."""
+    """A setting in words."""
     if field == "virtual":
         return "virtual" if value else "real"
     text = "off" if value is False else "on" if value is True else f"{value:g}" if isinstance(value, float) else value
@@ -92,7 +92,7 @@ def word_for(field: str, value: Any) -> str:
 
 
 def _texts(keys: Sequence[str]) -> dict[str, str]:
-    """Task and model, and of the rest what differs among the records of that model."""
+    """The names of workloads: task and model, and what else differs among the workloads of that model."""
     parsed = {key: json.loads(key) for key in keys}
     alike: dict[tuple[Any, Any], list[str]] = {}
     for key, values in parsed.items():
@@ -120,7 +120,7 @@ def _arms(rows: Sequence[Row], differences: list[str]) -> list[str]:
         trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
         if row["virtual_rank"]:
             name += f", rank {row['virtual_rank']}"
-        # Its last steps were slowed down, so it is no repeat of a run that was only timed.
+        # The profiler slowed its last steps, so it is no repeat of a run without it.
         profiled = "profiled" if row["profile_steps"] else ""
         overrides = json.loads(row["engine_override"] or "[]")
         arms.append(", ".join(part for part in (name, trainer, profiled, *overrides, difference) if part))
