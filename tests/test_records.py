@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -372,7 +373,7 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
         before = file.read_text()
         for key in rows[1]:
             if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
-                rewrite_row(file, 1, lambda row, key=key: row.update({key: NOT_NUMBERS[damage]}))
+                rewrite_row(file, 1, methodcaller("update", {key: NOT_NUMBERS[damage]}))
                 assert_refused(run_directory, file.name, key)
                 file.write_text(before)
     read_run(run_directory)
@@ -420,7 +421,7 @@ def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> Non
     file = run_directory / f"{name}.json"
     before = file.read_text()
     for key in json.loads(before):
-        rewrite(file, lambda document, key=key: document.pop(key))
+        rewrite(file, methodcaller("pop", key))
         assert_refused(run_directory, file.name, key)
         file.write_text(before)
 
@@ -512,7 +513,7 @@ def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_direct
 )  # fmt: skip
 def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, run_directory: Path) -> None:
     for value in (SUMMARY[key] + 1 if key != "eval_accuracy" else 0.5, None):
-        rewrite(run_directory / "summary.json", lambda document, value=value: document.update({key: value}))
+        rewrite(run_directory / "summary.json", methodcaller("update", {key: value}))
         assert_refused(run_directory, "summary.json", key)
 
 

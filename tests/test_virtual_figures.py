@@ -69,7 +69,7 @@ def test_a_line_is_what_the_model_itself_would_have_shown() -> None:
 
 @pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
 def test_where_stage_3_begins_to_let_go_between_depths_and_model_there_is_no_traffic(name: str) -> None:
-    found = lines_of(**{name: 300})
+    found = lines_of("zero3", 40, **{name: 300})
     assert found["extrapolated"]["crossed"] == [name]
     assert set(found["extrapolated"]["residual"].values()) == {0.0}
     assert set(found["collectives"]["all_gather"].values()) == {None}

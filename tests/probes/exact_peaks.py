@@ -9,7 +9,7 @@ import ctypes
 import gc
 import os
 
-from study.measure.memory import MemoryMeter
+from study.measure.memory import MemoryMeter, Phase
 from study.run.session import Session, run_session
 from study.train import train
 
@@ -17,16 +17,16 @@ _M_MMAP_THRESHOLD = -3
 _enter_phase = MemoryMeter.enter_phase
 
 
-def enter_phase_collected(meter: MemoryMeter, *phase: object) -> None:
+def enter_phase_collected(self: MemoryMeter, phase: Phase) -> None:
     # The reference cycles of a parameter hold its part: transformers drops the output layer that it ties.
     gc.collect()
-    _enter_phase(meter, *phase)
+    _enter_phase(self, phase)
 
 
 def train_and_keep_nothing(session: Session) -> None:
     # After study/run/checks.py has asked for the opposite.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 2**10)
-    MemoryMeter.enter_phase = enter_phase_collected
+    MemoryMeter.enter_phase = enter_phase_collected  # type: ignore[method-assign]
     train(session)
 
 
