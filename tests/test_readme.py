@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from study.cli import COMMANDS
+from study.report.records.frames import read_parquet
+from study.report.records.rows import STATE_COLUMNS
 from study.report.site.readme import DOCUMENTS, rewritten
 from study.spec.config import parse_command_line
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
@@ -21,7 +23,8 @@ from study.sweep.suite_file import find_suite
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
-    for file in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob(".github/*.md"))
+    for pattern in ("*.md", "docs/*.md", ".github/*.md", "reports/README.md")
+    for file in REPOSITORY.glob(pattern)
 )
 FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
 STARTS = ("study ", "make ", "accelerate launch ", "python", ".venv/bin/", "bash ", "OUT=")
@@ -56,6 +59,29 @@ def test_the_tables_of_a_document_are_those_the_records_give(document: str) -> N
 
 def test_the_readme_shows_every_strategy() -> None:
     assert all(f"| `{strategy}` | " in read("README.md") for strategy in STRATEGY_NAMES)
+
+
+def test_the_short_answer_is_what_the_records_say() -> None:
+    laptop = read_parquet(REPOSITORY / "reports" / "laptop")
+    gpt = laptop.runs[laptop.runs["task"] == "gpt-wikitext"].set_index("strategy")
+    held = gpt[list(STATE_COLUMNS)].sum(axis=1)
+    shares = [round(100 * held[name] / held["ddp"]) for name in ("zero1", "zero2", "zero3")]
+    assert "hold {}, {} and {} %".format(*shares) in " ".join(read("README.md").split())
+    steps = laptop.steps.merge(laptop.runs[["run", "task", "strategy"]], on="run")
+    losses = steps.pivot_table(index=["task", "step"], columns="strategy", values="loss")
+    apart = losses.sub(losses["single"], axis=0).div(losses["single"], axis=0).abs().max(axis=None)
+    assert 0 < apart < 0.0000125, "0.001 % after rounding"
+
+
+def test_the_readme_counts_the_cells_of_table_1_as_they_are() -> None:
+    cells = re.findall(
+        r"([\d.]+) \(([\d.]+)\)", "".join(re.findall(r"\| `gpt-7.5b` .*", read("docs/virtual-ranks.md")))
+    )
+    apart = [abs(float(here) / float(paper) - 1) for here, paper in cells]
+    near = sum(one < 0.01 for one in apart)
+    assert f"{near} of {len(apart)} cells" in read("README.md")
+    assert f"{max(apart):.0%}".replace("%", " %") + " off" in read("README.md")
+    assert "1.871 (1.875)" in read("docs/virtual-ranks.md")
 
 
 def test_records_are_read_without_torch() -> None:
