@@ -162,9 +162,9 @@ def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
     }
     sharded = {"params": stage >= 3, "grads": stage >= 2, "optimizer": stage >= 1}
     places = {"params": file.offload_device("param"), "optimizer": file.offload_device("optimizer")}
-    state = {}
+    state: dict[str, dict[str, float]] = {}
     for kind, size in whole.items():
-        held = {"device": 0, "host": 0, "nvme": 0}
+        held: dict[str, float] = {"device": 0, "host": 0, "nvme": 0}
         held[{"cpu": "host", "nvme": "nvme"}.get(places.get(kind) or "", "device")] = size // (
             ranks if sharded[kind] else 1
         )
@@ -225,3 +225,9 @@ def _measurements(
 
 
 __all__ = ["PARAMETERS", "REPOSITORY", "close", "state_bytes", "write_run", "write_study"]
+
+
+def only(drawings: Any) -> Any:
+    """The one drawing that there is; anything else fails."""
+    (drawing,) = drawings
+    return drawing

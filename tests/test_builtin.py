@@ -7,12 +7,14 @@ import itertools
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from study.errors import UserError
+from study.models.presets import BUILTIN_VOCABULARY_SIZE
 from study.spec.config import RunConfig, resolved
 from study.tasks import builtin, load_data
 from study.tasks.blocks import Split, TaskData, epoch_order, sample_hashes, step_samples
@@ -136,7 +138,7 @@ def test_bayes_scores_agree_with_what_happens_to_every_review_there_is(seq_lengt
 
 def test_other_weights_of_the_evidence_lose_more_than_bayes(reviews: TaskData) -> None:
     labels = reviews.train.tensors["labels"].numpy()
-    margins = builtin.review_margins(reviews.train.tensors["input_ids"].numpy(), labels)
+    margins: Any = builtin.review_margins(reviews.train.tensors["input_ids"].numpy(), labels)
     bayes = builtin.margin_losses(margins).mean()
     for factor in (0.0, 0.5, 2.0):
         assert bayes < builtin.margin_losses(margins * factor).mean()
@@ -239,12 +241,12 @@ def test_a_trained_gpt_approaches_the_floor_and_does_not_beat_it(language: TaskD
     torch.manual_seed(42)
     shape = {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 64, "bos_token_id": None, "eos_token_id": None}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=builtin.BUILTIN_VOCABULARY_SIZE, **shape, **dropout))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=BUILTIN_VOCABULARY_SIZE, **shape, **dropout))
     loss, _ = train_bare(model, language, laptop("gpt-wikitext"), steps=200)
     assert language.floor is not None
     floor = language.floor.oracle_eval_loss
     # Nine tenths of the way from knowing nothing to the floor.
-    assert least_loss(floor, 200 * 63) <= loss < floor + 0.1 * (math.log(builtin.BUILTIN_VOCABULARY_SIZE) - floor)
+    assert least_loss(floor, 200 * 63) <= loss < floor + 0.1 * (math.log(BUILTIN_VOCABULARY_SIZE) - floor)
 
 
 def test_the_bound_catches_a_model_that_has_seen_the_evaluation(language: TaskData) -> None:
@@ -263,7 +265,7 @@ def test_a_trained_bert_approaches_the_floor_and_does_not_beat_it(reviews: TaskD
     torch.manual_seed(42)
     shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 64}
-    model = BertForSequenceClassification(BertConfig(vocab_size=builtin.BUILTIN_VOCABULARY_SIZE, **shape, **dropout))
+    model = BertForSequenceClassification(BertConfig(vocab_size=BUILTIN_VOCABULARY_SIZE, **shape, **dropout))
     loss, logits = train_bare(model, reviews, laptop("bert-imdb"), steps=200)
     correct = (logits.argmax(-1) == reviews.eval.tensors["labels"]).double().mean()
     assert reviews.floor is not None

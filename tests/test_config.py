@@ -7,7 +7,7 @@ import random
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from transformers import SchedulerType
@@ -125,7 +125,7 @@ def test_the_limits_themselves_are_taken() -> None:
 
 def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
     known = {schedule.value for schedule in SchedulerType}
-    assert set(config_module.Schedule.__args__) <= known
+    assert set(get_args(config_module.Schedule)) <= known
 
 
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
@@ -181,7 +181,7 @@ def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, mi
     assert refused or (world_size, micro or 1) == (1, 1)
 
 
-def _fixes(fix: str) -> list[dict[str, int]]:
+def _fixes(fix: str) -> list[dict[str, Any]]:
     if found := re.fullmatch(r"use a multiple of \d+, such as (\d+)", fix):
         return [{"global_batch_size": int(found[1])}]
     found = re.fullmatch(r"use (\d+), or --global_batch_size (\d+)", fix)

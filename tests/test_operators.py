@@ -40,7 +40,12 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
 def test_the_processor_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, monkeypatch):
     asked = []
     ask = cpuinfo.get_cpu_info
-    monkeypatch.setattr(cpuinfo, "get_cpu_info", lambda: asked.append(1) or ask())
+
+    def ask_and_count():
+        asked.append(1)
+        return ask()
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", ask_and_count)
 
     counting = cpuinfo.get_cpu_info
 

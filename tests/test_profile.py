@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
 from engines import launch
 from runs import FLAGS as RUN_FLAGS

@@ -1,20 +1,153 @@
-"""The README says what the committed records say."""
+"""The documents say what the committed records say, and point at what is there."""
 
 from __future__ import annotations
 
+import argparse
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-from study.report.site.readme import rewritten
+import pytest
+import yaml
+
+from study.cli import COMMANDS
+from study.report.records.frames import read_parquet
+from study.report.records.rows import STATE_COLUMNS
+from study.report.site.readme import DOCUMENTS, rewritten
+from study.spec.flags import parse_command_line
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
+from study.sweep.suite_file import find_suite
+
+PAGES = sorted(
+    str(file.relative_to(REPOSITORY))
+    for pattern in ("*.md", "docs/*.md", ".github/*.md", "*/README.md")
+    for file in REPOSITORY.glob(pattern)
+)
+FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
+STARTS = ("study ", "make ", "accelerate launch ", "python", ".venv/bin/", "bash ", "OUT=")
 
 
-def test_the_table_in_the_readme_is_the_one_the_records_give():
-    text = (REPOSITORY / "README.md").read_text()
+def read(page: str) -> str:
+    return (REPOSITORY / page).read_text(encoding="utf-8")
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Every command of a code block, and whatever else in backticks begins like one."""
+    lines = [line for block in code_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    for line in lines:
+        words = shlex.split(line, comments=True) if line.startswith(STARTS) else []
+        while words and re.fullmatch(r"[A-Z]+=\S*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_tables_of_a_document_are_those_the_records_give(document: str) -> None:
+    text = read(document)
+    assert "<!-- table: " in text
     assert rewritten(text, REPOSITORY) == text
-    assert all(f"| `{strategy}` | " in text for strategy in STRATEGY_NAMES)
 
 
-def test_records_are_read_without_torch():
+def test_the_readme_shows_every_strategy() -> None:
+    assert all(f"| `{strategy}` | " in read("README.md") for strategy in STRATEGY_NAMES)
+
+
+def test_the_short_answer_is_what_the_records_say() -> None:
+    laptop = read_parquet(REPOSITORY / "reports" / "laptop")
+    gpt = laptop.runs[laptop.runs["task"] == "gpt-wikitext"].set_index("strategy")
+    held = gpt[list(STATE_COLUMNS)].sum(axis=1)
+    shares = [round(100 * held[name] / held["ddp"]) for name in ("zero1", "zero2", "zero3")]
+    assert "hold {}, {} and {} %".format(*shares) in " ".join(read("README.md").split())
+    steps = laptop.steps.merge(laptop.runs[["run", "task", "strategy"]], on="run")
+    losses = steps.pivot_table(index=["task", "step"], columns="strategy", values="loss")
+    apart = losses.sub(losses["single"], axis=0).div(losses["single"], axis=0).abs().max(axis=None)
+    assert 0 < apart < 0.0000125, "0.001 % after rounding"
+
+
+def test_the_readme_counts_the_cells_of_table_1_as_they_are() -> None:
+    cells = re.findall(
+        r"([\d.]+) \(([\d.]+)\)", "".join(re.findall(r"\| `gpt-7.5b` .*", read("docs/virtual-ranks.md")))
+    )
+    apart = [abs(float(here) / float(paper) - 1) for here, paper in cells]
+    near = sum(one < 0.01 for one in apart)
+    assert f"{near} of {len(apart)} cells" in read("README.md")
+    assert f"{max(apart):.0%}".replace("%", " %") + " off" in read("README.md")
+    assert "1.871 (1.875)" in read("docs/virtual-ranks.md")
+
+
+def test_records_are_read_without_torch() -> None:
     code = "import sys, study.report.site.readme; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", read(page))
+    local = [link for pair in links for link in pair if link and "://" not in link]
+    assert [link for link in local if not (REPOSITORY / page).parent.joinpath(link.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_is_there(page: str) -> None:
+    named = [name for name in re.findall(r"`([\w.*-]+/[\w./*-]*)`", read(page)) if name.startswith(FOLDERS)]
+    kept = [name for name in named if "NAME" not in name and not name.startswith("runs/")]
+    assert [name for name in kept if not any(REPOSITORY.glob(name.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_is_taken(page: str) -> None:
+    targets = re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE)
+    for words in commands(read(page)):
+        program, *arguments = words
+        if program == "make":
+            assert arguments[0] in targets, words
+        elif Path(program).name == "study" or arguments[:2] == ["-m", "study.cli"]:
+            name, *flags = arguments if Path(program).name == "study" else arguments[2:]
+            parser = argparse.ArgumentParser()
+            COMMANDS[name].add_arguments(parser)
+            asked = parser.parse_args(flags) if flags else None
+            if asked is not None and hasattr(asked, "suite"):
+                find_suite(asked.suite)
+        elif program == "accelerate":
+            place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+            assert all((REPOSITORY / word).exists() for word in (words[place], words[3])), words
+            parse_command_line(words[place + 1 :])
+        elif program == "bash":
+            script, suite, *_ = arguments
+            assert (REPOSITORY / script).exists(), words
+            find_suite(suite)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_shell_reads_every_code_block(page: str) -> None:
+    for block in code_blocks(read(page)):
+        if any(line.startswith(STARTS) for line in block.splitlines()):
+            subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+
+
+def test_a_shell_reads_every_script() -> None:
+    for script in (REPOSITORY / ".ci" / "run", *(REPOSITORY / "tools").glob("*.sh")):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize(
+    "file", [*REPOSITORY.glob(".github/**/*.yml"), REPOSITORY / ".pre-commit-config.yaml", REPOSITORY / "CITATION.cff"],
+    ids=lambda file: file.name,
+)  # fmt: skip
+def test_a_file_for_other_programs_is_yaml(file: Path) -> None:
+    assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), dict)
+
+
+def test_the_citation_names_the_version_there_is() -> None:
+    from study import __version__
+
+    assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__

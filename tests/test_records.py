@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,7 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, old
         before = file.read_text()
         for key in rows[1]:
             if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
-                rewrite_row(file, 1, lambda row, key=key: row.update({key: NOT_NUMBERS[damage]}))
+                rewrite_row(file, 1, methodcaller("update", {key: NOT_NUMBERS[damage]}))
                 assert_refused(older_run, file.name, key)
                 file.write_text(before)
     read_run(older_run)
@@ -431,7 +432,7 @@ def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> Non
     file = run_directory / f"{name}.json"
     before = file.read_text()
     for key in json.loads(before):
-        rewrite(file, lambda document, key=key: document.pop(key))
+        rewrite(file, methodcaller("pop", key))
         assert_refused(run_directory, file.name, key)
         file.write_text(before)
 
@@ -533,7 +534,7 @@ def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, r
 )  # fmt: skip
 def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, older_run: Path) -> None:
     for value in (SUMMARY[key] + 1 if key != "eval_accuracy" else 0.5, None):
-        rewrite(older_run / "summary.json", lambda document, value=value: document.update({key: value}))
+        rewrite(older_run / "summary.json", methodcaller("update", {key: value}))
         assert_refused(older_run, "summary.json", key)
 
 

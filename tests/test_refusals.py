@@ -75,7 +75,7 @@ def contents(box: Path) -> dict[str, bytes | None]:
 def assert_refused(box: Path, *arguments: str, says: tuple[str, ...], fix: str, **environment: str) -> None:
     (box / "cwd").mkdir(exist_ok=True)
     before = contents(box)
-    result = refuse(box, *arguments, **environment)
+    result = refuse(box, *arguments, launched_with=None, **environment)
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert_is_one_line(result.stderr, says, fix)

@@ -16,7 +16,7 @@ from study.report.questions.tables import TABLES, absent
 from study.report.records.frames import probes, read_parquet, read_runs, real, write_parquet
 from study.report.site.build import FITS_NAMES, NAMES, _names
 from study.spec.strategies import REPOSITORY
-from synthetic_records import write_run
+from synthetic_records import only, write_run
 
 LADDER = [8, 16, 32, 64, 128]
 TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
@@ -36,7 +36,9 @@ def write_search(
 
 def note_search(run: Path, name: str, place: Any, axis: str = "largest_micro_batch", probe: bool = True) -> None:
     file = run / "sweep.json"
-    note = json.loads(file.read_text()) if file.exists() else {"strategy": "single", "world_size": 1, "command": []}
+    note: dict[str, Any] = (
+        json.loads(file.read_text()) if file.exists() else {"strategy": "single", "world_size": 1, "command": []}
+    )
     search = {"id": f"{name}-r1", "axis": axis, "place": place, "last": len(LADDER) - 1}
     note |= {"searches": [*note.get("searches", []), search], "probe": probe}
     file.write_text(json.dumps(note))
@@ -107,7 +109,7 @@ def test_searches_alone_make_a_report_of_what_fits_alone(tmp_path):
 def test_the_figure_says_what_the_table_says(study, tmp_path_factory):
     kept = tmp_path_factory.mktemp("kept")
     write_parquet(read_runs(study), kept)
-    (drawing,) = plots.what_fits(read_parquet(kept))
+    drawing = only(plots.what_fits(read_parquet(kept)))
     for said in ("single within 16 GiB 16", "zero3_cpu within 16 GiB at least 128", "zero2_cpu within 16 GiB none"):
         assert said in drawing.alt
     labels = [text.get_text() for axes in drawing.figure.axes for text in axes.texts]

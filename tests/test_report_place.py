@@ -152,7 +152,7 @@ def test_nothing_is_lost_when_it_is_killed_between_two_steps(renames, tmp_path):
     (output / "figures" / "mine.png").write_text("mine")
     (output / "notes.txt").write_text("mine")
     before = contents(output)
-    arguments = [sys.executable, "-c", KILLED, str(renames), rendered(tmp_path / "new", "loss_1.png"), output]
+    arguments = [sys.executable, "-c", KILLED, str(renames), str(rendered(tmp_path / "new", "loss_1.png")), str(output)]
     assert subprocess.run(arguments, check=False, env=os.environ).returncode == -signal.SIGKILL
     said: list[str] = []
     place.finish_earlier(output, said.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -106,7 +107,7 @@ def test_a_confounded_run_is_no_control() -> None:
 
 def test_equivalence_is_shown_inside_the_margin_only() -> None:
     rng = np.random.default_rng(5)
-    baselines = rng.normal(2.0, 0.1, size=8)
+    baselines: Any = rng.normal(2.0, 0.1, size=8)
     margin = LOSS_MARGIN * baselines.mean()
     near = equivalence(baselines + rng.normal(0, margin / 20, size=8), baselines)
     assert near.verdict == "equivalent"

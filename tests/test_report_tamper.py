@@ -140,8 +140,8 @@ def _survives(tmp_path: Path, count: int, seed: int) -> int:
         else:
             same_figures(records, truth)
             unharmed += 1
-        for file in (runs / "zero3").iterdir():
-            file.unlink()
+        for left in (runs / "zero3").iterdir():
+            left.unlink()
         shutil.copytree(run, runs / "zero3", dirs_exist_ok=True)
     return unharmed
 

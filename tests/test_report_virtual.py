@@ -17,7 +17,7 @@ from study.report.records.frames import Records, read_records, read_runs, write_
 from study.report.site.build import VIRTUAL_NAMES, build
 from study.spec.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
-from synthetic_records import write_run
+from synthetic_records import only, write_run
 
 GB = 10**9
 # A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
@@ -74,7 +74,7 @@ def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Re
         assert line["Difference"] == "+0.00%"
     assert table["Made by"].tolist() == ["layers 2, 3 of 36", "measured"]
     assert table["Line off by"].tolist() == ["0e+00 at 4", ""]
-    (drawing,) = table1(records)
+    drawing = only(table1(records))
     assert "zero2 at 16 21.6 GB (paper 21.6)" in drawing.alt
     assert "zero3 at 64 1.88 GB (paper 1.88)" in drawing.alt
 
@@ -100,7 +100,7 @@ def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Re
     assert table["Payload, x weights"].tolist() == ["all_gather ?"]
     assert "that happens to: collective.all_gather" in findings(records)[2].answer
     changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
-    (drawing,) = settings(together(records.runs, changed))
+    drawing = only(settings(together(records.runs, changed)))
     assert "as shipped" not in drawing.alt
 
 
@@ -131,7 +131,7 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
     effects = TABLES["setting_effects"](records).set_index("Setting")
     assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
     assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""
-    (drawing,) = settings(together(records.runs, row(blank, "zero2", 64)))
+    drawing = only(settings(together(records.runs, row(blank, "zero2", 64))))
     assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
 
 
@@ -191,7 +191,7 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
 def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:
     """Its sentences round; a record that says something else must not pass."""
     records = read_records(REPOSITORY / "reports" / "virtual_settings")
-    beside = {one["strategy"]: [] for one in summaries(records)}
+    beside: dict[Any, list[Any]] = {one["strategy"]: [] for one in summaries(records)}
     for one in summaries(records):
         if one["setting"] == AS_SHIPPED:
             beside[one["strategy"]].append(sent(one) / papers_traffic(one["stage"], one["world_size"]))

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -260,8 +260,8 @@ def text_file(name: str, content: bytes) -> Callable[[Path], Path]:
     return write
 
 
-def table_file(columns: dict[str, list[object]]) -> Callable[[Path], Path]:
-    return lambda folder: write_parquet(pa.table(columns), folder / "a.parquet")
+def table_file(columns: Mapping[str, Sequence[object]]) -> Callable[[Path], Path]:
+    return lambda folder: write_parquet(pa.table(dict(columns)), folder / "a.parquet")
 
 
 def mixed(folder: Path) -> Path:

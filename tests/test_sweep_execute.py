@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from study.host.box import Box, matmul_rates
 from study.launch.command import clean_environment
 from study.launch.verdict import cell_state
 from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
+from study.record.schema import State
 from study.sweep.execute import run_cells
 from study.sweep.notes import Durations, add_duration, append_attempt, expected_s
 from study.sweep.plan import plan_cells
@@ -44,7 +46,7 @@ def cell_of(runs: Path, strategy: str) -> Path:
 
 def test_every_cell_leaves_a_whole_record_where_its_id_says(swept):
     suite, runs, _ = swept
-    cells = plan_cells(read_suite(suite), Box((), 16.0))
+    cells: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
     assert sorted(path.name for path in (runs / "tiny").iterdir() if path.is_dir()) == sorted(cell.id for cell in cells)
     for cell in cells:
         record = read_run(runs / "tiny" / cell.id)
@@ -154,8 +156,8 @@ def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(tmp_path, 
 
 def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_path, capsys):
     suite = write_suite(tmp_path, {"strategy": ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"]})
-    cells = plan_cells(read_suite(suite), Box((), 16.0))
-    states = ("interrupted", "failed", "oom", "timeout", "unsupported")
+    cells: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
+    states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
     for cell, state in zip(cells, states, strict=False):
         RunWriter.open(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
     answered = {cell.id: cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
@@ -192,10 +194,8 @@ def test_what_the_next_cell_takes_is_judged_by_those_like_it(tmp_path):
         tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"expected_s": 90}}],
     )  # fmt: skip
-    cells = {
-        (cell.strategy, cell.config.seed, cell.config.dropout): cell
-        for cell in plan_cells(read_suite(suite), Box((), 16.0))
-    }
+    planned: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
+    cells = {(cell.strategy, cell.config.seed, cell.config.dropout): cell for cell in planned}
     durations: Durations = {}
     assert expected_s(cells["single", 1, 0.0], durations) == 0.0
     assert expected_s(cells["zero3", 1, 0.0], durations) == 90.0, "what the suite says holds until a record is there"
@@ -290,6 +290,7 @@ def test_nothing_heavy_is_imported_to_plan_and_to_look(tmp_path):
 
 def test_an_attempt_record_that_is_damaged_is_begun_anew(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"})
+    cell: Any
     (cell,) = plan_cells(read_suite(suite), Box((), 16.0))
     write_json(tmp_path / "sweep.json", {"attempts": 3})
     append_attempt(tmp_path, cell, ["accelerate"], {"attempt": 4})

@@ -43,6 +43,7 @@ def test_daemons_in_their_own_sessions_that_ignore_sigterm_do_not_survive(tmp_pa
     )
     wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
     if "pipe" in how:
+        assert process.stdin is not None
         process.stdin.close()
     process.wait(30)
     assert not [pid for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -91,10 +92,10 @@ def test_a_probe_trains_without_accumulation_on_just_the_samples_of_a_step(tmp_p
 def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp_path):
     axes = {"strategy": ["single", "zero2", "zero3"], "seq_length": [16, 32]}
     file = write_suite(tmp_path, axes, {key: UNSIZED[key] for key in UNSIZED if key != "seq_length"}, **LADDER)
-    searches = plan_cells(read_suite(file), CPU_BOX)
+    searches: list[Any] = plan_cells(read_suite(file), CPU_BOX)
     assert len({search.id for search in searches}) == 6
     assert {search.label for search in searches} == {"seq_length 16", "seq_length 32"}
-    chosen = plan_cells(read_suite(file), CPU_BOX, only=["*-zero2-*"])
+    chosen: list[Any] = plan_cells(read_suite(file), CPU_BOX, only=["*-zero2-*"])
     assert {search.first.strategy for search in chosen} == {"zero2"}
     assert len(chosen) == 2
 
@@ -164,6 +165,7 @@ def test_a_probe_that_the_box_cannot_run_ends_its_search(tmp_path):
     box = Box((80.0,), 64.0)
     outcome = run_cells(plan_cells(read_suite(file), box), tmp_path, box)
     assert (outcome.finished, outcome.left) == (1, 0)
+    search: Any
     (search,) = plan_cells(read_suite(file), box)
     assert search.finding(tmp_path).state == "stopped"
 
@@ -190,7 +192,8 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
     ]
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump({"name": "tiny", "description": "a test's", "fixed": tiny, "grids": grids}))
-    cells, root = plan_cells(read_suite(file), CPU_BOX), tmp_path / "runs"
+    root = tmp_path / "runs"
+    cells: list[Any] = plan_cells(read_suite(file), CPU_BOX)
     probes = {search.probe_of(place).id for search in cells for place in (0, 1)}
     assert len(probes) == 3, "the smallest is shared"
     for search in cells:

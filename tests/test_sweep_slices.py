@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,26 +25,30 @@ from sweeps import TINY
 from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
-SEED_FIRST = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
+SEED_FIRST: list[dict[str, object]] = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
 
 
-def write_series(folder: Path, slices: list[dict[str, object]], **wide: object) -> Path:
+def write_series(folder: Path, slices: Sequence[Mapping[str, object]], **wide: Any) -> Path:
     """A series `whole` over two suites beside it: `wide` of two seeds, and `narrow`, one cell of another model."""
     narrow = {"fixed": {**TINY, "model_name_or_path": "gpt-tiny-1layers", "strategy": "single"}}
-    documents = {
+    documents: dict[str, dict[str, Any]] = {
         "wide": {"fixed": {**TINY, "strategy": "single"}, "grids": [{"axes": {"seed": [1, 2]}}], **wide},
         "narrow": {**narrow, "grids": [{"axes": {"seed": [1]}}]},
-        "whole": {"slices": slices},
+        "whole": {"slices": list(slices)},
     }
     for name, document in documents.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, "description": "a test's", **document}))
     return folder / "whole.yaml"
 
 
+def _seeds(cells: Sequence[Any]) -> list[int]:
+    return sorted(cell.config.seed for cell in cells)
+
+
 def planned(file: Path, runs: Path, *only: str, **how: bool) -> list[tuple[str, list[int]]]:
     """Each slice by its suite and the seeds of its cells."""
     plan = plan_suite(str(file), CPU_BOX, runs, only, **how)
-    return [(part.suite.name, sorted(cell.config.seed for cell in part.cells)) for part in plan.slices]
+    return [(part.suite.name, _seeds(part.cells)) for part in plan.slices]
 
 
 def test_slices_come_in_their_order_and_name_each_cell_once(tmp_path):
@@ -98,7 +104,8 @@ def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(
 def test_a_plan_is_made_for_the_box_that_a_suite_wants(tmp_path):
     """Elsewhere `--dry-run` and the list of what remains would tell of other runs than those that box has."""
     file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
-    assert {cell.ranks for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells} == {4}
+    cells: list[Any] = [cell for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells]
+    assert {cell.ranks for cell in cells} == {4}
 
 
 def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys):

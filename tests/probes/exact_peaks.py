@@ -10,7 +10,7 @@ import gc
 import os
 
 from study.host import devices
-from study.measure.memory import MemoryMeter
+from study.measure.memory import MemoryMeter, Phase
 from study.run.open import exit_status_of
 from study.train import main
 
@@ -18,16 +18,16 @@ _M_MMAP_THRESHOLD = -3
 _enter_phase = MemoryMeter.enter_phase
 
 
-def enter_phase_collected(meter: MemoryMeter, *phase: object) -> None:
+def enter_phase_collected(self: MemoryMeter, phase: Phase) -> None:
     # The reference cycles of a parameter hold its part: transformers drops the output layer that it ties.
     gc.collect()
-    _enter_phase(meter, *phase)
+    _enter_phase(self, phase)
 
 
 def keep_nothing() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 2**10)
 
 
-devices.keep_freed_memory = keep_nothing
-MemoryMeter.enter_phase = enter_phase_collected
+devices._keep_freed_memory = keep_nothing
+MemoryMeter.enter_phase = enter_phase_collected  # type: ignore[method-assign]
 os._exit(exit_status_of(main))

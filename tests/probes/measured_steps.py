@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
@@ -73,8 +74,8 @@ def main() -> None:
         optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.randint(0, VOCABULARY, (STEPS * BATCH * accelerator.num_processes, TOKENS))
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
+    data: Any = torch.randint(0, VOCABULARY, (STEPS * BATCH * accelerator.num_processes, TOKENS))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     meters.start(model, optimizer)
     rows = []

@@ -1,18 +1,20 @@
-"""The README's tables, generated from the records in git.
+"""The tables of README.md and docs/, generated from the records in git.
 
-python -m study.report.site.readme            rewrites it
-python -m study.report.site.readme --check    exit status 1 when it is stale
+python -m study.report.site.readme            rewrites them
+python -m study.report.site.readme --check    exit status 1 when one is stale
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
 
 import pandas as pd
 
+from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.virtual_tables import GB, Summary, state_bytes, table1_rows
 from study.report.records.frames import Records, only_virtual, read_parquet
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
@@ -20,9 +22,10 @@ from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 MIB = 2**20
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _HEADINGS = (
-    "strategy", "ranks", "eval loss, BERT", "eval loss, GPT", "parameters MiB", "gradients MiB", "optimizer MiB",
-    "sent per step MiB", "step ms", "outcome",
+    "strategy", "ranks", "eval loss", "on the device, MiB", "on the host", "on NVMe", "sent per step, MiB", "step, ms",
 )  # fmt: skip
+# The documents that hold such a table.
+DOCUMENTS = ("README.md", "docs/virtual-ranks.md")
 
 
 def table(records: Records) -> str:
@@ -48,34 +51,25 @@ def _held(one: Summary | None) -> str:
 
 
 def arms_table(runs: pd.DataFrame) -> str:
-    """One line per strategy; state, traffic and time are those of GPT on one rank."""
+    """One line per strategy: GPT's loss, model state by place, bytes on the wire, and time, on one rank."""
     lines = [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
     for strategy in STRATEGY_NAMES:
-        arm = runs[runs["strategy"] == strategy]
-        gpt, bert = (_one(arm[arm["task"] == task]) for task in ("gpt-wikitext", "bert-imdb"))
-        if gpt is None or bert is None:
-            lines.append(f"| `{strategy}` |{' |' * (len(_HEADINGS) - 2)} no record |")
-            continue
-        cells = [
-            f"`{strategy}`", f"{gpt['world_size']:.0f}", _number(bert["eval_loss_final"], 4),
-            _number(gpt["eval_loss_final"], 4), *(_state(gpt, kind) for kind in ("params", "grads", "optimizer")),
-            _number(gpt["comm_bytes_per_step"], 1, MIB), _number(gpt["step_time_s_median"], 0, 1e-3),
-            gpt["status_state"],
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values("run")
+        cells = ["no record", *[""] * (len(_HEADINGS) - 2)] if arm.empty else _cells(arm.iloc[0])
+        lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _one(rows: pd.DataFrame) -> pd.Series | None:
-    return None if rows.empty else rows.sort_values("run").iloc[0]
-
-
-def _state(run: pd.Series, kind: str) -> str:
-    held = {place: run[f"{kind}_bytes_{place}"] for place in ("device", "host", "nvme")}
-    parts = [
-        _number(size, 1, MIB) + ("" if place == "device" else f" {place}") for place, size in held.items() if size > 0
-    ]
-    return " + ".join(parts) or "-"
+def _cells(run: pd.Series) -> list[str]:
+    held = [sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS) for place in STATE_PLACES]
+    collectives = {} if pd.isna(run["collectives"]) else json.loads(run["collectives"])
+    sent = sum(one["wire_bytes_per_rank"] for one in collectives.values())
+    outcome = "" if run["status_state"] == "ok" else f" ({run['status_state']})"
+    return [
+        f"{run['world_size']:.0f}", _number(run["eval_loss_final"], 4) + outcome,
+        *(_number(size, 1, MIB) if size else "-" for size in held),
+        _number(sent, 1, MIB) if collectives else "-", _number(run["step_time_s_median"], 0, 1e-3),
+    ]  # fmt: skip
 
 
 def _number(value: float, digits: int, unit: float = 1) -> str:
@@ -93,17 +87,21 @@ def rewritten(text: str, root: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when the table is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
     options = parser.parse_args()
-    readme = REPOSITORY / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after = rewritten(before, REPOSITORY)
-    if options.check:
-        if before != after:
-            print("README.md is stale: run `make readme`", file=sys.stderr)
-        return int(before != after)
-    readme.write_text(after, encoding="utf-8")
-    return 0
+    stale = 0
+    for name in DOCUMENTS:
+        document = REPOSITORY / name
+        before = document.read_text(encoding="utf-8")
+        after = rewritten(before, REPOSITORY)
+        if before == after:
+            continue
+        stale = 1
+        if options.check:
+            print(f"{name} is stale: run `make readme`", file=sys.stderr)
+        else:
+            document.write_text(after, encoding="utf-8")
+    return stale if options.check else 0
 
 
 if __name__ == "__main__":
