@@ -25,16 +25,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from study.errors import REFUSAL_FILE_VARIABLE, RunFailed, UserError
-from study.host.folders import cache_directory, folder_named
-from study.record.directory import RunWriter, end_interrupted_run, write_json
-from study.record.folder import is_taken_by_this_launch, refuse_folder_at_work, take_folder
+from study.errors import RunFailed, UserError
+from study.host.folders import folder_named
+from study.record.directory import RunWriter, end_interrupted_run
+from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import ending_of, raise_on_termination
 from study.run.console import Console
-from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import RunConfig, default_output_dir, resolved
-from study.spec.flags import parse_command_line
-from study.spec.strategies import Launch, this_launch, virtual_launch
+from study.run.request import Refuse, checked, read_request, refused
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -46,9 +43,6 @@ if TYPE_CHECKING:
     from study.run.summary import Measurements
     from study.tasks.blocks import TaskData
 
-SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
-Refuse = Callable[[RunConfig, Launch], None]
-
 
 def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> OpenRun:
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
@@ -58,8 +52,6 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
 class OpenRun:
     """A checked request, and what a loop needs to serve it. `record` is the main process's alone."""
 
-    config: RunConfig
-    launch: Launch
     data: TaskData
     # A virtual rank has none.
     initial: InitialWeights | None
@@ -74,23 +66,26 @@ class OpenRun:
         self._swap: SwapFolder | None = None
         # What is given back at the end, however it comes: signals, the lock, the swap folder, the terminal.
         self._held = ExitStack()
-        self._notice: str | None = None
 
     def __enter__(self) -> OpenRun:
         try:
-            self.config, self.launch = self._read_request()
+            config, launch = read_request(self.trainer, self._arguments)
         except UserError as refusal:
-            raise SystemExit(_refused(refusal, _is_main_process(), lambda line: print(line, file=sys.stderr))) from None
-        self.console = Console(speaks=self.launch.is_main)
+            is_main = os.environ.get("RANK", "0") == "0"
+            raise SystemExit(refused(refusal, is_main, lambda line: print(line, file=sys.stderr))) from None
+        self.console = Console(speaks=launch.is_main)
         self._held.callback(self.console.restore)
         try:
-            self._check()
+            request = checked(self.trainer, config, launch, self._refuse)
         except UserError as refusal:
             with self._held:
-                raise SystemExit(_refused(refusal, self.launch.is_main, self.console.shout)) from None
+                raise SystemExit(refused(refusal, launch.is_main, self.console.shout)) from None
         except BaseException:
             self._held.close()
             raise
+        self.config, self.launch, self.plan = request.config, request.launch, request.plan
+        self.output_dir, self.checkpoint, self.cache = request.output_dir, request.checkpoint, request.cache
+        self._notice = request.notice
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
@@ -103,58 +98,10 @@ class OpenRun:
                 self._record_failure(error)
                 self.exit_status = 1
             elif isinstance(error, UserError):
-                self.exit_status = _refused(error, self.launch.is_main, self.console.shout)
+                self.exit_status = refused(error, self.launch.is_main, self.console.shout)
             else:
                 return False
         return True
-
-    def _read_request(self) -> tuple[RunConfig, Launch]:
-        """All that can be refused without torch."""
-        config = parse_command_line(self._arguments)
-        launch = this_launch()
-        if config.virtual_world_size:
-            if self.trainer != "study":
-                raise UserError(f"{self.trainer} runs no virtual rank", "use study/train.py")
-            launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
-        return config, launch
-
-    def _check(self) -> None:
-        """All that can be refused before the data is there, cheapest first."""
-        from study.host.devices import prepare_devices
-        from study.host.imports import import_libraries
-        from study.host.operators import build_operators
-        from study.models.architecture import model_config
-        from study.run import checks
-        from study.run.checkpoint import find_checkpoint
-        from study.virtual.rank.capacity import check_can_be_held
-
-        launch = self.launch
-        if self._refuse:
-            self._refuse(self.config, launch)
-        if not self.config.torch_compile:
-            # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        gpus = prepare_devices(launch)
-        self.config = config = resolved(self.config, accelerator_visible=gpus > 0)
-        if launch.virtual:
-            refuse_what_no_virtual_run_has(config)
-        self._notice = checks.check_devices(launch, gpus)
-        self.plan = config.batch_plan(launch.world_size)
-        own = "" if self.trainer == "study" else f"-{self.trainer}"
-        default = default_output_dir(config, f"{launch.strategy.name}{own}", launch.world_size)
-        self.output_dir = folder_named(str(config.output_dir or default))
-        checks.check_output_dir(config, self.output_dir)
-        if launch.is_main:
-            # To the other ranks it may be their own main process that is at work there by now.
-            refuse_folder_at_work(self.output_dir, f"--output_dir {self.output_dir}")
-        checks.check_request(config, launch)
-        self.checkpoint = find_checkpoint(config, launch, self.output_dir)
-        import_libraries(launch.strategy)
-        model_config(config)
-        self.cache = cache_directory()
-        build_operators(launch.strategy, self.cache)
-        if launch.virtual:
-            check_can_be_held(config, launch)
 
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
@@ -316,18 +263,3 @@ def exit_status_of(main: Callable[[], int]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
-
-def _refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
-    # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
-    if file := os.environ.get(REFUSAL_FILE_VARIABLE):
-        write_json(Path(file), refusal.to_json())
-    if not is_main:
-        # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
-        time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)
-    say(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
-    return 2
-
-
-def _is_main_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
