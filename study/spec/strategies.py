@@ -52,14 +52,16 @@ class Strategy:
 
     def check_engine_flags(self, config: RunConfig) -> None:
         """Refuse flags that only DeepSpeed can serve, where it does not run."""
-        for flag, is_asked, instead in (
-            ("--precision bf16-engine", config.precision == "bf16-engine", "use --precision bf16"),
-            ("--engine_override", bool(config.engine_override), "leave it out"),
+        for is_asked, problem, fix in (
+            (
+                config.precision == "bf16-engine",
+                "--precision bf16-engine is DeepSpeed's own bf16",
+                "use --precision bf16",
+            ),
+            (bool(config.engine_override), "--engine_override sets DeepSpeed keys", "leave it out"),
         ):
             if is_asked and self.deepspeed is None:
-                raise UserError(
-                    f"{flag} is DeepSpeed's, and {self.name} runs without it", f"{instead}, or use a zero* strategy"
-                )
+                raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
 
 
 @dataclasses.dataclass(frozen=True)
