@@ -49,7 +49,7 @@ def test_an_interval_is_the_same_every_time_and_holds_its_middle() -> None:
     assert found.low is not None
     assert found.high is not None
     assert found.low <= found.center == 2.5 <= found.high
-    assert found.text(1, "ms") == f"2.5 [{found.low:.1f}, {found.high:.1f}] ms (n = 5)"
+    assert found.text(1) == f"2.5 [{found.low:.1f}, {found.high:.1f}] (n = 5)"
 
 
 @pytest.mark.parametrize(

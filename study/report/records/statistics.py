@@ -46,14 +46,13 @@ class Interval:
             return "no run"
         return "one run: no interval" if self.n == 1 else f"{self.n} runs: too few for an interval"
 
-    def text(self, digits: int = 2, unit: str = "") -> str:
+    def text(self, digits: int = 2) -> str:
         if self.n == 0:
             return "-"
-        unit = f" {unit}" if unit else ""
         middle = f"{self.center:,.{digits}f}"
         if self.low is None or self.high is None:
-            return f"{middle}{unit} (n = {self.n})"
-        return f"{middle} [{self.low:,.{digits}f}, {self.high:,.{digits}f}]{unit} (n = {self.n})"
+            return f"{middle} (n = {self.n})"
+        return f"{middle} [{self.low:,.{digits}f}, {self.high:,.{digits}f}] (n = {self.n})"
 
 
 def interval(values: Sequence[float]) -> Interval:
