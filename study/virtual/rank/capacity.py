@@ -9,14 +9,13 @@ import dataclasses
 from typing import Any
 
 from study.errors import CannotBeHeld
-from study.host.memory import host_memory
+from study.host.memory import GIB, host_memory
 from study.host.pinned import locked_bytes
 from study.models.presets import without_depth
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
 
-GIB = 2**30
 # Interpreter, torch, DeepSpeed and their libraries.
 LIBRARIES_BYTES = 1.2 * GIB
 # What is left to the rest of the box.
