@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(plan, options.retry)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
-    parts = _that_the_box_can_run(plan, box)
+    parts = _runnable(plan, box)
     if plan.is_series:
-        parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
+        parts = [part for part in parts if any(left_to_run(part.cells, part.root, options.retry))]
         if not parts:
             print_tables(series_tables(plan.slices))
     not_all_was_run = False
@@ -104,15 +104,15 @@ def run(options: argparse.Namespace) -> int:
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
 
-def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
-    """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
-    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := missing_here(part.suite, box))}
-    able = [part for part in plan.slices if part.suite.name not in lacking]
-    if not able:
-        raise next(iter(lacking.values()))
-    for lacks in lacking.values():
-        print(f"notice: {lacks.problem}: left out", file=sys.stderr)
-    return able
+def _runnable(plan: Plan, box: Box) -> list[Slice]:
+    """Of a series, what the box can run; where it can run nothing of it, the first reason is told."""
+    missing = {part.suite.name: refusal for part in plan.slices if (refusal := missing_here(part.suite, box))}
+    runnable = [part for part in plan.slices if part.suite.name not in missing]
+    if not runnable:
+        raise next(iter(missing.values()))
+    for refusal in missing.values():
+        print(f"notice: {refusal.problem}: left out", file=sys.stderr)
+    return runnable
 
 
 def _dry_run(plan: Plan, retry: bool) -> int:
@@ -141,7 +141,7 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
 
 
 def _say_what_failed(part: Slice, suite: str) -> None:
-    states = Counter(standing.state for _, standing in cell_states(part.cells, part.root))
+    states = Counter(record.state for _, record in cell_states(part.cells, part.root))
     if len(states) > 1:
         counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
         print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
@@ -149,11 +149,12 @@ def _say_what_failed(part: Slice, suite: str) -> None:
 
 def _any_failed(part: Slice) -> bool:
     """A cell that ran out of memory has failed; a probe that did has answered."""
-    for cell in part.cells:
-        good = {"ok", "unsupported", "to do"} | ({"oom"} if isinstance(cell, Search) else set())
-        if any(standing.state not in good for _, standing in cell_states([cell], part.root)):
-            return True
-    return False
+    fine = {"ok", "unsupported", "to do"}
+    return any(
+        record.state not in (fine | {"oom"} if isinstance(cell, Search) else fine)
+        for cell in part.cells
+        for _, record in cell_states([cell], part.root)
+    )
 
 
 def weights(options: argparse.Namespace) -> int:

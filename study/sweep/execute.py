@@ -17,7 +17,7 @@ from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import held, run_cell
-from study.launch.verdict import attempt_of, cell_state, conclude
+from study.launch.verdict import attempt_of, cell_state, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.outcome import Ending
@@ -166,17 +166,17 @@ class _Sweep:
                     "started_at": started_at,
                     "wall_s": ended.wall_s,
                     "startup_s": startup_s(directory, ended.started),
-                    "launcher_status": ended.launcher_status,
+                    "launcher_status": ended.evidence.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": self._matmul_rates,
-                    "last_lines": [] if ending.state == "ok" else ended.last_lines,
+                    "last_lines": [] if ending.state == "ok" else last_lines(ended.evidence.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
-            if ended.stopped_by == "user":
+            if ended.was_stopped:
                 raise Stopped("stopped")
         return ending
 
