@@ -163,7 +163,7 @@ def file_system(folder: Path) -> str:
 
 
 def strategies(checks: list[Check]) -> Check:
-    """Which strategies the lines above leave, and what each of the others waits for."""
+    """Which strategies can train here, and what each of the others lacks."""
     state = {check.name: check.state for check in checks}
     # NCCL is only absent, and not missing, wherever torch can be imported and has no GPU.
     if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:

@@ -162,7 +162,7 @@ def _nvme_bandwidth(folder: Path) -> Check:
     from study.spec.strategies import read_strategy
 
     name = "nvme bandwidth"
-    # Loading would build it, which takes a minute and is not a doctor's; and would wait for ever for a dead build.
+    # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
     if _operator_state(AsyncIOBuilder()) != "built":
         return Check(name, "none", "not measured: the operator async_io is not built yet", f"{BUILD} && study doctor")
     file = folder / "bandwidth"
@@ -202,7 +202,7 @@ def _hub(ask: bool) -> Check:
 
     offline = constants.is_offline_mode()
     absent = [title for title, is_there in _pinned_data() if not is_there]
-    # Where a mirror or a proxy stands, and whose token it is, is not said.
+    # The addresses of a mirror or a proxy, and the token, stay private.
     said = [
         f"HF_HOME {shown(Path(constants.HF_HOME))}",
         f"HF_HUB_OFFLINE {'set' if offline else 'not set'}",

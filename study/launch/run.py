@@ -76,7 +76,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
             raise
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
-            # The supervisor itself was killed, and could not clear up.
+            # The supervisor itself was killed, and has ended nobody.
             end_leftovers(root)
         refusal = refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None
         printed = process.collect()

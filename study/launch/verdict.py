@@ -1,4 +1,4 @@
-"""How a cell ended, as data, also where its own processes could not say it any more."""
+"""How a cell ended, as data, also where its own processes could not write it down."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def judge(evidence: Evidence) -> Ending:
         return _sigkilled(evidence.ooms)
     if ran_out := ending_of_text(said.reason if said else evidence.text):
         return ran_out
-    # A launcher ends the others when one rank has died: then the one that did not get to say why is the one to ask.
+    # When one rank has died, the launcher ends the others: what they say of it is not the reason.
     if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
         return said
     lines = last_lines(evidence.text, 3)

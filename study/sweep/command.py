@@ -32,7 +32,7 @@ ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of every command that is about the cells of a suite."""
+    """For every command that is about the cells of a suite."""
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
     parser.add_argument(
@@ -63,7 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument(
-        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would come to in so much time"
+        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would start in this time"
     )
 
 
@@ -97,7 +97,10 @@ def run(options: argparse.Namespace) -> int:
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_tables(result_tables(part.cells, part.root))
-        _say_what_failed(part, options.suite)
+        counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
+        if len(counts) > 1:
+            said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+            print(f"\n{said}; `study status {options.suite}` says why. What is fixed is run again with --retry.")
         not_all_was_run |= outcome.stopped or outcome.refused > 0
         if outcome.left:
             break
@@ -140,13 +143,6 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
     print(shlex.join(launch_command(probe, root / probe.id)))
 
 
-def _say_what_failed(part: Slice, suite: str) -> None:
-    states = Counter(record.state for _, record in cell_states(part.cells, part.root))
-    if len(states) > 1:
-        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
-
-
 def _any_failed(part: Slice) -> bool:
     """A cell that ran out of memory has failed; a probe that did has answered."""
     fine = {"ok", "unsupported", "to do"}
@@ -162,7 +158,7 @@ def weights(options: argparse.Namespace) -> int:
     box = this_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
-    # Elsewhere than on its box a suite's weights may be drawn as well; there, those of what it will run.
+    # On a box that can run some slices, the weights of those; on one that can run none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
     for cell, root in _within(parts, options.time_budget):
         for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
@@ -180,7 +176,7 @@ def weights(options: argparse.Namespace) -> int:
 
 
 def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
-    """What `study run` would come to, in its order."""
+    """What `study run` would start in this time, in its order."""
     spent = 0.0
     for part in parts:
         for cell, seconds in left_to_run(part.cells, part.root):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +45,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __init__(self, cells_to_do: int, already_done: int, searches: int = 0, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
-        # How many probes a search takes shows while it goes on: each counts as one cell until it asks for more.
+        # A search counts as one cell until it asks for a further probe.
         self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         self._bars = Bars(
@@ -56,6 +55,7 @@ class Progress(AbstractContextManager["Progress"]):
         )  # fmt: skip
         self._all = self._bars.add_task(self._counts(), total=cells_to_do)
         self._cell = self._bars.add_task("", visible=False)
+        self._name = ""
         self._steps: int | None = None
 
     def __enter__(self) -> Progress:
@@ -76,12 +76,11 @@ class Progress(AbstractContextManager["Progress"]):
     def begin(self, cell: Cell, one_more: bool = False) -> None:
         """`one_more` is a search's further probe, which nobody had counted."""
         self._total += one_more
-        self._steps = cell.total_steps
+        self._name, self._steps = cell.id, cell.total_steps
         self._bars.update(self._all, total=self._total, description=self._counts())
         self._bars.reset(self._cell, total=self._steps, description=f"{cell.id}: starting", visible=True)
         if self._bars.disable:
             self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
-        self._began, self._name = time.monotonic(), cell.id
 
     def step(self, step: int) -> None:
         if not step:
@@ -89,7 +88,7 @@ class Progress(AbstractContextManager["Progress"]):
         of_all = f"/{self._steps}" if self._steps else ""
         where = f"{self._name}: step {step}{of_all}"
         if not self._bars.tasks[self._cell].completed:
-            # The pace is that of the steps: how long the start took says nothing of them.
+            # The time left is judged by the steps alone, without the start.
             self._bars.reset(self._cell, completed=step, description=where)
         self._bars.update(self._cell, completed=step, description=where)
 

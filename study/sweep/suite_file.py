@@ -18,7 +18,7 @@ from study.spec.strategies import STRATEGY_NAMES
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 DEFAULT_TIME_LIMIT_S = 3600.0
-# Where a run writes, and what it goes on from, is the sweep's own business.
+# Where a run writes and what it resumes from is for the sweep to say.
 _NOT_FOR_SUITES = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
 RUN_KEYS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - _NOT_FOR_SUITES
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
@@ -101,7 +101,7 @@ class Suite:
 
 
 class _Mapping(dict[str, Any]):
-    """A mapping that remembers where it stands, and on which line each key does."""
+    """A mapping that knows its own line in the file, and the line of each key."""
 
     line: int
     lines: dict[str, int]
@@ -124,7 +124,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.mapping)
-# YAML 1.1 takes 1e-5 for a word; everybody who writes it means the number.
+# YAML 1.1 reads 1e-5 as a word; who writes it means the number.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
 
 
