@@ -153,7 +153,7 @@ class _Sweep:
             self._matmul_rates = matmul_rates(self.box)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
-        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(tail.read()))
+        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()))
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
