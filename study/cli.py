@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
-import typing
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from study.doctor import command as doctor
 from study.errors import UserError
@@ -16,23 +15,41 @@ from study.sweep import command as sweep
 from study.virtual import command as virtual
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     epilog: str = ""
 
 
+COMMANDS = {
+    "run": Command("run a suite: every cell that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
+    "weights": Command(
+        "draw the initial weights of what a suite has still to run, so that no run's time pays for it",
+        sweep.add_weights_arguments,
+        sweep.weights,
+    ),
+    "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
+    "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "report": Command("build the report of a suite's records", report.add_arguments, report.run),
+    "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, f"{self.prog} --help lists what there is")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="study", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False)
-        command.add_arguments(subparser)
+        command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))
     try:
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
+            # The subcommand's own parser says where the right flags are listed.
             subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return COMMANDS[options.command].run(options)
     except UserError as refusal:
@@ -45,24 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message, f"{self.prog} --help lists what there is")
-
-
-COMMANDS = {
-    "run": Command("run a suite: every cell that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
-    "weights": Command(
-        "draw the initial weights of what a suite has still to run, so that no run's time pays for it",
-        sweep.add_weights_arguments,
-        sweep.weights,
-    ),
-    "status": Command("where each cell of a suite stands, and why", sweep.add_arguments, sweep.status),
-    "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "report": Command("build the report of a suite's records", report.add_arguments, report.run),
-    "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
-}
 
 if __name__ == "__main__":
     sys.exit(main())

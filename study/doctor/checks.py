@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,13 +16,15 @@ from typing import Literal
 
 import psutil
 
-from study.host.memory import host_memory
+from study.errors import UserError
+from study.host.folders import refuse_unwritable
+from study.host.memory import GIB, host_memory
 from study.host.pinned import can_lock, locked_bytes
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, Strategy, read_strategy
 
 INSTALL = "make -B install"
-PIP = "python -m pip install --no-build-isolation -c constraints.txt"
-GIB, MIB = 2**30, 2**20
+INSTALL_ALL = "python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
+MIB = 2**20
 
 # Two ranks of 2.6 GiB each (host_peak_rss_gib of the laptop suite) where parameters are on NVMe; 0.8 elsewhere.
 LAPTOP_MEMORY_GIB = 6
@@ -43,6 +44,10 @@ class Check:
     fix: str = ""
 
 
+def needed(name: str, is_enough: bool, found: str, problem: str, fix: str) -> Check:
+    return Check(name, "ok", found) if is_enough else Check(name, "missing", f"{found}; {problem}", fix)
+
+
 def shown(path: Path) -> str:
     """As seen from the repository or the home folder: shorter, and without the user's name."""
     absolute = path.absolute()
@@ -53,78 +58,52 @@ def shown(path: Path) -> str:
 
 
 def versions() -> Iterator[Check]:
-    found = platform.python_version()
+    python = platform.python_version()
     try:
-        wanted = metadata.metadata("zero-study")["Requires-Python"]
-        requirements = metadata.requires("zero-study") or []
-        from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
+
+        wanted = metadata.metadata("zero-study")["Requires-Python"]
+        packages, packages_fix = _compare("that training needs", metadata.requires("zero-study") or [], "train")
     except ImportError as error:
-        yield Check("python", "ok", found)
+        yield Check("python", "ok", python)
         yield Check("packages", "missing", f"{error.name} is not installed, so nothing can train", INSTALL)
         return
-    if found in SpecifierSet(wanted):
-        yield Check("python", "ok", f"{found} ({wanted} is asked)")
-    else:
-        yield Check("python", "missing", f"{found}, and {wanted} is asked", "make -B install PYTHON=python3.11")
-    lacking = []
-    needed = [Requirement(line) for line in requirements]
-    needed = [one for one in needed if not one.marker or one.marker.evaluate({"extra": "train"})]
-    for one in needed:
-        installed = _version(one.name)
-        if installed is None:
-            lacking.append(f"{one.name} is not installed")
-        elif not one.specifier.contains(installed, prereleases=True):
-            lacking.append(f"{one.name} {installed} is not {one.specifier}")
-    if lacking:
-        yield Check("packages", "missing", "; ".join(lacking), f"{PIP} -e '.[train,report,dev]'")
-    else:
-        yield Check("packages", "ok", f"all {len(needed)} that training needs are installed, in the versions it asks")
-    pins = [Requirement(line) for line in _pins()]
-    pins = [one for one in pins if not one.marker or one.marker.evaluate()]
-    installed_pins = [(one, installed) for one in pins if (installed := _version(one.name)) is not None]
-    other = [
-        f"{one.name} {installed} ({str(one.specifier).lstrip('=')})"
-        for one, installed in installed_pins
-        if not one.specifier.contains(installed, prereleases=True)
-    ]
-    absent = [one.name for one in pins if _version(one.name) is None]
-    said = [f"{len(installed_pins) - len(other)} of {len(pins)} as in constraints.txt"]
-    said += [f"another version than tested: {', '.join(other)}"] if other else []
-    said += [f"not installed: {', '.join(absent)}"] if absent else []
-    yield Check("versions", "ok", "; ".join(said), f"{PIP} -e '.[train,report,dev]'" * bool(other))
+    fix = "make -B install PYTHON=python3.11"
+    yield needed("python", python in SpecifierSet(wanted), python, f"{wanted} is asked", fix)
+    yield Check("packages", "missing" if packages_fix else "ok", packages, packages_fix)
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    # Other versions than those that were tested are no fault.
+    pinned = [line for line in pins if line and not line.startswith("#")]
+    yield Check("versions", "ok", *_compare("of constraints.txt", pinned))
 
 
-def _pins() -> list[str]:
-    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str, str]:
+    """What is installed in the version asked for, in another one, and not at all; and the fix."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    meant = [one for one in map(Requirement, requirements) if not one.marker or one.marker.evaluate({"extra": extra})]
+    installed = {canonicalize_name(package.name): package.version for package in metadata.distributions()}
+    versions = [(one, installed.get(canonicalize_name(one.name))) for one in meant]
+    other = [f"{one.name} {here}" for one, here in versions if here and not one.specifier.contains(here, True)]
+    absent = [one.name for one, here in versions if here is None]
+    found = f"{len(meant) - len(other) - len(absent)} of {len(meant)} packages {which} are here in the version asked"
+    found += f"; in another one: {', '.join(other)}" if other else ""
+    found += f"; not installed: {', '.join(absent)}" if absent else ""
+    return found, INSTALL_ALL if other or (absent and extra) else ""
 
 
 def tools() -> Iterator[Check]:
     # As torch chooses it.
     compiler = os.environ.get("CXX") or "c++"
-    found = _first_line(compiler, "--version")
-    if found:
-        yield Check("compiler", "ok", f"{compiler}: {found}")
-    else:
-        yield Check("compiler", "missing", f"no {compiler}, and DeepSpeed compiles with it", "apt-get install g++")
-    version = _first_line("ninja", "--version")
+    version = _first_line(compiler, "--version") or "not found"
+    found = f"{compiler}: {version}"
+    yield needed("compiler", version != "not found", found, "DeepSpeed compiles with it", "apt-get install g++")
     beside = Path(sys.executable).parent / "ninja"
-    if version:
-        yield Check("ninja", "ok", version)
-    elif beside.exists():
-        # torch asks the shell's PATH alone.
-        fix = f'export PATH="{beside.parent}:$PATH"'
-        yield Check("ninja", "missing", "installed, and not on PATH, where torch looks for it", fix)
-    else:
-        yield Check("ninja", "missing", "no ninja, and DeepSpeed builds with it", "python -m pip install ninja")
+    found = _first_line("ninja", "--version") or "not on PATH"
+    # torch asks the shell's PATH alone.
+    fix = f'export PATH="{beside.parent}:$PATH"' if beside.exists() else "python -m pip install ninja"
+    yield needed("ninja", found != "not on PATH", found, "DeepSpeed builds with it", fix)
 
 
 def _first_line(*command: str) -> str | None:
@@ -139,97 +118,78 @@ def memory() -> Iterator[Check]:
     host = host_memory()
     found = f"{host.total_gib:.1f} GiB, {host.available_gib:.1f} GiB available, "
     found += "as a cgroup allows" if host.cgroup_limit_bytes else "no cgroup limit"
-    if host.available_gib >= LAPTOP_MEMORY_GIB:
-        yield Check("host memory", "ok", found)
-    else:
-        fix = "end other programs, or give the container more: docker run --memory=8g"
-        yield Check("host memory", "missing", f"{found}; {LAPTOP_MEMORY_GIB} GiB are needed", fix)
-    yield _pinned_memory()
-    yield _shared_memory()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
-    found = f"{_limit(soft)} (can be raised to {_limit(hard)})"
-    yield Check("open files", "ok" if enough else "missing", found, "" if enough else f"ulimit -n {OPEN_FILES}")
+    fix = "end other programs, or give the container more: docker run --memory=8g"
+    is_enough = host.available_gib >= LAPTOP_MEMORY_GIB
+    yield needed("host memory", is_enough, found, f"{LAPTOP_MEMORY_GIB} GiB are needed", fix)
 
-
-def _limit(value: int, unit: int = 1) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit}"
-
-
-def _pinned_memory() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = f"ulimit -l is {'unlimited' if soft == resource.RLIM_INFINITY else f'{soft / MIB:.0f} MiB'}"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found = f"ulimit -l is {'unlimited' if limit == resource.RLIM_INFINITY else f'{limit / MIB:.0f} MiB'}"
     wanted = max(locked_bytes(strategy) for strategy in map(read_strategy, STRATEGY_NAMES))
-    if can_lock(wanted):
-        return Check("pinned memory", "ok", f"{limit}; {wanted / GIB:.1f} GiB can be locked")
-    found = f"{limit}; {wanted / GIB:.1f} GiB cannot be locked, as each rank's buffers for parameters on NVMe must be"
+    problem = f"{wanted / GIB:.1f} GiB cannot be locked, as each rank's buffers for parameters on NVMe must be"
     fix = "ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)"
-    return Check("pinned memory", "missing", found, fix)
+    yield needed("pinned memory", can_lock(wanted), found, problem, fix)
 
-
-def _shared_memory() -> Check:
-    if not Path("/dev/shm").is_dir():
-        return Check("shared memory", "missing", "no /dev/shm", "docker run --shm-size=1g")
-    size = shutil.disk_usage("/dev/shm")
-    found = f"/dev/shm: {size.total / GIB:.2f} GiB, {size.free / GIB:.2f} GiB free"
-    if size.free >= LAPTOP_SHARED_MEMORY_MIB * MIB:
-        return Check("shared memory", "ok", found)
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    is_enough = free >= LAPTOP_SHARED_MEMORY_MIB * MIB
     fix = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
-    return Check("shared memory", "missing", f"{found}; {LAPTOP_SHARED_MEMORY_MIB} MiB are needed", fix)
+    found = f"/dev/shm: {free / GIB:.2f} GiB free"
+    yield needed("shared memory", is_enough, found, f"{LAPTOP_SHARED_MEMORY_MIB} MiB are needed", fix)
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_enough = limit == resource.RLIM_INFINITY or limit >= OPEN_FILES
+    found = f"{'unlimited' if limit == resource.RLIM_INFINITY else limit} files"
+    yield needed("open files", is_enough, found, f"{OPEN_FILES} are needed", f"ulimit -n {OPEN_FILES}")
 
 
-def nvme_path(path: Path) -> tuple[Check, Path | None, str]:
-    """The check, the folder to measure in (None where there is none), and its file system."""
+def nvme_path(path: Path) -> tuple[Check, Path | None]:
+    """The check, and the folder to measure in."""
     fix = "study doctor --nvme_path DIR, with a folder on a local drive that you may write"
     try:
-        folder = next(place for place in (path, *path.absolute().parents) if place.exists())
-        if not folder.is_dir():
-            found = f"{shown(path)} cannot be a folder: {shown(folder)} is a file"
-            return Check("nvme path", "missing", found, fix), None, ""
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        free = shutil.disk_usage(folder).free / GIB
-    except OSError as error:
-        return Check("nvme path", "missing", f"{shown(path)} is not writable ({error.strerror})", fix), None, ""
-    kind = _file_system(folder.resolve())
-    found = f"{shown(path)}: writable, {free:.1f} GiB free, {kind}"
-    if free < NVME_FREE_GIB:
-        return Check("nvme path", "missing", f"{found}; {NVME_FREE_GIB} GiB are needed", fix), None, kind
-    return Check("nvme path", "ok", found), folder, kind
+        refuse_unwritable(path, shown(path), fix)
+    except UserError as refusal:
+        return Check("nvme path", "missing", refusal.problem.replace(str(Path.home()), "~"), fix), None
+    folder = next(place for place in (path, *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(folder).free / GIB
+    found = f"{shown(path)}: writable, {free:.1f} GiB free, {file_system(folder)}"
+    check = needed("nvme path", free >= NVME_FREE_GIB, found, f"{NVME_FREE_GIB} GiB are needed", fix)
+    return check, folder if check.state == "ok" else None
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
+    folder = folder.resolve()
     mounts = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one.mountpoint)]
     # Of two mounts on one place the later one is seen.
     return max(reversed(mounts), key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown file system"
 
 
 def strategies(checks: list[Check]) -> Check:
-    """Which strategies the lines above leave, and what each of the others waits for."""
+    """Which strategies can train here, and what each of the others lacks."""
     state = {check.name: check.state for check in checks}
     # NCCL is only absent, and not missing, wherever torch can be imported and has no GPU.
-    missing = [name for name in ("packages", "python", "nccl") if state[name] == "missing"]
-    if missing:
+    if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:
         return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", INSTALL)
     on_gpu = state["gpus"] == "ok"
-    left: list[str] = []
     waiting: dict[str, list[str]] = {}
     for name in STRATEGY_NAMES:
-        strategy = read_strategy(name)
-        offloads = any(strategy.offload_device(what) for what in ("optimizer", "param"))
-        # Without a GPU DeepSpeed's ranks talk through an operator that is compiled, too.
-        needs = ["compiler", "ninja"] if strategy.deepspeed and (offloads or not on_gpu) else []
-        needs += ["operators"] if strategy.deepspeed else []
-        needs += ["nvcc"] if on_gpu and offloads else []
-        needs += ["shared memory"] if strategy.deepspeed and not on_gpu else []
-        needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []
-        if lacks := [need for need in needs if state[need] == "missing"]:
-            waiting.setdefault(", ".join(lacks), []).append(name)
-        else:
-            left.append(name)
-    devices = "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs are refused"
+        lacks = [need for need in _needs(read_strategy(name), on_gpu) if state[need] == "missing"]
+        waiting.setdefault(", ".join(lacks), []).append(name)
+    able = waiting.pop("", [])
+    found = f"{len(able)} of {len(STRATEGY_NAMES)} train "
+    found += "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs are refused"
     if not waiting:
-        return Check("strategies", "ok", f"all {len(left)} train {devices}")
-    found = f"{len(left)} of {len(STRATEGY_NAMES)} train {devices} ({', '.join(left)}); not "
-    found += "; not ".join(f"{', '.join(names)}, for want of: {lacks}" for lacks, names in waiting.items())
-    return Check("strategies", "missing", found, "as the lines above say")
+        return Check("strategies", "ok", found)
+    not_here = "; not ".join(f"{', '.join(names)}, for want of: {lacks}" for lacks, names in waiting.items())
+    return Check("strategies", "missing", f"{found} ({', '.join(able)}); not {not_here}", "as the lines above say")
+
+
+def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
+    if not strategy.deepspeed:
+        return []
+    offloads = any(strategy.offload_device(what) for what in ("optimizer", "param"))
+    needs = ["operators"]
+    # Without a GPU DeepSpeed's ranks talk through an operator that is compiled, too.
+    needs += ["compiler", "ninja"] if offloads or not on_gpu else []
+    needs += ["nvcc"] if on_gpu and offloads else []
+    needs += ["shared memory"] if not on_gpu else []
+    needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []
+    return needs

@@ -11,16 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from study.doctor.checks import INSTALL, Check, memory, nvme_path, strategies, tools, versions
+from study.doctor.checks import INSTALL, Check, file_system, memory, nvme_path, strategies, tools, versions
 from study.spec.strategies import REPOSITORY
 
 # torch and DeepSpeed are imported in seconds, an operator loaded in as many; a cold disk may take ten times that.
 PROBE_LIMIT_S = 180
-_PROBED = ("gpus", "nccl", "nvcc", "matmul", "libaio", "operators", "nvme bandwidth", "hub")
-_ORDER = (
-    "python", "packages", "versions", "gpus", "nccl", "matmul", "compiler", "nvcc", "ninja", "libaio", "operators",
-    "nvme path", "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
-)  # fmt: skip
+_PROBED = ("gpus", "nccl", "nvcc", "matmul", "hub", "libaio", "operators", "nvme bandwidth")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,27 +54,24 @@ def _folder_name(text: str) -> Path:
 
 def _all_checks(path: Path, ask_hub: bool) -> list[Check]:
     checks = [*versions(), *tools(), *memory()]
-    on_drive, folder, file_system = nvme_path(path)
-    checks.append(on_drive)
-    locked = next(check for check in checks if check.name == "pinned memory").state == "ok"
-    no_figure = Check("nvme bandwidth", "none", "not measured: see nvme path")
-    if folder and file_system in ("tmpfs", "ramfs"):
-        found = f"not measurable: {file_system} is memory, and no drive"
-        no_figure = Check("nvme bandwidth", "none", found, "study doctor --nvme_path DIR, with a folder on a drive")
-    elif folder and not locked:
-        no_figure = Check("nvme bandwidth", "none", "not measured: see pinned memory")
-    elif folder:
-        # Here and not in the probe, so that a probe that is killed leaves no file behind.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".study-doctor-") as scratch:
-            checks += _probe(["--measure_in", str(Path(scratch).absolute())], ask_hub)
-    if not any(check.name in _PROBED for check in checks):
-        checks += [*_probe([], ask_hub, without="nvme bandwidth"), no_figure]
-    checks.append(strategies(checks))
-    return sorted(checks, key=lambda check: _ORDER.index(check.name))
+    on_drive, folder = nvme_path(path)
+    can_lock = next(check.state for check in checks if check.name == "pinned memory") == "ok"
+    checks += [on_drive, *_probe(ask_hub, folder, can_lock)]
+    return [*checks, strategies(checks)]
 
 
-def _probe(arguments: list[str], ask_hub: bool, without: str = "") -> list[Check]:
-    command = [sys.executable, "-m", "study.doctor.probe", *arguments, *["--hub"][: int(ask_hub)]]
+def _probe(ask_hub: bool, folder: Path | None, can_lock: bool) -> list[Check]:
+    command = [sys.executable, "-m", "study.doctor.probe", *["--hub"] * ask_hub]
+    if folder is None or not can_lock:
+        return _answers([*command, "--not_measured", f"not measured: see {'pinned memory' if folder else 'nvme path'}"])
+    if (kind := file_system(folder)) in ("tmpfs", "ramfs"):
+        return _answers([*command, "--not_measured", f"not measurable: {kind} is memory, and no drive"])
+    # Here and not in the probe, so that a probe that is killed leaves no file behind.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".study-doctor-") as scratch:
+        return _answers([*command, "--measure_in", str(Path(scratch).absolute())])
+
+
+def _answers(command: list[str]) -> list[Check]:
     try:
         answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PROBE_LIMIT_S)
         printed, status = answer.stdout, answer.returncode
@@ -86,9 +79,6 @@ def _probe(arguments: list[str], ask_hub: bool, without: str = "") -> list[Check
     except subprocess.TimeoutExpired as expired:
         printed, ending = expired.stdout or b"", f"did not end within {PROBE_LIMIT_S} s"
     # Every line is written whole, but for the last of a process that was killed.
-    whole_lines = printed.decode().split("\n")[:-1]
-    checks = {check.name: check for check in (Check(**json.loads(line)) for line in whole_lines)}
-    for name in _PROBED:
-        if name not in checks and name != without:
-            checks[name] = Check(name, "missing", f"not answered: the process that checks it {ending}", INSTALL)
-    return list(checks.values())
+    lines = printed.decode().split("\n")[:-1]
+    checks = {name: Check(name, "missing", f"not answered: its process {ending}", INSTALL) for name in _PROBED}
+    return list((checks | {check.name: check for check in (Check(**json.loads(line)) for line in lines)}).values())

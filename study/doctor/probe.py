@@ -17,19 +17,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from study.doctor.checks import GIB, INSTALL, MIB, Check, shown
+from study.doctor.checks import INSTALL, MIB, Check, needed, shown
 from study.host.folders import cache_directory
-from study.host.operators import use_own_build
+from study.host.memory import GIB
+from study.host.operators import builders, use_own_build
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
 TRANSFER_S = 2.0
 BUILD = "python -m study.host.operators"
+REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt torch"
+ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local drive"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measure_in", type=Path)
+    parser.add_argument("--not_measured", default="", help="why no drive is measured")
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
     use_own_build(cache_directory())
@@ -47,6 +51,9 @@ def main() -> None:
         }
         if options.measure_in:
             sections["nvme bandwidth"] = functools.partial(_nvme_bandwidth, options.measure_in)
+        else:
+            why = options.not_measured
+            sections["nvme bandwidth"] = lambda: Check("nvme bandwidth", "none", why, ANOTHER_DRIVE)
         for name, section in sections.items():
             try:
                 check = section()
@@ -65,13 +72,11 @@ def _gpus() -> Check:
     visible = this_box().gpus
     seen = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
-    if len(devices) < visible:
-        found = f"the driver ({seen['driver']}) shows {visible}, and torch {torch.__version__} sees {len(devices)}"
-        return Check("gpus", "missing", found, "python -m pip install --force-reinstall -c constraints.txt torch")
-    if not devices:
+    if not devices and not visible:
         return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores, bf16 and fp32, no fp16")
     counted = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
-    return Check("gpus", "ok", f"{counted}; driver {seen['driver']}, CUDA {seen['cuda']}")
+    found = f"{counted or 'none'}; driver {seen['driver']}, CUDA {seen['cuda']}, torch {torch.__version__}"
+    return needed("gpus", len(devices) >= visible, found, f"the driver shows {visible}", REINSTALL_TORCH)
 
 
 def _nccl() -> Check:
@@ -80,8 +85,7 @@ def _nccl() -> Check:
     if not torch.cuda.is_available():
         return Check("nccl", "none", "none; ranks talk over gloo")
     if not torch.distributed.is_nccl_available():
-        fix = "python -m pip install --force-reinstall -c constraints.txt torch"
-        return Check("nccl", "missing", f"torch {torch.__version__} is built without it", fix)
+        return Check("nccl", "missing", f"torch {torch.__version__} is built without it", REINSTALL_TORCH)
     return Check("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
@@ -97,15 +101,11 @@ def _nvcc() -> Check:
 
         version = installed_cuda_version()
     except (OSError, RuntimeError, subprocess.SubprocessError, AssertionError):
-        version = None
-    if CUDA_HOME is None or version is None:
-        found = "no CUDA toolkit, with which DeepSpeed compiles the offload operators"
-        return Check("nvcc", "missing", found, f"export CUDA_HOME=DIR, with the toolkit of CUDA {torch.version.cuda}")
-    found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}"
-    if str(version[0]) != str(torch.version.cuda).partition(".")[0]:
-        found += f", and torch is built for CUDA {torch.version.cuda}"
-        return Check("nvcc", "missing", found, f"export CUDA_HOME=DIR, with the toolkit of CUDA {torch.version.cuda}")
-    return Check("nvcc", "ok", found)
+        version = ()
+    same = bool(version) and str(version[0]) == str(torch.version.cuda).partition(".")[0]
+    found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
+    problem = f"DeepSpeed compiles the offload operators with it, for torch's CUDA {torch.version.cuda}"
+    return needed("nvcc", same, found, problem, f"export CUDA_HOME=DIR, with the toolkit of CUDA {torch.version.cuda}")
 
 
 def _matmul() -> Check:
@@ -120,39 +120,35 @@ def _matmul() -> Check:
 def _libaio() -> Check:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    if AsyncIOBuilder().is_compatible(verbose=False):
-        return Check("libaio", "ok", "headers and library: a program that calls it links")
-    found = "a program that calls it does not link (libaio or a C compiler is missing)"
-    return Check("libaio", "missing", found, "apt-get install gcc libaio-dev")
+    links = bool(AsyncIOBuilder().is_compatible(verbose=False))
+    found = f"a program that calls it {'links' if links else 'does not link'}"
+    return needed("libaio", links, found, "libaio or a C compiler is missing", "apt-get install gcc libaio-dev")
 
 
 def _operators() -> Check:
+    from study.spec.strategies import STRATEGY_NAMES, read_strategy
+
+    strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
+    needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
     names: dict[str, list[str]] = {}
-    for name, state in _operator_states():
-        names.setdefault(state, []).append(name)
+    for name, builder in needed.items():
+        names.setdefault(_operator_state(builder), []).append(name)
     found = "; ".join(f"{state}: {', '.join(its)}" for state, its in names.items())
     if set(names) <= {"built", "not buildable here"}:
         return Check("operators", "ok", found)
     return Check("operators", "none", found, BUILD)
 
 
-def _operator_states() -> Iterator[tuple[str, str]]:
+def _operator_state(builder: Any) -> str:
     from deepspeed.git_version_info import installed_ops
     from torch.utils.cpp_extension import _get_build_directory
 
-    from study.host.operators import builders
-    from study.spec.strategies import STRATEGY_NAMES, read_strategy
-
-    strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
-    needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
-    for name, builder in needed.items():
-        folder = Path(_get_build_directory(name, verbose=False))
-        if (folder / "lock").exists():
-            yield name, "being built, or left half-built"
-        elif installed_ops.get(name, False) or (folder / f"{name}.so").exists():
-            yield name, "built"
-        else:
-            yield name, "to be built on first use" if builder.is_compatible(verbose=False) else "not buildable here"
+    folder = Path(_get_build_directory(builder.name, verbose=False))
+    if (folder / "lock").exists():
+        return "being built, or left half-built"
+    if installed_ops.get(builder.name, False) or (folder / f"{builder.name}.so").exists():
+        return "built"
+    return "to be built on first use" if builder.is_compatible(verbose=False) else "not buildable here"
 
 
 def _nvme_bandwidth(folder: Path) -> Check:
@@ -166,17 +162,15 @@ def _nvme_bandwidth(folder: Path) -> Check:
     from study.spec.strategies import read_strategy
 
     name = "nvme bandwidth"
-    # Loading would build it, which takes a minute and is not a doctor's; and would wait for ever for a dead build.
-    if dict(_operator_states())["async_io"] != "built":
+    # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
+    if _operator_state(AsyncIOBuilder()) != "built":
         return Check(name, "none", "not measured: the operator async_io is not built yet", f"{BUILD} && study doctor")
     file = folder / "bandwidth"
     try:
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
         found = f"not measurable: this file system refuses O_DIRECT ({error.strerror})"
-        return Check(name, "none", found, "study doctor --nvme_path DIR, with a folder on a local drive")
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        return Check(name, "none", "not measured: see libaio")
+        return Check(name, "none", found, ANOTHER_DRIVE)
     settings = (read_strategy("zero3_nvme").deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
     handle = AsyncIOBuilder().load(verbose=False).aio_handle(*(settings[key] for key in order))
@@ -184,62 +178,68 @@ def _nvme_bandwidth(folder: Path) -> Check:
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
     # Random, because some drives compress.
     source.random_()
-    written, write_s = _transfer(lambda offset: handle.sync_pwrite(source, str(file), offset), CHUNKS)
-    read, read_s = _transfer(lambda offset: handle.sync_pread(target, str(file), offset), written)
+    written, write_rate = _transfer(lambda offset: handle.sync_pwrite(source, str(file), offset), CHUNKS)
+    _, read_rate = _transfer(lambda offset: handle.sync_pread(target, str(file), offset), written)
     if not torch.equal(source, target):
         return Check(name, "missing", "what was read back is not what was written", "use another drive")
-    rates = [chunks * CHUNK_MIB * MIB / GIB / seconds for chunks, seconds in ((written, write_s), (read, read_s))]
-    found = "write {:.2f} GiB/s, read {:.2f} GiB/s".format(*rates)
-    found += f" ({written * CHUNK_MIB} MiB, DeepSpeed's asynchronous I/O, past the page cache with O_DIRECT)"
-    return Check(name, "ok", found)
+    found = f"write {write_rate:.2f} GiB/s, read {read_rate:.2f} GiB/s ({written * CHUNK_MIB} MiB, DeepSpeed's"
+    return Check(name, "ok", f"{found} asynchronous I/O, past the page cache with O_DIRECT)")
 
 
 def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
-    """How many chunks were moved, and in what time."""
+    """How many chunks were moved, and at how many GiB/s."""
     started = time.perf_counter()
     for index in range(chunks):
         if step(index * CHUNK_MIB * MIB) != 1:
             raise OSError("DeepSpeed's asynchronous I/O failed")
-        if time.perf_counter() - started > TRANSFER_S:
+        if (seconds := time.perf_counter() - started) > TRANSFER_S:
             break
-    return index + 1, time.perf_counter() - started
+    return index + 1, (index + 1) * CHUNK_MIB * MIB / GIB / seconds
 
 
 def _hub(ask: bool) -> Check:
-    from huggingface_hub import constants, get_token, try_to_load_from_cache
-
-    from study.tasks.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
+    from huggingface_hub import constants, get_token
 
     offline = constants.is_offline_mode()
-    # Where a mirror or a proxy stands, and whose token it is, is not said.
+    absent = [title for title, is_there in _pinned_data() if not is_there]
+    # The addresses of a mirror or a proxy, and the token, stay private.
     said = [
         f"HF_HOME {shown(Path(constants.HF_HOME))}",
         f"HF_HUB_OFFLINE {'set' if offline else 'not set'}",
         f"a login {'is there' if get_token() else 'is not there'}",
+        f"pinned data that is not in the cache: {', '.join(absent)}" if absent else "all pinned data is in the cache",
     ]
-    wanted = {IMDB: (IMDB_REVISION, [file for files in IMDB_FILES.values() for file in files])}
-    for name, splits in WIKITEXT_FILES.items():
-        files = [f"{name}/{file}" for files in splits.values() for file in files]
-        wanted[f"{WIKITEXT} {name}"] = (WIKITEXT_REVISION, files)
-    absent = []
-    for title, (revision, files) in wanted.items():
-        cached: Any = [
-            try_to_load_from_cache(title.split()[0], file, revision=revision, repo_type="dataset") for file in files
-        ]
-        if not all(isinstance(file, str) for file in cached):
-            absent.append(title)
-    there = [title for title in wanted if title not in absent]
-    said.append(f"pinned data in the cache: {', '.join(there) or 'none'}")
-    if not ask or offline:
-        said.append("the hub was not asked" if offline else "the hub was not asked (--hub asks it)")
-    reachable = ask and not offline and _reachable(said)
-    if reachable or not absent:
+    if ask and not offline:
+        answers = _hub_answers()
+        said.append(answers or "the hub answers")
+        if not answers:
+            return Check("hub", "ok", "; ".join(said))
+    else:
+        said.append("the hub was not asked")
+    if not absent:
         return Check("hub", "ok", "; ".join(said))
     said.append("--data hub needs the hub, --data builtin does not")
     return Check("hub", "none", "; ".join(said), "study doctor --hub" if not ask and not offline else "")
 
 
-def _reachable(said: list[str]) -> bool:
+def _pinned_data() -> Iterator[tuple[str, bool]]:
+    """Each data set at the revision that runs use, and whether all of its files are in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from study.tasks.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
+
+    def is_there(name: str, revision: str, files: list[str]) -> bool:
+        found: Any = [try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files]
+        return all(isinstance(file, str) for file in found)
+
+    yield IMDB, is_there(IMDB, IMDB_REVISION, [file for files in IMDB_FILES.values() for file in files])
+    for name, splits in WIKITEXT_FILES.items():
+        files = [f"{name}/{file}" for files in splits.values() for file in files]
+        yield f"{WIKITEXT} {name}", is_there(WIKITEXT, WIKITEXT_REVISION, files)
+
+
+def _hub_answers() -> str:
+    """Empty where it does."""
     from huggingface_hub import HfApi
 
     from study.models.hub import PROBE_TIMEOUT_S
@@ -248,10 +248,8 @@ def _reachable(said: list[str]) -> bool:
     try:
         HfApi().dataset_info(IMDB, revision=IMDB_REVISION, timeout=PROBE_TIMEOUT_S)
     except Exception as error:  # name resolution, proxy, HTTP; its text names hosts
-        said.append(f"the hub does not answer ({type(error).__name__})")
-        return False
-    said.append("the hub answers")
-    return True
+        return f"the hub does not answer ({type(error).__name__})"
+    return ""
 
 
 if __name__ == "__main__":

@@ -29,13 +29,6 @@ class Box:
         return len(self.gpu_memory_gib)
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuProcess:
-    gpu: int
-    pid: int
-    memory_gib: float | None
-
-
 def this_box(root: Path = Path("/")) -> Box:
     """`root` is where `proc` and `sys` are."""
     found = _nvml()
@@ -46,15 +39,15 @@ def this_box(root: Path = Path("/")) -> Box:
     return Box(tuple(memory), host_memory(root).total_gib)
 
 
-def gpu_processes() -> list[GpuProcess]:
-    """Who computes on the visible GPUs now. Between two runs nobody should."""
+def gpu_processes() -> list[dict[str, Any]]:
+    """The processes on the visible GPUs now. Between two runs there should be none."""
     found = _nvml()
     if found is None:
         return []
     nvml, handles = found
     try:
         return [
-            GpuProcess(gpu, process.pid, process.usedGpuMemory / 2**30 if process.usedGpuMemory else None)
+            {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
             for gpu, handle in enumerate(handles)
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         ]
@@ -100,7 +93,7 @@ def _visible(pynvml: Any) -> list[str]:
         return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
     names: list[str] = []
     for name in filter(None, (part.strip() for part in chosen.split(","))):
-        # As CUDA does: the first entry that names no GPU hides all behind it.
+        # As CUDA does: the first entry that names no GPU ends the list.
         if name.startswith("-"):
             break
         names.append(name)

@@ -34,18 +34,18 @@ class Cell:
 
     @property
     def ranks(self) -> int:
-        """Of the job that is measured; a virtual one launches a single process of them."""
+        """How many ranks the measured job has; of a virtual one a single process is launched."""
         return self.config.virtual_world_size or self.world_size
 
     @property
     def arm(self) -> str:
-        """What a run is called after: its strategy, and whose loop trained it where that is not the study's."""
+        """The strategy, with the trainer where it is not the study's own, and with `virtual` for a virtual rank."""
         marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
         return "-".join([self.strategy, *marks])
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps, where they can be told without the data."""
+        """Optimizer steps; None where only the data tells."""
         known = self.config.max_steps or self.config.train_samples
         return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if known else None
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from study.errors import UserError, refusal_from_json
+from study.errors import refusal_from_json
 from study.host.cgroups import oom_counts
 from study.launch.cell import Cell
 from study.launch.command import clean_environment, launch_command
 from study.launch.lock import end_leftovers
 from study.launch.process import CellProcess
-from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge, last_lines
+from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
 from study.record.folder import take_folder
 from study.record.outcome import Ending
@@ -30,23 +30,21 @@ class Ended:
     """A cell whose last process is gone. Nothing is written yet: `write_end` does that, within `held`."""
 
     ending: Ending
+    evidence: Evidence
     command: list[str]
-    launcher_status: int
-    stopped_by: StoppedBy | None
-    # Nothing was begun, and the run left no record.
-    refusal: UserError | None
     attempt_before: int
-    printed: str
-    # What was said last, by the run's own log and by its launcher.
-    last_lines: list[str]
     started: float
     wall_s: float
+
+    @property
+    def was_stopped(self) -> bool:
+        return self.evidence.stopped_by == "user"
 
     def write_end(self, directory: Path) -> None:
         """Make the record say how the run ended, where its own processes could not."""
         conclude(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
-            stream.write(self.printed)
+            stream.write(self.evidence.printed)
 
 
 def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
@@ -78,11 +76,10 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
             raise
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
-            # The supervisor itself was killed, and could not clear up.
+            # The supervisor itself was killed, and has ended nobody.
             end_leftovers(root)
         refusal = refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None
         printed = process.collect()
-    log = _tail(log_file, log_size_before)
     evidence = Evidence(
         launcher_status=launcher_status,
         stopped_by=stopped_by,
@@ -90,21 +87,10 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
         status=read_status(directory) if attempt_of(directory) > attempt_before else None,
         refusal=refusal,
         printed=printed,
-        log=log,
+        log=_tail(log_file, log_size_before),
         ooms=oom_counts() - ooms,
     )
-    return Ended(
-        ending=judge(evidence),
-        command=command,
-        launcher_status=launcher_status,
-        stopped_by=stopped_by,
-        refusal=refusal,
-        attempt_before=attempt_before,
-        printed=printed,
-        last_lines=last_lines(f"{log}\n{printed}"),
-        started=started,
-        wall_s=wall_s,
-    )
+    return Ended(judge(evidence), evidence, command, attempt_before, started, wall_s)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _end_all_below() -> None:
 
 
 def _children_are_left() -> bool:
-    """Buries the dead among the children on the way."""
+    """Also collects the exit status of those that have ended."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

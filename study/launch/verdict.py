@@ -1,4 +1,4 @@
-"""How a cell ended, as data, also where its own processes could not say it any more."""
+"""How a cell ended, as data, also where its own processes could not write it down."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class Evidence:
     log: str
     ooms: OomCounts
 
+    @property
+    def text(self) -> str:
+        return f"{self.log}\n{self.printed}"
+
 
 def judge(evidence: Evidence) -> Ending:
     status = evidence.status
@@ -72,16 +76,15 @@ def judge(evidence: Evidence) -> Ending:
     if evidence.refusal is not None:
         state: State = "unsupported" if isinstance(evidence.refusal, Unsupported) else "failed"
         return Ending(state, evidence.refusal.problem, evidence.refusal.fix)
-    text = f"{evidence.log}\n{evidence.printed}"
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
         return _sigkilled(evidence.ooms)
-    if ran_out := ending_of_text(said.reason if said else text):
+    if ran_out := ending_of_text(said.reason if said else evidence.text):
         return ran_out
-    # A launcher ends the others when one rank has died: then the one that did not get to say why is the one to ask.
+    # When one rank has died, the launcher ends the others: what they say of it is not the reason.
     if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
         return said
-    lines = last_lines(text, 3)
+    lines = last_lines(evidence.text, 3)
     how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
     return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 

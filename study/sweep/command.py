@@ -32,7 +32,7 @@ ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of every command that is about the cells of a suite."""
+    """For every command that is about the cells of a suite."""
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
     parser.add_argument(
@@ -63,7 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument(
-        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would come to in so much time"
+        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would start in this time"
     )
 
 
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _dry_run(plan, options.retry)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
-    parts = _that_the_box_can_run(plan, box)
+    parts = _runnable(plan, box)
     if plan.is_series:
-        parts = [part for part in parts if next(left_to_run(part.cells, part.root, options.retry), None) is not None]
+        parts = [part for part in parts if any(left_to_run(part.cells, part.root, options.retry))]
         if not parts:
             print_tables(series_tables(plan.slices))
     not_all_was_run = False
@@ -97,22 +97,25 @@ def run(options: argparse.Namespace) -> int:
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_tables(result_tables(part.cells, part.root))
-        _say_what_failed(part, options.suite)
+        counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
+        if len(counts) > 1:
+            said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+            print(f"\n{said}; `study status {options.suite}` says why. What is fixed is run again with --retry.")
         not_all_was_run |= outcome.stopped or outcome.refused > 0
         if outcome.left:
             break
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
 
-def _that_the_box_can_run(plan: Plan, box: Box) -> list[Slice]:
-    """Of a series, what a box can run is run; where it can run nothing of it, the first reason is told."""
-    lacking = {part.suite.name: lacks for part in plan.slices if (lacks := missing_here(part.suite, box))}
-    able = [part for part in plan.slices if part.suite.name not in lacking]
-    if not able:
-        raise next(iter(lacking.values()))
-    for lacks in lacking.values():
-        print(f"notice: {lacks.problem}: left out", file=sys.stderr)
-    return able
+def _runnable(plan: Plan, box: Box) -> list[Slice]:
+    """Of a series, what the box can run; where it can run nothing of it, the first reason is told."""
+    missing = {part.suite.name: refusal for part in plan.slices if (refusal := missing_here(part.suite, box))}
+    runnable = [part for part in plan.slices if part.suite.name not in missing]
+    if not runnable:
+        raise next(iter(missing.values()))
+    for refusal in missing.values():
+        print(f"notice: {refusal.problem}: left out", file=sys.stderr)
+    return runnable
 
 
 def _dry_run(plan: Plan, retry: bool) -> int:
@@ -140,20 +143,14 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
     print(shlex.join(launch_command(probe, root / probe.id)))
 
 
-def _say_what_failed(part: Slice, suite: str) -> None:
-    states = Counter(standing.state for _, standing in cell_states(part.cells, part.root))
-    if len(states) > 1:
-        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
-        print(f"\n{counts}; `study status {suite}` says why. What is fixed is run again with --retry.")
-
-
 def _any_failed(part: Slice) -> bool:
     """A cell that ran out of memory has failed; a probe that did has answered."""
-    for cell in part.cells:
-        good = {"ok", "unsupported", "to do"} | ({"oom"} if isinstance(cell, Search) else set())
-        if any(standing.state not in good for _, standing in cell_states([cell], part.root)):
-            return True
-    return False
+    fine = {"ok", "unsupported", "to do"}
+    return any(
+        record.state not in (fine | {"oom"} if isinstance(cell, Search) else fine)
+        for cell in part.cells
+        for _, record in cell_states([cell], part.root)
+    )
 
 
 def weights(options: argparse.Namespace) -> int:
@@ -161,7 +158,7 @@ def weights(options: argparse.Namespace) -> int:
     box = this_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
-    # Elsewhere than on its box a suite's weights may be drawn as well; there, those of what it will run.
+    # On a box that can run some slices, the weights of those; on one that can run none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
     for cell, root in _within(parts, options.time_budget):
         for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
@@ -179,7 +176,7 @@ def weights(options: argparse.Namespace) -> int:
 
 
 def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
-    """What `study run` would come to, in its order."""
+    """What `study run` would start in this time, in its order."""
     spent = 0.0
     for part in parts:
         for cell, seconds in left_to_run(part.cells, part.root):

@@ -17,7 +17,7 @@ from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import held, run_cell
-from study.launch.verdict import attempt_of, cell_state, conclude
+from study.launch.verdict import attempt_of, cell_state, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.outcome import Ending
@@ -69,7 +69,7 @@ def run_cells(
             except Stopped as why:
                 progress.say(str(why))
                 stopped = True
-            # A full disk has been told of.
+            # The user knows by now that the disk is full.
             with suppress(OSError):
                 note_searches(cells, root)
             left = len(to_do) - sweep.finished
@@ -113,7 +113,7 @@ class _Sweep:
                 except UserError as refusal:
                     self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
                     self.refused += 1
-                    # A search has no answer of it, and would ask again.
+                    # A search would ask for the same probe again.
                     break
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
@@ -133,7 +133,7 @@ class _Sweep:
         try:
             ending = self.run_cell(cell, order)
         except OSError as error:
-            # A record that cannot be written: the next cell would fare no better.
+            # A record that cannot be written: the next one could not be, either.
             raise Stopped(f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or fix it") from None
         seconds = time.monotonic() - started
         if ending.state == "ok":
@@ -153,7 +153,7 @@ class _Sweep:
             self._matmul_rates = matmul_rates(self.box)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
-        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(tail.read()))
+        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()))
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
@@ -166,17 +166,17 @@ class _Sweep:
                     "started_at": started_at,
                     "wall_s": ended.wall_s,
                     "startup_s": startup_s(directory, ended.started),
-                    "launcher_status": ended.launcher_status,
+                    "launcher_status": ended.evidence.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": self._matmul_rates,
-                    "last_lines": [] if ending.state == "ok" else ended.last_lines,
+                    "last_lines": [] if ending.state == "ok" else last_lines(ended.evidence.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
-            if ended.stopped_by == "user":
+            if ended.was_stopped:
                 raise Stopped("stopped")
         return ending
 
@@ -187,15 +187,15 @@ class _Sweep:
         return Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
-        """Between two runs nobody else should compute on the GPUs; who does is said, and noted with the cell."""
+        """Another process on a GPU disturbs what is measured: the user is told, and the cell's notes say it."""
         found = gpu_processes()
         if found and patience_s:
             # The driver may need a moment to let go of our own.
             time.sleep(patience_s)
             found = gpu_processes()
         for process in found:
-            self.progress.say(f"notice: GPU {process.gpu} is in use by process {process.pid}, not one of this sweep")
-        return [dataclasses.asdict(process) for process in found]
+            self.progress.say(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
+        return found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""sweep.json beside a record: each attempt as the sweep saw it, and what that says of the cells to come."""
+"""sweep.json beside a record: each attempt as the sweep saw it, and how long the next cells will take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from study.sweep.search import Search
 NOTES = "sweep.json"
 # For an estimate alone.
 PROBES_OF_A_SEARCH = 4
-# Wall times by what a cell is but for its seed and repeat, and by task, model and strategy.
+# Wall times of cells that differ in seed and repeat alone, and of those of one task, model and strategy.
 Durations = dict[tuple[str, ...], list[float]]
 
 
@@ -41,7 +41,7 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
 
 
 def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
-    """Beside each probe's record every search that it answers to, also one that only found it there.
+    """Note beside each probe's record every search that it belongs to, also one that found the record there.
 
     A run that the suite names for itself too is more than a probe.
     """
@@ -57,7 +57,7 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
         try:
             document = read_json(file)
         except RecordError:
-            # Cut off together with its sweep: it is run again.
+            # The sweep was cut off here: it is run again.
             continue
         # `cells` may be some of the suite's: what was noted with the others stays.
         before = document.get("searches", [])
@@ -130,7 +130,7 @@ def left_to_run(
 
 
 def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
-    """What is left, and the time it takes; nobody knows how long a search is."""
+    """What is left, and the time for it; how many probes a search will take is a guess."""
     searches = sum(isinstance(item, Search) for item, _ in left)
     seconds = [each for _, each in left]
     text = f"{len(left) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")

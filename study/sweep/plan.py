@@ -20,7 +20,7 @@ from study.sweep.search import Search
 from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
-# A probe asks what fits, and not what is learned: all that a run goes through, and no more of it.
+# A probe asks what fits: it does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 
 
@@ -115,7 +115,7 @@ def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: 
     def probe_of(place_on_ladder: int) -> Cell:
         return _cell(_probe_values(values, ladder, place_on_ladder), repeat, box, place)
 
-    # Both ends now, so that what no probe could be is refused before anything runs.
+    # Both ends now: a probe that could not run is refused before anything starts.
     first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
     named = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
     model = ladder.axis if ladder.axis == "largest_model" else f"{_short(first)}-{ladder.axis}"

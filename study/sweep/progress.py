@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from study.launch.cell import Cell
@@ -46,17 +45,16 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __init__(self, cells_to_do: int, already_done: int, searches: int = 0, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
-        # How many probes a search takes shows while it goes on: each counts as one cell until it asks for more.
+        # A search counts as one cell until it asks for a further probe.
         self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
         self._bars = Bars(
-            "{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(),
             console=Console(file=self._stream, markup=False, highlight=False), transient=True,
             disable=not self._stream.isatty(),
         )  # fmt: skip
         self._all = self._bars.add_task(self._counts(), total=cells_to_do)
-        self._cell = self._bars.add_task("", visible=False)
-        self._steps: int | None = None
+        self._cell: TaskID | None = None
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -76,28 +74,27 @@ class Progress(AbstractContextManager["Progress"]):
     def begin(self, cell: Cell, one_more: bool = False) -> None:
         """`one_more` is a search's further probe, which nobody had counted."""
         self._total += one_more
-        self._steps = cell.total_steps
         self._bars.update(self._all, total=self._total, description=self._counts())
-        self._bars.reset(self._cell, total=self._steps, description=f"{cell.id}: starting", visible=True)
+        self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
         if self._bars.disable:
             self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
-        self._began, self._name = time.monotonic(), cell.id
 
-    def step(self, step: int) -> None:
-        if not step:
-            return
-        of_all = f"/{self._steps}" if self._steps else ""
-        where = f"{self._name}: step {step}{of_all}"
-        if not self._bars.tasks[self._cell].completed:
-            # The pace is that of the steps: how long the start took says nothing of them.
-            self._bars.reset(self._cell, completed=step, description=where)
-        self._bars.update(self._cell, completed=step, description=where)
+    def step(self, cell: Cell, step: int) -> None:
+        assert self._cell is not None
+        if step and not self._step:
+            # The time left is judged by the steps alone, without the start.
+            self._bars.reset(self._cell)
+        if step:
+            of_all = f"/{cell.total_steps}" if cell.total_steps else ""
+            self._bars.update(self._cell, completed=step, description=f"step {step}{of_all}  {cell.id}")
+        self._step = step
 
     def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
         self._bars.update(self._all, completed=self._done, description=self._counts())
-        self._bars.update(self._cell, visible=False)
+        if self._cell is not None:
+            self._bars.remove_task(self._cell)
         why = f": {ending.why}" if ending.state != "ok" else ""
         name = "    " if self._bars.disable else f"{cell.id} "
         self.say(f"{name}{ending.state} after {show_duration(seconds)}{why}")

@@ -18,7 +18,7 @@ _AT_MOST = {
     "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
     "per_device_train_batch_size": 4, "train_samples": 64, "eval_samples": 8,
 }  # fmt: skip
-# Of the large box alone, or of weights and data that the tiny models do without.
+# For the large box alone, or about weights and data that the tiny models do not need.
 _DROPPED = {
     "device_memory_cap_gib", "expected_s", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
@@ -38,7 +38,7 @@ def rehearsed(suite: Suite) -> Suite:
 def _small_grid(grid: Grid) -> Grid:
     fixed = {"max_steps": _AT_MOST["max_steps"], **_small_values(grid.fixed), "scale": "laptop"}
     if profiled := _profiled_steps(grid):
-        # Behind the steps that are timed the profiler wants some of its own.
+        # The profiler needs steps of its own, after those that are timed.
         fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
     axes = {key: _small_options(key, options) for key, options in grid.axes.items() if key not in _DROPPED}
     if "seed" in axes:

@@ -71,7 +71,7 @@ class Search:
     id: str
     axis: SearchAxis
     rungs: Sequence[int] | Sequence[str]
-    # What tells it from the other searches of its grid, beside the strategy.
+    # How it differs from the other searches of its grid, beside the strategy.
     label: str
     probe_of: Callable[[int], Cell]
 
@@ -82,7 +82,7 @@ class Search:
     def states(
         self, root: Path, counts: Callable[[int, CellState], bool] = lambda place, probe: True
     ) -> dict[int, CellState]:
-        """The records that doubling and bisection come by, as far as they go; those that do not count are not there."""
+        """The probes that the search asks for, as far as their records go. A record that does not count is left out."""
         found: dict[int, CellState] = {}
 
         def look_at(place: int) -> bool:
@@ -91,7 +91,7 @@ class Search:
                 found[place] = probe
             return place in found
 
-        # All of the doubling, also above what did not fit: there a record against the order would be.
+        # Also the sizes above one that did not fit: a record there may say that it does fit.
         for place in doubling(self.last):
             look_at(place)
         while (following := self._examine(found).next) is not None and look_at(following):
@@ -106,7 +106,7 @@ class Search:
         return len(self.rungs) - 1
 
     def distinct_models(self) -> list[Cell]:
-        """A probe for every model that the search may come by."""
+        """One probe for every model that the search may ask for."""
         places = range(len(self.rungs)) if self.axis == "largest_model" else [0]
         return [self.probe_of(place) for place in places]
 
@@ -123,19 +123,19 @@ class Search:
 
         bracket = self._examine(self.states(root, counts))
         if bracket.next is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
-            # The record that bounds the answer is the one to ask again.
+            # The record that sets the limit is the one to make again.
             return bracket.too_large
         return bracket.next
 
     def finding(self, root: Path) -> Finding:
-        # What was cut off says nothing, and is run again.
+        # A run that was cut off says nothing, and is run again.
         states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "damaged"))
         return Finding(self, self._examine(states), states)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A search as its records leave it, in the ladder's own values."""
+    """What the records of a search say, in the values of its ladder."""
 
     search: Search
     bracket: Bracket
@@ -165,7 +165,7 @@ class Finding:
         return f"at least {self.largest}" if at_least else str(self.largest)
 
     def reason(self) -> str:
-        """Why it is not more, and what the records hold against the answer."""
+        """Why it is not more, and which records contradict the answer."""
         said = []
         if self.bracket.too_large is not None:
             said.append(f"{self._rung(self.bracket.too_large)}: {self.states[self.bracket.too_large].reason}")

@@ -1,4 +1,4 @@
-"""What a suite's name stands for on this box: one slice, or those of a suite that is made of others, in their order.
+"""What a suite's name means on this box: one slice, or for a suite that is made of others, all of them in order.
 
 Records of a slice stand where those of its suite do, so that a series and its suites go on from each other's.
 """
@@ -41,7 +41,7 @@ class Slice:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     name: str
-    # Made of other suites' slices, and not a suite of its own cells.
+    # Made of slices of other suites, without cells of its own.
     is_series: bool
     slices: list[Slice]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,12 +18,19 @@ from study.spec.strategies import STRATEGY_NAMES
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 DEFAULT_TIME_LIMIT_S = 3600.0
-# Where a run writes, and what it goes on from, is the sweep's own business.
+# Where a run writes and what it resumes from is for the sweep to say.
 _NOT_FOR_SUITES = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint"}
 RUN_KEYS = frozenset(field.name for field in dataclasses.fields(RunConfig)) - _NOT_FOR_SUITES
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
-# What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "world_size", "time_limit_s", "expected_s", "trainer"})
+# What a cell is made of beside its RunConfig: what is right, and how to say it.
+_CELL_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
+    "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
+    "world_size": (lambda value: type(value) is int and value >= 1, "a whole number from 1 up"),
+    "time_limit_s": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds"),
+    "expected_s": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds"),
+}
+CELL_KEYS = frozenset(_CELL_CHECKS)
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
 # A suite that is made of others has no cells of its own.
 _SERIES_KEYS = {"name", "description", "slices"}
@@ -94,7 +101,7 @@ class Suite:
 
 
 class _Mapping(dict[str, Any]):
-    """A mapping that remembers where it stands, and on which line each key does."""
+    """A mapping that knows its own line in the file, and the line of each key."""
 
     line: int
     lines: dict[str, int]
@@ -117,7 +124,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.mapping)
-# YAML 1.1 takes 1e-5 for a word; everybody who writes it means the number.
+# YAML 1.1 reads 1e-5 as a word; who writes it means the number.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
 
 
@@ -225,22 +232,19 @@ class _Reader:
         if len(section) != 1:
             raise self.refusal(grid, "search", f"names {len(section)} things to find", f"name one: {', '.join(axes)}")
         axis: SearchAxis = next(axis for axis in axes if axis in section)
-        given = section[axis]
-        if axis == "largest_micro_batch" and isinstance(given, _Mapping):
-            ends = self.mapping(given, self.place(section, axis), {"from", "to"}, needs=("from", "to"))
-            first, last = self.value(ends, "from", int), self.value(ends, "to", int)
-            if not 1 <= first < last:
-                raise self.refusal(section, axis, f"goes from {first} to {last}", "go up, from 1 or more")
-            return Ladder(axis, range(first, last + 1))
-        kind = int if axis == "largest_micro_batch" else str
-        if not isinstance(given, list) or len(given) < 2 or any(type(rung) is not kind for rung in given):
-            fix = "{from: 1, to: 512}, or a list such as [1, 2, 4, 8]" if kind is int else "a list of model names"
-            raise self.refusal(section, axis, f"is {given!r}", f"use {fix}, the smallest first")
-        if kind is int and not (given[0] >= 1 and given == sorted(set(given))):
-            raise self.refusal(section, axis, f"is {given}", "let it go up from 1 or more")
-        if len(set(given)) < len(given):
-            raise self.refusal(section, axis, "names a model twice", "name each once, the smallest first")
-        return Ladder(axis, tuple(given))
+        rungs = given = section[axis]
+        kind: type = str
+        fix = "use a list of two model names or more, each once, the smallest first"
+        if axis == "largest_micro_batch":
+            kind = int
+            fix = "use {from: 1, to: 512}, or a list such as [1, 2, 4, 8] that goes up"
+            if isinstance(given, _Mapping):
+                ends = self.mapping(given, self.place(section, axis), {"from", "to"}, needs=("from", "to"))
+                rungs = list(range(self.value(ends, "from", int), self.value(ends, "to", int) + 1))
+        is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
+        if not is_ladder or len(set(rungs)) < len(rungs) or (kind is int and (rungs != sorted(rungs) or rungs[0] < 1)):
+            raise self.refusal(section, axis, f"is {given!r}", fix)
+        return Ladder(axis, tuple(rungs))
 
     def overrides(self, grid: _Mapping) -> Iterator[Override]:
         for entry in self.value(grid, "overrides", list, default=[]):
@@ -270,21 +274,11 @@ class _Reader:
         return found
 
     def checked(self, section: _Mapping, key: str, value: Any) -> Any:
-        place = self.place(section, key)
-        if key == "strategy":
-            if value not in STRATEGY_NAMES:
-                raise UserError(f"{place}: no strategy is called {value!r}", f"use {', '.join(STRATEGY_NAMES)} or all")
-        elif key == "world_size":
-            if type(value) is not int or value < 1:
-                raise UserError(f"{place}: world_size is {value!r}", "use a whole number from 1 up")
-        elif key in ("time_limit_s", "expected_s"):
-            if type(value) not in (int, float) or not value > 0:
-                raise UserError(f"{place}: {key} is {value!r}", "use a number of seconds")
-        elif key == "trainer":
-            if value not in get_args(Trainer):
-                raise UserError(f"{place}: no trainer is called {value!r}", f"use {', '.join(get_args(Trainer))}")
-        else:
-            return getattr(RunConfig.from_dict({key: value}, place), key)
+        if key not in _CELL_CHECKS:
+            return getattr(RunConfig.from_dict({key: value}, self.place(section, key)), key)
+        is_right, wanted = _CELL_CHECKS[key]
+        if not is_right(value):
+            raise self.refusal(section, key, f"is {value!r}", f"use {wanted}")
         return value
 
     def mapping(self, value: Any, where: str, keys: set[str] | frozenset[str], needs: tuple[str, ...] = ()) -> _Mapping:

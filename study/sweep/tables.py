@@ -29,7 +29,7 @@ _SEARCH_COLUMNS = (
     "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more",
 )  # fmt: skip
 _SERIES_COLUMNS = ("suite", "of it", "cells", "ok", "not ok", "left", "about")
-# Every other state has a reason, and is told.
+# Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")
 
 

@@ -22,12 +22,12 @@ class VirtualRunFailed(Exception):
 def run_rank(cell: Cell, root: Path) -> Run:
     """The record of one virtual rank, made anew; raises UserError where it is refused."""
     ended = run_cell(cell, root)
-    if ended.refusal is not None:
-        raise ended.refusal
+    if ended.evidence.refusal is not None:
+        raise ended.evidence.refusal
     directory, ending = root / cell.id, ended.ending
     with held(directory):
         ended.write_end(directory)
-    if ended.stopped_by == "user":
+    if ended.was_stopped:
         raise KeyboardInterrupt
     if ending.state != "ok":
         raise VirtualRunFailed(ending.state, ending.reason, _EXTRAPOLATE if ending.state == "oom" else ending.hint)
