@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import launch
+from forked import fork_ranks
 from study.record.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
@@ -22,10 +23,11 @@ FLAGS = (
 
 
 def train(
-    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300
+    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300, launched: bool = False
 ) -> subprocess.CompletedProcess[str]:
+    """In forks, or launched as a user does."""
     nvme = output_dir.parent / "nvme"
-    return launch(
+    return (launch if launched else fork_ranks)(
         strategy, "study/train.py", *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
         ranks=ranks, timeout=timeout,
     )  # fmt: skip

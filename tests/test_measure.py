@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from engines import printed_json
+from forked import fork_ranks
+from probes import measured_steps
 from study.measure import Meters
 from study.measure.clock import HostCost, StepClock, step_time_statistics
 from study.measure.energy import EnergyMeter
@@ -21,8 +24,6 @@ from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
 from study.measure.state import StateWatch
 from study.measure.traffic import TrafficWatch
-from tests.engines import launch, printed_json
-from tests.probes import measured_steps
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -340,7 +341,7 @@ def probe(strategy: str, ranks: int = 2, *changes: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def launched(strategy: str, ranks: int, changes: tuple[str, ...]) -> list[dict[str, Any]]:
-    documents = printed_json(launch(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
+    documents = printed_json(fork_ranks(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
     assert [document["rank"] for document in documents] == list(range(ranks))
     return documents
 
@@ -416,7 +417,7 @@ def test_nvme_state_is_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
         pytest.skip("DeepSpeed's asynchronous I/O needs g++ and libaio's header")
     monkeypatch.setenv("PROBE_NVME_PATH", str(tmp_path))
-    result = launch("zero3_nvme_optimizer", "tests/probes/measured_steps.py", timeout=400)
+    result = fork_ranks("zero3_nvme_optimizer", "tests/probes/measured_steps.py", timeout=400)
     for document in printed_json(result):
         state = document["state"]["state_bytes"]
         assert state["optimizer"]["nvme"] == pytest.approx(3 / 2 * document["elements"] * FP32, rel=0.01)
