@@ -284,7 +284,7 @@ def test_a_forked_rank_of_the_tests_has_the_environment_of_a_launched_one(strate
             for name in each["environment"].keys() | expected["environment"].keys()
             if each["environment"].get(name) != expected["environment"].get(name)
         }
-        assert differing <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
+        assert differing <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST"}
 
 
 def test_a_process_that_nobody_launched_is_single() -> None:
