@@ -40,6 +40,7 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
         clock.step_done(step)
 
 
+@pytest.mark.alone
 def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     clock = StepClock(CPU, warmup_steps=2)
     clock.start_window()
@@ -55,6 +56,7 @@ def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     assert clock.flush() == []
 
 
+@pytest.mark.alone
 def test_a_pause_is_in_no_steps_time() -> None:
     clock = StepClock(CPU, warmup_steps=0)
     clock.start_window()
@@ -90,6 +92,7 @@ def test_statistics_are_percentiles_and_null_without_steps() -> None:
     assert set(step_time_statistics([]).values()) == {None}
 
 
+@pytest.mark.alone
 def test_nested_meters_cost_their_time_once() -> None:
     cost = HostCost()
     with cost, cost:
@@ -478,6 +481,7 @@ def test_zero2_reduces_to_the_owner_once_multi_rank_buckets_are_off() -> None:
     assert payloads(document)["all_reduce"] <= SCALARS
 
 
+@pytest.mark.alone
 def test_measuring_costs_at_most_one_percent_of_a_step() -> None:
     for document in probe("ddp"):
         assert document["summary"]["self_cost_s"] < 0.01 * sum(seconds for _, seconds in document["rows"])

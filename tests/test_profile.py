@@ -142,6 +142,7 @@ def test_the_operators_around_a_kernel_say_what_it_is_for(kind: str, name: str, 
     assert category(name, callers) == kind
 
 
+@pytest.mark.alone
 def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
     run = run_of("single", *FLAGS, *ASKED)
     profile = run.profile
