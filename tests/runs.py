@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from engines import launch
+from forked import fork_ranks
 from study.record.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
@@ -22,10 +26,11 @@ FLAGS = (
 
 
 def train(
-    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300
+    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300, launched: bool = False
 ) -> subprocess.CompletedProcess[str]:
+    """In forks, or launched as a user does."""
     nvme = output_dir.parent / "nvme"
-    return launch(
+    return (launch if launched else fork_ranks)(
         strategy, "study/train.py", *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
         ranks=ranks, timeout=timeout,
     )  # fmt: skip
@@ -35,16 +40,23 @@ def train(
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
     """The finished run of a strategy with these flags; a second request gets the first one's record."""
     made: dict[tuple[str, ...], Run] = {}
-    root = tmp_path_factory.mktemp("runs")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Each process of pytest-xdist has a folder of its own below the session's.
+        root = root.parent
 
     def make(strategy: str, *flags: str, ranks: int | None = None) -> Run:
         ranks = ranks or (1 if strategy == "single" else 2)
         key = (strategy, str(ranks), *flags)
         if key not in made:
-            output_dir = root / f"{len(made):03d}-{strategy}"
-            result = train(strategy, output_dir, *flags, ranks=ranks)
-            assert result.returncode == 0, f"{result.stderr[-3000:]}\n{_tail(output_dir / 'log.txt')}"
+            output_dir = root / "runs" / f"{strategy}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+            output_dir.parent.mkdir(exist_ok=True)
+            with FileLock(f"{output_dir}.lock"):
+                if not output_dir.exists():
+                    result = train(strategy, output_dir, *flags, ranks=ranks)
+                    assert result.returncode == 0, f"{result.stderr[-3000:]}\n{_tail(output_dir / 'log.txt')}"
             made[key] = read_run(output_dir)
+            assert made[key].state == "ok", made[key].status
         return made[key]
 
     return make

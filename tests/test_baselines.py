@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engines import launch
+from forked import fork_ranks
 from runs import FLAGS, RunFactory
 from study.baselines import bench
 from study.errors import RunFailed
@@ -21,7 +22,7 @@ HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_l
 def trained(script: str, strategy: str, task: str, folder: Path, *flags: str, ranks: int = 1) -> Run:
     """A baseline's run that accumulates: over four micro-batches alone, over two on each of two ranks."""
     cut = ("--per_device_train_batch_size", "2", "--output_dir", str(folder))
-    result = launch(strategy, script, "--task", task, *FLAGS, *cut, *flags, ranks=ranks)
+    result = fork_ranks(strategy, script, "--task", task, *FLAGS, *cut, *flags, ranks=ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     return read_run(folder)
 

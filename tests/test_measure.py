@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines import launch, printed_json
+from engines import printed_json
+from forked import fork_ranks
 from probes import measured_steps
 from study.measure import Meters
 from study.measure.clock import HostCost, StepClock, step_time_statistics
@@ -39,6 +40,7 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
         clock.step_done(step)
 
 
+@pytest.mark.alone
 def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     clock = StepClock(CPU, warmup_steps=2)
     clock.start_window()
@@ -54,6 +56,7 @@ def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     assert clock.flush() == []
 
 
+@pytest.mark.alone
 def test_a_pause_is_in_no_steps_time() -> None:
     clock = StepClock(CPU, warmup_steps=0)
     clock.start_window()
@@ -89,6 +92,7 @@ def test_statistics_are_percentiles_and_null_without_steps() -> None:
     assert set(step_time_statistics([]).values()) == {None}
 
 
+@pytest.mark.alone
 def test_nested_meters_cost_their_time_once() -> None:
     cost = HostCost()
     with cost, cost:
@@ -340,7 +344,7 @@ def probe(strategy: str, ranks: int = 2, *changes: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def launched(strategy: str, ranks: int, changes: tuple[str, ...]) -> list[dict[str, Any]]:
-    documents = printed_json(launch(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
+    documents = printed_json(fork_ranks(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
     assert [document["rank"] for document in documents] == list(range(ranks))
     return documents
 
@@ -416,7 +420,7 @@ def test_nvme_state_is_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     if shutil.which("g++") is None or not Path("/usr/include/libaio.h").exists():
         pytest.skip("DeepSpeed's asynchronous I/O needs g++ and libaio's header")
     monkeypatch.setenv("PROBE_NVME_PATH", str(tmp_path))
-    result = launch("zero3_nvme_optimizer", "tests/probes/measured_steps.py", timeout=400)
+    result = fork_ranks("zero3_nvme_optimizer", "tests/probes/measured_steps.py", timeout=400)
     for document in printed_json(result):
         state = document["state"]["state_bytes"]
         assert state["optimizer"]["nvme"] == pytest.approx(3 / 2 * document["elements"] * FP32, rel=0.01)
@@ -477,6 +481,7 @@ def test_zero2_reduces_to_the_owner_once_multi_rank_buckets_are_off() -> None:
     assert payloads(document)["all_reduce"] <= SCALARS
 
 
+@pytest.mark.alone
 def test_measuring_costs_at_most_one_percent_of_a_step() -> None:
     for document in probe("ddp"):
         assert document["summary"]["self_cost_s"] < 0.01 * sum(seconds for _, seconds in document["rows"])

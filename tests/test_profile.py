@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
-from engines import launch
+from forked import fork_ranks
 from runs import FLAGS as RUN_FLAGS
 from runs import RunFactory, train
 from study.baselines.bare_loop import refuse
@@ -144,6 +144,7 @@ def test_the_operators_around_a_kernel_say_what_it_is_for(kind: str, name: str, 
     assert category(name, callers) == kind
 
 
+@pytest.mark.alone
 def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
     run = run_of("single", *FLAGS, *ASKED)
     profile = run.profile
@@ -198,8 +199,8 @@ def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFact
 
 def test_the_other_trainer_is_profiled_alike(run_of: RunFactory, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    result = launch("single", "study/baselines/hf_trainer.py", *RUN_FLAGS, *FLAGS, *ASKED, "--output_dir", str(output),
-                    ranks=1)  # fmt: skip
+    flags = (*RUN_FLAGS, *FLAGS, *ASKED, "--output_dir", str(output))
+    result = fork_ranks("single", "study/baselines/hf_trainer.py", *flags, ranks=1)
     assert result.returncode == 0, result.stderr[-3000:]
     theirs, ours = read_run(output).profile, run_of("single", *FLAGS, *ASKED).profile
     assert theirs["steps"] == ours["steps"]

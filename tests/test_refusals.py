@@ -14,6 +14,7 @@ import pytest
 from test_records import write_run
 
 from engines import ROOT
+from forked import fork_script
 from study.errors import UserError
 from study.record.directory import read_json, write_json
 from study.run.checks import check_devices
@@ -22,12 +23,14 @@ from study.spec.strategies import Launch, read_strategy
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
+# One that is refused before anything is imported, and two after.
+WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16"])
 
 
 def refuse(
-    box: Path, *arguments: str, launched_with: tuple[str, int] | None = None, **environment: str
+    box: Path, *arguments: str, launched_with: tuple[str, int] | None = None, forked: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """study/train.py in an empty folder, with empty caches and no hub."""
+    """study/train.py in an empty folder, with empty caches and no hub; in a fork where imports are not the point."""
     cwd = box / "cwd"
     cwd.mkdir(exist_ok=True)
     inherited = {
@@ -43,6 +46,11 @@ def refuse(
         | {"HF_ENDPOINT": NO_HUB, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         | environment
     )
+    if forked:
+        # Read when it is imported, and so the same for all of a session.
+        hub = {"HF_HOME": str(box.parent / "hf"), "HF_ENDPOINT": NO_HUB}
+        script = ROOT / "study/train.py"
+        return fork_script(script, *arguments, folder=cwd, environment=environment, read_at_import=hub)
     command = [sys.executable]
     if launched_with:
         strategy, ranks = launched_with
@@ -72,10 +80,12 @@ def contents(box: Path) -> dict[str, bytes | None]:
     }
 
 
-def assert_refused(box: Path, *arguments: str, says: tuple[str, ...], fix: str, **environment: str) -> None:
+def assert_refused(
+    box: Path, *arguments: str, says: tuple[str, ...], fix: str, forked: bool = True, **environment: str
+) -> None:
     (box / "cwd").mkdir(exist_ok=True)
     before = contents(box)
-    result = refuse(box, *arguments, launched_with=None, **environment)
+    result = refuse(box, *arguments, launched_with=None, forked=forked, **environment)
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     assert_is_one_line(result.stderr, says, fix)
@@ -136,11 +146,13 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
 def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
     arguments: list[str], says: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
-    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix)
+    forked = arguments not in WITH_ITS_IMPORTS
+    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix, forked=forked)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
-    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), fix="--data builtin", HF_HUB_OFFLINE="1")
+    off = {"HF_HUB_OFFLINE": "1"}
+    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), fix="--data builtin", forked=False, **off)
 
 
 @pytest.mark.parametrize(

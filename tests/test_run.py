@@ -52,7 +52,7 @@ class _Trap:
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_the_record_stays(tmp_path):
-    result = train("ddp", tmp_path / "run", *GPT, "--learning_rate", "1e30", "--warmup_ratio", "0")
+    result = train("ddp", tmp_path / "run", *GPT, "--learning_rate", "1e30", "--warmup_ratio", "0", launched=True)
     assert result.returncode != 0
     run = read_run(tmp_path / "run")
     assert run.state == "failed"
@@ -106,7 +106,7 @@ def test_offload_that_leaves_no_file_is_no_offload(tmp_path):
 
 
 def test_nothing_but_progress_reaches_the_terminal_and_the_noise_is_in_the_log(tmp_path):
-    result = train("zero3", tmp_path / "run", *GPT)
+    result = train("zero3", tmp_path / "run", *GPT, launched=True)
     own = [line for line in result.stderr.splitlines() if not line.startswith(("W1", "[20"))]
     assert own[0].startswith("zero3 on 2 ranks: gpt-wikitext at laptop scale")
     assert own[-1].startswith("done: loss ")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from engines import ROOT, launch, printed_json
+from forked import fork_ranks
 from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
 from study.spec.strategies import STRATEGY_NAMES, Launch, Strategy, read_strategy, this_launch
@@ -246,14 +248,20 @@ def test_an_empty_directory_lacks_every_strategy(tmp_path: Path) -> None:
     assert all(any(line.startswith(f"{name}.yaml") for line in lines) for name in STRATEGY_NAMES)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("zero0", 2), ("zero3_nvme", 1)]
-)
+LAUNCHES = [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("zero0", 2), ("zero3_nvme", 1)]
+
+
+@functools.cache
+def launched(strategy: str, ranks: int) -> list[dict[str, Any]]:
+    return printed_json(launch(strategy, "tests/probes/this_launch.py", ranks=ranks))
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LAUNCHES)
 def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, ranks: int) -> None:
-    seen = printed_json(launch(strategy, "tests/probes/this_launch.py", ranks=ranks))
+    seen = launched(strategy, ranks)
     expected = read_strategy(strategy)
     for rank, document in enumerate(seen):
-        assert document == {
+        assert {key: value for key, value in document.items() if key != "environment"} == {
             "strategy": {
                 "name": strategy,
                 "distributed_type": expected.distributed_type,
@@ -263,6 +271,18 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
             "virtual": False,
         }  # fmt: skip
     assert len(seen) == ranks
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LAUNCHES)
+def test_a_forked_rank_of_the_tests_has_the_environment_of_a_launched_one(strategy: str, ranks: int) -> None:
+    forked = printed_json(fork_ranks(strategy, "tests/probes/this_launch.py", ranks=ranks))
+    for each, expected in zip(forked, launched(strategy, ranks), strict=True):
+        differing = {
+            name
+            for name in each["environment"].keys() | expected["environment"].keys()
+            if each["environment"].get(name) != expected["environment"].get(name)
+        }
+        assert differing <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTEST_CURRENT_TEST"}
 
 
 def test_a_process_that_nobody_launched_is_single() -> None:

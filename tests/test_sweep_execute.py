@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -140,10 +141,9 @@ def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, cap
 
 
 @pytest.mark.parametrize("damage", ["summary.json is cut", "status.json is cut", "a row is missing"])
-def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(tmp_path, damage):
-    runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "single"})
-    assert run(suite, runs).returncode == 0
+def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(swept, tmp_path, damage):
+    suite, runs = swept[0], tmp_path / "runs"
+    shutil.copytree(swept[1], runs)
     cell = cell_of(runs, "single")
     losses = [row["loss"] for row in read_run(cell).steps]
     name = "steps.jsonl" if "row" in damage else damage.split()[0]
@@ -235,7 +235,7 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path):
 
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
-    fixed = {**TINY, "max_steps": 400, "logging_steps": 1}
+    fixed = {**TINY, "max_steps": 100, "logging_steps": 1}
     suite = write_suite(tmp_path, {"strategy": "single"}, fixed)
     parent, child = pty.openpty()
     command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs-dir", str(tmp_path / "runs")]
@@ -257,8 +257,8 @@ def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_
     text = shown.decode()
     assert "0 done, 0 failed, 1 left" in text
     assert "starting" in text
-    assert "/400" in text
-    assert re.search(r"/400.* 0:00:\d\d", text), "how long it still takes"
+    assert "/100" in text
+    assert re.search(r"/100.* 0:00:\d\d", text), "how long it still takes"
 
 
 def test_the_tail_of_a_growing_file_counts_each_row_once(tmp_path):

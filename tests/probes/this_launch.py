@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 from study.spec.strategies import this_launch
 
-print("PROBE " + json.dumps(dataclasses.asdict(this_launch())), flush=True)
+print("PROBE " + json.dumps(dataclasses.asdict(this_launch()) | {"environment": dict(os.environ)}), flush=True)

@@ -1,0 +1,94 @@
+"""Runs of a real engine without the seconds that each spends on imports: forks of tests/fork_server.py.
+
+Four fifths of what a test's run costs are the imports of its ranks and of the launcher. A fork is a process of its own
+all the same, with the environment that `accelerate launch` would give it, and it ends with its run. Where a test looks
+at the launcher, at what a process imports or at its memory, it uses engines.launch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines import ROOT, launch
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def fork_ranks(
+    strategy: str, script: str | Path, *args: str, ranks: int = 2, timeout: float = 180
+) -> subprocess.CompletedProcess[str]:
+    """As engines.launch, with the same result; no process survives this call."""
+    if torch.cuda.is_available():
+        # CUDA does not survive a fork.
+        return launch(strategy, script, *args, ranks=ranks, timeout=timeout)
+    # The ranks meet there, as in the launcher's own.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    launched = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", str(ranks)]
+    return _ask(
+        _server(), timeout, command=[str(script), *args], launch=launched, ranks=ranks, port=store.port,
+        folder=str(ROOT), environment=os.environ | ONE_THREAD,
+    )  # fmt: skip
+
+
+def fork_script(
+    script: str | Path, *args: str, folder: Path, environment: Mapping[str, str], read_at_import: Mapping[str, str],
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """As `python SCRIPT` in the folder. Variables that a library reads when it is imported go into the last mapping."""
+    return _ask(
+        _server(tuple(sorted(read_at_import.items()))), timeout, command=[str(script), *args], launch=None, ranks=1,
+        folder=str(folder), environment={**environment, **read_at_import},
+    )  # fmt: skip
+
+
+def _ask(address: str, timeout: float, **request: Any) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as connection:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        request |= {file.name: str(file) for file in files}
+        connection.settimeout(timeout)
+        connection.connect(address)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        try:
+            status = json.loads(connection.recv(64))
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(request["command"], timeout) from None
+        said = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+    return subprocess.CompletedProcess(request["command"], status, *said)
+
+
+@functools.cache
+def _server(read_at_import: tuple[tuple[str, str], ...] = ()) -> str:
+    """Where one listens whose libraries were imported with these variables."""
+    folder = tempfile.TemporaryDirectory()
+    address = str(Path(folder.name) / "socket")
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("fork_server.py")), address], cwd=ROOT,
+        env={**os.environ, **ONE_THREAD, **dict(read_at_import)}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    while not Path(address).exists():
+        if process.poll() is not None:
+            raise RuntimeError(f"the fork server has ended with {process.returncode}")
+        time.sleep(0.05)
+    return address
