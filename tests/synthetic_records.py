@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from study.record.directory import seal
+from study.report.questions.question import Answer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
 
@@ -224,7 +225,13 @@ def _measurements(
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
 
 
-__all__ = ["PARAMETERS", "REPOSITORY", "close", "state_bytes", "write_run", "write_study"]
+__all__ = ["PARAMETERS", "REPOSITORY", "close", "state_bytes", "told", "write_run", "write_study"]
+
+
+def told(answer: Answer | None) -> Answer:
+    """Of records that do answer a question."""
+    assert answer is not None
+    return answer
 
 
 def only(drawings: Any) -> Any:

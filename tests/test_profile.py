@@ -24,8 +24,8 @@ from study.measure.kernels import category
 from study.measure.profiling import profile_document
 from study.record.directory import read_run
 from study.record.schema import PROFILE_CATEGORIES, RecordError, check
-from study.report import plots
-from study.report.questions.tables import TABLES, absent
+from study.report.plots.profile import step_profile
+from study.report.questions import TABLES, profile
 from study.report.records.frames import Records, read_parquet, read_records, write_parquet
 from study.report.site.page import table_html
 from study.report.site.show import as_png
@@ -33,7 +33,7 @@ from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, resolved
 from study.spec.flags import parse_command_line
 from study.spec.strategies import Launch, read_strategy
-from synthetic_records import write_run
+from synthetic_records import told, write_run
 
 STEPS = 11
 # Rows are flushed in the middle of the profiled steps, and between them and the watched one.
@@ -403,8 +403,7 @@ def records(tmp_path: Path) -> Records:
 
 
 def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records: Records) -> None:
-    drawings = plots.step_profile(records)
-    assert isinstance(drawings, list)
+    drawings = step_profile(records)
     (drawing,) = drawings
     assert "ddp, profiled 100 ms, of which matrix products 40.0, attention 10.0" in drawing.alt
     assert "zero3" not in drawing.alt
@@ -416,8 +415,12 @@ def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records:
     # 1e10 FLOPs on two devices in the 50 ms of matrix products and attention.
     assert shares["TFLOP/s in matrix products and attention"] == pytest.approx(0.1)
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
-    for said in (plots.step_profile(nothing), absent("profile", nothing), absent("step_profile", nothing)):
-        assert said == "No run here was profiled: --profile_steps does that."
+    assert step_profile(nothing) == []
+    assert profile.answer(nothing) is None
+    assert profile.QUESTION.nothing == "No run here was profiled: --profile_steps does that."
+    assert told(profile.answer(records)).sentence == (
+        "Matrix products and attention take 50 % of a step, and in 20 % of it nothing runs."
+    )
 
 
 def test_a_kernel_s_name_is_text_and_nothing_else(records: Records) -> None:

@@ -14,12 +14,16 @@ import pytest
 from report_folders import committed, contents, laptop
 from study import cli
 from study.errors import UserError
+from study.report.questions import QUESTIONS
 from study.report.records.frames import write_parquet
 from study.report.site import command
-from study.report.site.build import NAMES, NOTEBOOKS, VIRTUAL_NAMES, build
+from study.report.site.build import NOTEBOOKS, build
 from study.report.site.execute import NotebookFailed, execute
 from study.spec.strategies import REPOSITORY
 
+ALL_NAMES = sorted({question.notebook for question in QUESTIONS if question.notebook})
+# Of the laptop's records.
+NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PARAMETERS = 'records_dir = "reports/laptop"\nfigures_dir = ""'
 
 
@@ -34,13 +38,12 @@ def notebook(file: Path, *sources: str) -> Path:
 
 @pytest.fixture(scope="module")
 def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven notebooks as a report needs them: one draws, one fails, and the others have little to do."""
+    """Notebooks as a report needs them: one draws, one fails, and the others have little to do."""
     folder = tmp_path_factory.mktemp("notebooks")
     for name in NAMES:
         notebook(folder / f"{name}.ipynb", "2 + 2")
-    notebook(folder / "loss_curves.ipynb", "from study.report import plots\n"
-             "from study.report.site import show\nrecords = show.records(records_dir)",
-             "show.figures(plots.loss_curves(records), figures_dir)")  # fmt: skip
+    notebook(folder / "loss_curves.ipynb", "from study.report.site import show\nrecords = show.records(records_dir)",
+             'show.question("loss", records, figures_dir).figure("loss_curves")')  # fmt: skip
     notebook(folder / "offload.ipynb", "before = 1", "before / 0", "after = 1")
     return folder
 
@@ -49,7 +52,7 @@ def read(file: Path) -> nbformat.NotebookNode:
     return nbformat.read(file, as_version=4)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *VIRTUAL_NAMES, "colab"])
+@pytest.mark.parametrize("name", [*ALL_NAMES, "colab"])
 def test_the_notebooks_in_git_hold_no_output_and_take_parameters(name):
     file = NOTEBOOKS / f"{name}.ipynb"
     found = read(file)

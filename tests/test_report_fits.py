@@ -9,14 +9,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.report import plots
-from study.report.questions.findings import findings
-from study.report.questions.fits import NO_PROBES, QUESTION, fits, fits_table, probes_table
-from study.report.questions.tables import TABLES, absent
+from study.report.plots.fits import what_fits
+from study.report.questions import TABLES, answers
+from study.report.questions.fits import answer, fits_table, probes_table
 from study.report.records.frames import probes, read_parquet, read_runs, real, write_parquet
-from study.report.site.build import FITS_NAMES, NAMES, _names
+from study.report.records.searches import fits
 from study.spec.strategies import REPOSITORY
-from synthetic_records import only, write_run
+from synthetic_records import only, told, write_run
 
 LADDER = [8, 16, 32, 64, 128]
 TOO_LARGE = "CUDA out of memory (tried to allocate 2.00 GiB)"
@@ -91,25 +90,35 @@ def test_probes_are_no_workload_beside_the_trained_models(study):
     assert [len(TABLES[name](records)) for name in ("summary", "loss", "memory", "runtime")] == [1, 1, 1, 1]
     # Nor do they make the names of the others longer.
     assert real(records).runs["workload"].unique().tolist() == ["gpt-wikitext, gpt-tiny"]
-    assert [finding.question for finding in findings(records)][-1] == QUESTION
-    assert _names(records) == (*NAMES, *FITS_NAMES)
+    assert "fits" in {question.name for question in answers(records)}
 
 
 def test_searches_alone_make_a_report_of_what_fits_alone(tmp_path):
     write_search(tmp_path, "single", {8: "ok", 32: "oom", 16: "ok"})
     records = read_runs(tmp_path)
-    assert _names(records) == FITS_NAMES
-    (finding,) = findings(records)
-    assert finding.answer == "gpt-wikitext, gpt-tiny: largest micro-batch within 16 GiB: `single` 16."
-    assert finding.details == (
-        f"gpt-wikitext, gpt-tiny: largest micro-batch within 16 GiB, `single`: 32 ended oom ({TOO_LARGE}).",
+    assert [question.notebook for question in answers(records)] == ["what_fits", None]
+    found = told(answer(records))
+    assert found.sentence == "1 searches ran, and none can be held against plain training under the same limit."
+    assert found.table.to_dict("records") == [
+        {"Workload": "gpt-wikitext, gpt-tiny: largest micro-batch", "Strategy": "single", "16 GiB": "16"}
+    ]
+    assert fits_table(records)["Why not more"].tolist() == [f"32: {TOO_LARGE}"]
+
+
+def test_the_answer_is_the_most_beside_plain_training(study):
+    found = told(answer(read_runs(study)))
+    assert found.sentence == (
+        "At best `zero3` holds 2.0 times what plain training on one device holds (32 within 16 GiB)."
     )
+    table = found.table.set_index("Strategy")
+    assert table.loc["single", ["16 GiB", "the whole device"]].tolist() == ["16", "at least 8"]
+    assert table.loc["zero3", "the whole device"] == "-"
 
 
 def test_the_figure_says_what_the_table_says(study, tmp_path_factory):
     kept = tmp_path_factory.mktemp("kept")
     write_parquet(read_runs(study), kept)
-    drawing = only(plots.what_fits(read_parquet(kept)))
+    drawing = only(what_fits(read_parquet(kept)))
     for said in ("single within 16 GiB 16", "zero3_cpu within 16 GiB at least 128", "zero2_cpu within 16 GiB none"):
         assert said in drawing.alt
     labels = [text.get_text() for axes in drawing.figure.axes for text in axes.texts]
@@ -151,9 +160,8 @@ def test_no_more_is_said_than_the_probes_tell(tmp_path, ends, answer, labels):
     write_search(tmp_path, "single", ends)
     records = read_runs(tmp_path)
     assert fits_table(records)["Largest that fits"].tolist() == [answer]
-    drawings = plots.what_fits(records)
-    shown = drawings if isinstance(drawings, list) else []
-    assert [text.get_text() for drawing in shown for axes in drawing.figure.axes for text in axes.texts] == labels
+    drawings = what_fits(records)
+    assert [text.get_text() for drawing in drawings for axes in drawing.figure.axes for text in axes.texts] == labels
 
 
 def test_a_search_that_a_failure_stopped_says_why(tmp_path):
@@ -180,10 +188,10 @@ def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
         f"gpt-wikitext, gpt-tiny: largest micro-batch, checkpointing {it}" for it in ("off", "on")
     ]
     assert table["x plain"].tolist() == [1, 1]
-    assert len(plots.what_fits(read_runs(tmp_path))) == 2
+    assert len(what_fits(read_runs(tmp_path))) == 2
 
 
 def test_records_without_a_search_say_so():
     records = read_parquet(REPOSITORY / "reports" / "laptop")
-    assert plots.what_fits(records) == NO_PROBES
-    assert absent("fits", records) == absent("probes", records) == NO_PROBES
+    assert what_fits(records) == []
+    assert answer(records) is None

@@ -17,8 +17,7 @@ import pytest
 from study.errors import UserError
 from study.record.directory import read_run
 from study.record.schema import SUMMARY_KEYS
-from study.report.questions.findings import findings
-from study.report.questions.tables import TABLES
+from study.report.questions import TABLES, answers
 from study.report.records.frames import (
     RUNS_FILE,
     Records,
@@ -116,7 +115,9 @@ def test_parquet_gives_the_same_tables_findings_and_refusals(runs: Path, tmp_pat
     write_parquet(records, tmp_path / "kept")
     again = read_records(tmp_path / "kept")
     same(records, again)
-    assert findings(records) == findings(again)
+    for (question, answer), (other, told) in zip(answers(records).items(), answers(again).items(), strict=True):
+        assert (question.name, answer.sentence, answer.notes) == (other.name, told.sentence, told.notes)
+        pd.testing.assert_frame_equal(answer.table, told.table)
     for table in TABLES.values():
         pd.testing.assert_frame_equal(table(records), table(again))
 
@@ -252,7 +253,7 @@ def _cost(root: Path, count: int) -> float:
     assert (len(records.runs), len(records.steps), records.refused) == (count, 1000 * count, ())
     for table in TABLES.values():
         table(records)
-    assert len(findings(records)) == 3
+    assert "advice" in {question.name for question in answers(records)}
     return time.process_time() - started
 
 

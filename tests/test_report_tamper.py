@@ -16,8 +16,7 @@ import pytest
 from damage import damaged_bytes
 from study.record.directory import RunWriter, read_run
 from study.record.schema import RecordError
-from study.report.questions.findings import findings
-from study.report.questions.tables import TABLES
+from study.report.questions import TABLES, answers
 from study.report.records.frames import Records, read_records
 from synthetic_records import close, write_run
 
@@ -173,7 +172,7 @@ def test_mutations_of_records_without_a_seal_never_crash_a_report(count: int, tm
             believed_mutants += 1
             for table in TABLES.values():
                 table(records)
-            assert all(finding.answer for finding in findings(records))
+            assert all(answer.sentence for answer in answers(records).values())
         shutil.rmtree(runs)
     assert believed_mutants > count // 20
 
@@ -263,7 +262,8 @@ def test_a_dropped_seal_is_said_and_a_half_of_one_is_refused(study: Path) -> Non
     assert dict(zip(records.runs["run"], records.runs["sealed"], strict=True)) == {
         "single": True, "ddp": False, "zero3": True
     }  # fmt: skip
-    assert any("1 run closed without a digest" in said for said in findings(records)[0].details)
+    notes = [note for answer in answers(records).values() for note in answer.notes]
+    assert any(note.startswith("1 of them closed without a digest") for note in notes)
     file.write_text(json.dumps({key: value for key, value in status.items() if key != "files_sha256"}))
     assert read_records(study).refused == ("ddp/status.json: lacks files_sha256",)
 

@@ -9,15 +9,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.report.plots import settings, table1
-from study.report.questions.findings import findings
-from study.report.questions.tables import TABLES, absent
-from study.report.questions.virtual_tables import AS_SHIPPED, changes, sent, summaries
+from study.report.plots.virtual import settings, table1
+from study.report.questions import TABLES, layers
+from study.report.questions import settings as settings_question
+from study.report.questions import table1 as table1_question
 from study.report.records.frames import Records, read_records, read_runs, write_parquet
-from study.report.site.build import VIRTUAL_NAMES, build
+from study.report.records.virtual_ranks import AS_SHIPPED, changes, sent, summaries
+from study.report.site.build import build
 from study.spec.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
-from synthetic_records import only, write_run
+from synthetic_records import only, told, write_run
 
 GB = 10**9
 # A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
@@ -98,7 +99,9 @@ def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Re
     table = TABLES["settings"](records)
     assert table["Sent, x weights"].isna().all()
     assert table["Payload, x weights"].tolist() == ["all_gather ?"]
-    assert "that happens to: collective.all_gather" in findings(records)[2].answer
+    (line,) = told(layers.answer(records)).table.to_dict("records")
+    assert (line["Measured whole"], line["Lines"]) == (0, 1)
+    assert line["No line holds for"].startswith("collective.all_gather")
     changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
     drawing = only(settings(together(records.runs, changed)))
     assert "as shipped" not in drawing.alt
@@ -109,10 +112,8 @@ def test_the_line_is_held_against_the_whole_model_where_both_ran(blank: Records)
     records = together(whole, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
     (summary,) = summaries(records)
     assert summary["extrapolated"] is None
-    assert any(
-        "the line over layers gives +0.00% of the state of the whole model, and +1.00% of what it sends" in detail
-        for detail in findings(records)[0].details
-    )
+    (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
+    assert (line["State of the line, x whole"], line["Sent, x whole"]) == ("+0.00%", "+1.00%")
 
 
 def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) -> None:
@@ -123,11 +124,14 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
         row(blank, "zero2", 8, setting=setting, traffic=paper),
         row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true", traffic=1.5 * paper),
     )
-    answer = findings(records)[1].answer.splitlines()
-    assert answer[0] == "`zero2` as shipped sends 1.5 times what the paper says (1 case)."
-    assert "`zero2` with `overlap_comm=true`: nothing moves by more than 1 % (1 case)." in answer
-    named = "`zero2` with `use_multi_rank_bucket_allreduce=false`: it sends 1 instead of 1.5 times the paper's traffic"
-    assert f"{named} (1 case)." in answer
+    answer = told(settings_question.answer(records))
+    assert answer.sentence == "As shipped the engine sends 1.5 (`zero2`) times the paper's traffic."
+    moved = answer.table.set_index("Setting")
+    assert moved["Cases"].tolist() == [1, 1, 1]
+    assert moved["Sent, x paper"].to_dict() == {
+        AS_SHIPPED: "1.5", "use_multi_rank_bucket_allreduce=false": "1.5 → 1", "overlap_comm=true": ""
+    }  # fmt: skip
+    assert set(moved) == {"Strategy", "Cases", "Sent, x paper"}
     effects = TABLES["setting_effects"](records).set_index("Setting")
     assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
     assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""
@@ -138,8 +142,11 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
 def test_what_stage_3_keeps_whole_stands_beside_what_is_too_much(blank: Records) -> None:
     kept = 4_000_000
     records = together(row(blank, "zero3", 1024, kept_whole_bytes=kept, params_bytes_host=float(kept)))
-    assert findings(records)[0].answer.endswith(
-        "4.00 MB more, with 4.00 MB of parameters kept whole (`stage3_param_persistence_threshold`)."
+    answer = told(table1_question.answer(records))
+    assert answer.sentence.startswith("What the paper says: 0 of 1 cells of the paper's Table 1 are within 1 % of it")
+    assert answer.notes[-1] == (
+        "The furthest holds 4.00 MB more than the paper says, with 4.00 MB of parameters kept whole"
+        " (`stage3_param_persistence_threshold`)."
     )
 
 
@@ -156,7 +163,9 @@ def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: P
     (line,) = TABLES["virtual_runs"](records).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
-    assert "1 of 1 runs did not end well: gpt-1t." in findings(records)[2].answer
+    answer = told(layers.answer(records))
+    assert answer.sentence.endswith("; 1 of 1 runs did not end well.")
+    assert answer.notes[-1] == "1 of `gpt-1t` ended unsupported, such as: takes about 55 GiB."
 
 
 def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp_path: Path) -> None:
@@ -166,7 +175,7 @@ def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp
     built = build(read_records(tmp_path / "kept"), "virtual", tmp_path / "report")
     assert built.failures == {}
     pages = sorted(file.name for file in (tmp_path / "report").glob("*.html"))
-    assert pages == sorted(["index.html", *(f"{name}.html" for name in VIRTUAL_NAMES)])
+    assert pages == sorted(["index.html", "virtual_cluster.html"])
     assert sorted(file.name for file in (tmp_path / "report" / "figures").glob("*.png")) == [
         "settings_1.png", "table1_1.png",
     ]  # fmt: skip
@@ -179,13 +188,22 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
     write_run(tmp_path, "zero2")
     real = read_records(tmp_path)
     for name in ("virtual_runs", "table1", "settings", "setting_effects"):
-        assert absent(name, real) == "No run here is virtual."
+        assert TABLES[name](real).empty
+    for question in (table1_question, settings_question, layers):
+        assert question.answer(real) is None
     other = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
-    assert "Table 1" in absent("table1", other)
-    assert table1(other) == "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
-    assert absent("setting_effects", other) == (
-        "No virtual run here changed a setting of its strategy beside one as shipped."
-    )
+    assert TABLES["table1"](other).empty
+    assert table1(other) == []
+    assert TABLES["setting_effects"](other).empty
+    # Of another model the paper's formula for its number of parameters.
+    assert told(table1_question.answer(other)).table.to_dict("records") == [
+        {
+            "Strategy": "zero2",
+            "Within 1 %": "1 of 1",
+            "Furthest": "+0.00 %",
+            "Which is": "bert-large-uncased at 8, as shipped",
+        }
+    ]
 
 
 def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:

@@ -17,8 +17,8 @@ from study import cli
 from study.host.box import Box, this_box
 from study.record.directory import RunWriter, read_json, read_run, read_status
 from study.record.schema import State
-from study.report.questions.fits import fits
 from study.report.records.frames import read_runs, real
+from study.report.records.searches import fits
 from study.sweep.execute import run_cells
 from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells

@@ -16,8 +16,9 @@ from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.record.directory import Run, read_run, read_status
-from study.report.questions.virtual_tables import settings_table, summaries
+from study.report.questions.settings import settings_table
 from study.report.records.frames import read_records
+from study.report.records.virtual_ranks import summaries
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import matplotlib
@@ -15,8 +15,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from study.report.plots.palette import INK, QUIET, SETTINGS, WIDTH_IN, style_of
+from study.report.plots.palette import INK, OTHER, QUIET, SETTINGS, WIDTH_IN, Fill, style_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -33,6 +34,10 @@ class Drawing:
     title: str
     alt: str
     figure: Figure
+
+    @classmethod
+    def of(cls, name: str, title: str, subject: str, words: str, figure: Figure) -> Drawing:
+        return cls(name, f"{title}, {subject}", f"{title}, {subject}: {words}.", figure)
 
 
 def in_house_style(draw: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -90,6 +95,39 @@ def rows_of_arms(axes: Axes, arms: Sequence[str], notes: dict[str, str]) -> None
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
+
+
+def end_rows(axes: Axes, arms: Sequence[str], notes: dict[str, str], xlabel: str, margin: float = 0.1) -> None:
+    """What every chart of bars has: names at the side, from zero, room for the figure behind a bar, footnotes."""
+    rows_of_arms(axes, arms, notes)
+    axes.grid(visible=False)
+    axes.margins(x=margin)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(xlabel)
+    footnote(axes, notes)
+
+
+def stack(axes: Axes, row: int, widths: Mapping[str, float], fills: Mapping[str, Fill]) -> float:
+    """A bar of parts, one after the other; gives where it ends."""
+    left = 0.0
+    for kind, width in widths.items():
+        fill = fills.get(kind, OTHER)
+        axes.barh(row, width, left=left, height=0.72, color=fill.colour, hatch=fill.hatch, edgecolor="white",
+                  linewidth=0.4)  # fmt: skip
+        left += width
+    return left
+
+
+def beside_bar(axes: Axes, text: str, end: float, row: int, colour: str = INK) -> None:
+    axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", size=9, color=colour)
+
+
+def legend_of_fills(figure: Figure, fills: Mapping[str, Fill], words: Mapping[str, str], columns: int = 3) -> None:
+    handles = [
+        Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=words.get(kind, kind.replace("_", "-")))
+        for kind, fill in fills.items()
+    ]
+    legend_below(figure, handles, columns, columnspacing=1.3)
 
 
 def marked(arm: str, notes: dict[str, str]) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from study.report.plots.canvas import Drawing, in_house_style, plain_ticks, rows_of_arms, sheet
+from study.report.plots.canvas import Drawing, beside_bar, in_house_style, plain_ticks, rows_of_arms, sheet
 from study.report.plots.palette import style_of
-from study.report.questions.fits import NO_PROBES, Fit, fits
 from study.report.records.frames import Records
+from study.report.records.searches import Fit, fits
 
 _ROW_IN, _FRAME_IN = 0.34, 0.75
 _AT_LEAST = "≥ "
 
 
 @in_house_style
-def what_fits(records: Records) -> list[Drawing] | str:
+def what_fits(records: Records) -> list[Drawing]:
     subjects: defaultdict[str, list[Fit]] = defaultdict(list)
     for fit in fits(records):
         if not math.isnan(fit.size):
             subjects[fit.subject].append(fit)
-    drawings = [
-        _bars(f"what_fits_{place}", subject, found) for place, (subject, found) in enumerate(subjects.items(), 1)
-    ]
-    return drawings or NO_PROBES
+    return [_bars(f"what_fits_{place}", subject, found) for place, (subject, found) in enumerate(subjects.items(), 1)]
 
 
 def _bars(name: str, subject: str, found: list[Fit]) -> Drawing:
@@ -37,9 +34,7 @@ def _bars(name: str, subject: str, found: list[Fit]) -> Drawing:
         for fit in (fit for fit in found if fit.within == limit):
             place = arms.index(fit.arm)
             axes.barh(place, fit.size, height=0.66, color=style_of(fit.any["strategy"]).colour)
-            axes.annotate(
-                _label(fit), (fit.size, place), xytext=(4, 0), textcoords="offset points", va="center", size=9
-            )
+            beside_bar(axes, _label(fit), fit.size, place)
         rows_of_arms(axes, arms, {})
         axes.margins(x=0.3)
         axes.set_xlim(left=0)
@@ -48,7 +43,7 @@ def _bars(name: str, subject: str, found: list[Fit]) -> Drawing:
         plain_ticks(axes.xaxis)
         axes.locator_params(axis="x", nbins=4)
     said = "; ".join(f"{fit.arm} within {fit.within} {fit.answer}" for fit in found)
-    return Drawing(name, f"What fits, {subject}", f"What fits, {subject}: {said}.", figure)
+    return Drawing.of(name, "What fits", subject, said, figure)
 
 
 def _label(fit: Fit) -> str:

@@ -25,12 +25,10 @@ from study.report.plots.canvas import (
     strategy_of_arm,
 )
 from study.report.plots.palette import ACCENT, INK, QUIET, style_of
-from study.report.plots.select import arms_of, finished, notes_of, workloads
+from study.report.plots.select import arms_of, finished, notes_of, per_workload
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import Records
 
-NOTHING = "No finished run here has a loss at every step, so there is no curve to draw."
-NO_BASELINE = "No workload here has a baseline and another arm, so there is no difference to draw."
 # A curve has no more points than a printed column can hold; longer runs are averaged over neighbouring steps.
 MOST_POINTS = 300
 # Two curves nearer than this share of the plot's height are one line to the eye, and get one label.
@@ -41,23 +39,23 @@ _FLOAT32_ROUNDING = 2.0**-24
 
 
 @in_house_style
-def loss_curves(records: Records) -> list[Drawing] | str:
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
+def loss_curves(records: Records) -> list[Drawing]:
+    def draw(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
         losses = _losses(records.steps, runs)
-        if not losses.empty:
-            drawings.append(_curves(f"loss_{place}", workload, runs, losses, records.steps))
-    return drawings or NOTHING
+        return None if losses.empty else _curves(name, workload, runs, losses, records.steps)
+
+    return per_workload("loss", finished(records), draw)
 
 
 @in_house_style
-def loss_differences(records: Records) -> list[Drawing] | str:
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
+def loss_differences(records: Records) -> list[Drawing]:
+    def draw(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
         losses, baseline = _losses(records.steps, runs), baseline_arm(runs)
-        if baseline and not losses.empty and runs["arm"].nunique() > 1:
-            drawings.append(_differences(f"loss_difference_{place}", workload, runs, losses, baseline))
-    return drawings or NO_BASELINE
+        if baseline is None or losses.empty or runs["arm"].nunique() < 2:
+            return None
+        return _differences(name, workload, runs, losses, baseline)
+
+    return per_workload("loss_difference", finished(records), draw)
 
 
 def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

@@ -7,15 +7,24 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
-from study.report.plots.canvas import Drawing, footnote, in_house_style, legend_below, number, rows_of_arms, sheet
-from study.report.plots.palette import PLACES, QUIET, STATE
-from study.report.plots.select import arms_of, finished, notes_of, workloads
+from study.report.plots.canvas import (
+    Drawing,
+    beside_bar,
+    end_rows,
+    footnote,
+    in_house_style,
+    legend_of_fills,
+    number,
+    rows_of_arms,
+    sheet,
+    stack,
+)
+from study.report.plots.palette import PLACES, QUIET, STATE, Fill
+from study.report.plots.select import arms_of, finished, notes_of, per_workload
 from study.report.records.frames import Records, without_probes
 
-NOTHING = "No finished run here says how much state a rank held, so there is no memory to draw."
 _WORDS = {
     "params": "parameters", "grads": "gradients", "optimizer": "optimizer", "rest": "activations and rest",
     "reserved": "reserved, not used", "outside": "outside torch",
@@ -31,24 +40,17 @@ _UNITS = {"MiB": 2**20, "GiB": _GIB}
 
 
 @in_house_style
-def model_state(records: Records) -> list[Drawing] | str:
+def model_state(records: Records) -> list[Drawing]:
     """Bytes of model state on one rank, measured from the live tensors: also that of a virtual rank is real."""
     runs = without_probes(records).runs
-    runs = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
-    drawings = [
-        _state(f"model_state_{place}", workload, chosen) for place, (workload, chosen) in enumerate(workloads(runs), 1)
-    ]
-    return drawings or NOTHING
+    return per_workload(
+        "model_state", runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()], _state
+    )
 
 
 @in_house_style
-def peak_memory(records: Records) -> list[Drawing] | str:
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
-        on_device = runs["peak_memory_gib_allocated"].notna().any()
-        if on_device or runs["host_peak_rss_gib"].notna().any():
-            drawings.append(_peak(f"peak_memory_{place}", workload, runs, on_device))
-    return drawings or NOTHING
+def peak_memory(records: Records) -> list[Drawing]:
+    return per_workload("peak_memory", finished(records), _peak)
 
 
 def _medians(runs: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -71,20 +73,18 @@ def _state(name: str, workload: str, runs: pd.DataFrame) -> Drawing:
         for place in STATE_PLACES:
             for kind in STATE_KINDS:
                 width = float(state[f"{kind}_bytes_{place}"]) / size
-                axes.barh(row, width, left=left, height=0.72, color=STATE[kind], hatch=PLACES[place],
+                axes.barh(row, width, left=left, height=0.72, color=STATE[kind].colour, hatch=PLACES[place],
                           edgecolor="white", linewidth=0.6)  # fmt: skip
                 left += width
         device = sum(float(state[f"{kind}_bytes_device"]) for kind in STATE_KINDS) / size
-        axes.annotate(number(device), (left, row), xytext=(4, 0), textcoords="offset points", va="center", size=9)
-    rows_of_arms(axes, list(held.index), notes_of(runs))
-    axes.set_xlabel(f"{unit} per rank; the number is what the device holds")
-    axes.margins(x=0.08)
-    axes.set_xlim(left=0)
-    footnote(axes, notes_of(runs))
+        beside_bar(axes, number(device), left, row)
+    end_rows(
+        axes, list(held.index), notes_of(runs), f"{unit} per rank; the number is what the device holds", margin=0.08
+    )
     places = [place for place in STATE_PLACES if held.filter(like=f"_{place}").to_numpy().any()]
     _legend(figure, STATE_KINDS, places if len(places) > 1 else [])
     parts = "; ".join(f"{arm} {_in_words(state, unit, size)}" for arm, state in held.iterrows())
-    return Drawing(name, f"{title}, {workload}", f"{title}, {workload}: {parts}.", figure)
+    return Drawing.of(name, title, workload, parts, figure)
 
 
 def _in_words(state: pd.Series, unit: str, size: int) -> str:
@@ -101,14 +101,15 @@ def _lightest(held: pd.DataFrame, unit: str, size: int) -> str:
 
 
 def _legend(figure: Figure, kinds: Sequence[str], places: Sequence[str]) -> None:
-    handles = [Patch(facecolor=STATE[kind], label=_WORDS[kind]) for kind in kinds]
-    handles += [Patch(facecolor="#9aa2ab", hatch=PLACES[place], edgecolor="white", label=_WORDS[place])
-                for place in places]  # fmt: skip
-    legend_below(figure, handles, 3, columnspacing=1.3)
+    fills = {kind: STATE[kind] for kind in kinds} | {place: Fill("#9aa2ab", PLACES[place]) for place in places}
+    legend_of_fills(figure, fills, _WORDS)
 
 
-def _peak(name: str, workload: str, runs: pd.DataFrame, on_device: bool) -> Drawing:
+def _peak(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
     """With an accelerator the device and the host stand side by side; without one there is only the process."""
+    on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
+    if not on_device and runs["host_peak_rss_gib"].isna().all():
+        return None
     columns = [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in ("device", "host")]
     columns += [*_DEVICE_PEAKS.values(), "host_peak_rss_gib"]
     held = _medians(runs, columns)
@@ -128,32 +129,25 @@ def _peak(name: str, workload: str, runs: pd.DataFrame, on_device: bool) -> Draw
     else:
         _stack(axes[0], held, ["device", "host"], {"rest": "host_peak_rss_gib"})
         axes[0].set_xlabel("GiB per rank (resident set)")
-    for place in axes:
-        rows_of_arms(place, list(held.index), notes)
-        place.margins(x=0.1)
-        place.set_xlim(left=0)
+    for one in axes:
+        rows_of_arms(one, list(held.index), notes)
+        one.margins(x=0.1)
+        one.set_xlim(left=0)
     footnote(axes[0], notes)
     _legend(figure, [*STATE_KINDS, *(_DEVICE_PEAKS if on_device else ["rest"])], [])
     peaks = held["peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"]
     words = ", ".join(f"{arm} {number(peak)} GiB" for arm, peak in peaks.items())
-    return Drawing(name, f"{title}, {workload}", f"{title}, {workload}: {words}.", figure)
+    return Drawing.of(name, title, workload, words, figure)
 
 
 def _stack(axes: Axes, held: pd.DataFrame, places: Sequence[str], peaks: Mapping[str, str]) -> None:
     """State first, then up to each peak what that peak has more; the first peak is the one in numbers."""
     for row, (_, state) in enumerate(held.iterrows()):
-        parts = [(kind, sum(float(state[f"{kind}_bytes_{place}"]) for place in places) / _GIB) for kind in STATE_KINDS]
-        left = 0.0
-        for kind, width in parts:
-            axes.barh(row, width, left=left, height=0.72, color=STATE[kind], edgecolor="white", linewidth=0.4)
-            left += width
+        widths = {kind: sum(float(state[f"{kind}_bytes_{place}"]) for place in places) / _GIB for kind in STATE_KINDS}
         for kind, column in peaks.items():
-            width = max(float(state[column]) - left, 0)
-            axes.barh(row, width, left=left, height=0.72, color=STATE[kind], edgecolor="white", linewidth=0.4)
-            left += width
-        first = float(state[next(iter(peaks.values()))])
-        axes.annotate(number(first), (left, row), xytext=(4, 0), textcoords="offset points", va="center", size=9,
-                      color=QUIET)  # fmt: skip
+            widths[kind] = max(float(state[column]) - sum(widths.values()), 0)
+        end = stack(axes, row, widths, STATE)
+        beside_bar(axes, number(float(state[next(iter(peaks.values()))])), end, row, QUIET)
 
 
 def _highest(peaks: pd.Series) -> str:

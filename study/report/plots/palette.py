@@ -44,9 +44,9 @@ class Fill(NamedTuple):
 
 
 # Colours tell what the bytes are, hatches tell where they are.
-STATE: Mapping[str, str] = {
-    "params": "#31688e", "grads": "#e8a33d", "optimizer": "#7a5195", "rest": "#b9c0c8", "reserved": "#dbe0e5",
-    "outside": "#eff1f3",
+STATE: Mapping[str, Fill] = {
+    "params": Fill("#31688e", ""), "grads": Fill("#e8a33d", ""), "optimizer": Fill("#7a5195", ""),
+    "rest": Fill("#b9c0c8", ""), "reserved": Fill("#dbe0e5", ""), "outside": Fill("#eff1f3", ""),
 }  # fmt: skip
 PLACES: Mapping[str, str] = {"device": "", "host": "////", "nvme": "xxxx"}
 TRAFFIC: Mapping[str, Fill] = {
@@ -67,7 +67,7 @@ PROFILE: Mapping[str, Fill] = {
     "other": Fill("#767676", ""),
     "idle": Fill("#e3e7eb", ""),
 }
-OTHER_TRAFFIC = Fill("#b0b6bd", "")
+OTHER = Fill("#b0b6bd", "")
 
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 
+from study.report.plots.canvas import Drawing
 from study.report.records.frames import Records, real
 from study.report.records.workloads import strategy_order
 
@@ -26,6 +27,16 @@ def workloads(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     sizes = runs.groupby("workload").size().sort_values(ascending=False, kind="stable")
     for workload in sorted(sizes.index[:MOST_WORKLOADS]):
         yield str(workload), runs[runs["workload"] == workload]
+
+
+def per_workload(
+    name: str, runs: pd.DataFrame, draw: Callable[[str, str, pd.DataFrame], Drawing | None]
+) -> list[Drawing]:
+    """A numbered drawing of each workload that has something to draw."""
+    drawings = (
+        draw(f"{name}_{place}", workload, chosen) for place, (workload, chosen) in enumerate(workloads(runs), 1)
+    )
+    return [drawing for drawing in drawings if drawing is not None]
 
 
 def arms_of(runs: pd.DataFrame) -> list[str]:

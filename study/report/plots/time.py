@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
 from study.report.plots.canvas import (
     Drawing,
     EndLabel,
+    beside_bar,
+    end_rows,
     footnote,
     in_house_style,
     label_beside,
-    legend_below,
+    legend_of_fills,
     marked,
     number,
     plain_ticks,
     rows_of_arms,
     sheet,
+    stack,
     strategy_of_arm,
 )
-from study.report.plots.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
-from study.report.plots.select import arms_of, finished, notes_of, whole_parameters, workloads
+from study.report.plots.palette import OTHER, QUIET, TRAFFIC, style_of
+from study.report.plots.select import arms_of, finished, notes_of, per_workload, whole_parameters
 from study.report.records.frames import Records, without_probes
 
-NO_TIMES = "No finished run here has timed steps, so there is no time to draw."
-NO_TRAFFIC = "No run here watched its collectives, so there is no traffic to draw."
-NO_FRONTIER = "No finished run here has both a throughput and a peak memory, so there is no frontier to draw."
-NO_OFFLOAD = (
-    "No workload here has a strategy with offload beside the same stage without it, so there is none to compare."
-)
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120
 _ROW_IN, _FRAME_IN = 0.27, 0.75
@@ -42,20 +39,18 @@ _KEPT = {"zero2_cpu": "zero2", "zero3_cpu_optimizer": "zero3", "zero3_cpu": "zer
 
 
 @in_house_style
-def step_time(records: Records) -> list[Drawing] | str:
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
-        timed = runs[runs["step_time_s_median"].notna()]
-        if not timed.empty:
-            drawings.append(_step_time(f"step_time_{place}", workload, timed, records.steps))
-    return drawings or NO_TIMES
+def step_time(records: Records) -> list[Drawing]:
+    runs = finished(records)
+    timed = runs[runs["step_time_s_median"].notna()]
+    return per_workload("step_time", timed, functools.partial(_step_time, records.steps))
 
 
-def _step_time(name: str, workload: str, runs: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
+def _step_time(steps: pd.DataFrame, name: str, workload: str, runs: pd.DataFrame) -> Drawing:
     arms, notes, strategies = arms_of(runs), notes_of(runs), strategy_of_arm(runs)
     figures = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]].median() * 1e3
     single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
-    fastest = str(figures["step_time_s_median"].idxmin())
+    fair = [arm for arm in arms if not notes[arm]] or arms
+    fastest = str(figures.loc[fair, "step_time_s_median"].idxmin())
     title = "Time of one step"
     subtitle = f"Median with the middle 80 % of steps; dots are single steps. The fastest is {fastest}."
     figure, (axes,) = sheet(title, workload, subtitle, _FRAME_IN + _ROW_IN * len(arms))
@@ -80,70 +75,50 @@ def _step_time(name: str, workload: str, runs: pd.DataFrame, steps: pd.DataFrame
 
 
 @in_house_style
-def traffic(records: Records) -> list[Drawing] | str:
-    """What one rank hands to its collectives in one step; a virtual rank's is real as well."""
+def traffic(records: Records) -> list[Drawing]:
+    """What one rank sends in one step; a virtual rank's is real as well."""
     runs = without_probes(records).runs
-    runs = runs[(runs["status_state"] == "ok") & runs["collectives"].notna()]
-    drawings = [
-        _traffic(f"traffic_{place}", workload, chosen) for place, (workload, chosen) in enumerate(workloads(runs), 1)
-    ]
-    return drawings or NO_TRAFFIC
+    return per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
 
 
 def _traffic(name: str, workload: str, runs: pd.DataFrame) -> Drawing:
-    arms, notes = arms_of(runs), notes_of(runs)
-    sent = {arm: json.loads(runs.loc[runs["arm"] == arm, "collectives"].iloc[0]) for arm in arms}
-    kinds = [kind for kind in TRAFFIC if any(kind in collectives for collectives in sent.values())]
-    kinds += sorted({kind for collectives in sent.values() for kind in collectives} - set(kinds))
-    largest = max((sum(entry["payload_bytes"] for entry in one.values()) for one in sent.values()), default=0)
+    arms = arms_of(runs)
+    counted = {arm: json.loads(runs.loc[runs["arm"] == arm, "collectives"].iloc[0]) for arm in arms}
+    sent = {arm: {kind: each["wire_bytes_per_rank"] for kind, each in one.items()} for arm, one in counted.items()}
+    known = {kind for one in sent.values() for kind in one}
+    kinds = [*(kind for kind in TRAFFIC if kind in known), *sorted(known - set(TRAFFIC))]
+    largest = max((sum(one.values()) for one in sent.values()), default=0)
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    title = "Sent in one step"
-    whole = float(whole_parameters(runs).max()) / size
-    subtitle = "Payload of the collectives of one rank."
+    title, whole = "Sent in one step", float(whole_parameters(runs).max()) / size
+    subtitle = "Bytes on the wire of one rank; an all-reduce goes there and back."
     if whole > 0:
         subtitle += f" The dashed lines are whole copies of the parameters ({number(whole)} {unit})."
     figure, (axes,) = sheet(title, workload, subtitle, _FRAME_IN + _ROW_IN * len(arms))
     totals = {}
     for row, arm in enumerate(arms):
-        left = 0.0
-        for kind in kinds:
-            width = sent[arm].get(kind, {}).get("payload_bytes", 0) / size
-            fill = TRAFFIC.get(kind, OTHER_TRAFFIC)
-            axes.barh(row, width, left=left, height=0.72, color=fill.colour, hatch=fill.hatch, edgecolor="white",
-                      linewidth=0.4)  # fmt: skip
-            left += width
-        totals[arm] = left
-        axes.annotate(number(left), (left, row), xytext=(4, 0), textcoords="offset points", va="center", size=9)
+        totals[arm] = stack(axes, row, {kind: sent[arm].get(kind, 0) / size for kind in kinds}, TRAFFIC)
+        beside_bar(axes, number(totals[arm]), totals[arm], row)
     copies = int(largest / size / whole + 0.01) if whole > 0 else 0
     for copy in range(1, min(copies, 6) + 1):
         axes.axvline(copy * whole, color=QUIET, linestyle=(0, (4, 3)), linewidth=0.9, zorder=0)
-    rows_of_arms(axes, arms, notes)
-    axes.grid(visible=False)
-    axes.margins(x=0.1)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"{unit} per rank and step")
-    footnote(axes, notes)
-    handles = [Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=kind.replace("_", "-"))
-               for kind in kinds for fill in [TRAFFIC.get(kind, OTHER_TRAFFIC)]]  # fmt: skip
-    legend_below(figure, handles, 4, columnspacing=1.3)
+    end_rows(axes, arms, notes_of(runs), f"{unit} per rank and step")
+    legend_of_fills(figure, {kind: TRAFFIC.get(kind, OTHER) for kind in kinds}, {}, columns=4)
     words = ", ".join(f"{arm} {number(total)} {unit}" for arm, total in totals.items())
-    return Drawing(name, f"{title}, {workload}", f"{title}, {workload}: {words}.", figure)
+    return Drawing.of(name, title, workload, words, figure)
 
 
 @in_house_style
-def frontier(records: Records) -> list[Drawing] | str:
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
-        memory = "peak_memory_gib_allocated" if runs["peak_memory_gib_allocated"].notna().any() else "host_peak_rss_gib"
-        points = runs.groupby("arm")[[memory, "tokens_per_s"]].median().dropna()
-        if len(points) > 1:
-            drawings.append(_frontier(f"frontier_{place}", workload, runs, points, memory))
-    return drawings or NO_FRONTIER
+def frontier(records: Records) -> list[Drawing]:
+    return per_workload("frontier", finished(records), _frontier)
 
 
-def _frontier(name: str, workload: str, runs: pd.DataFrame, points: pd.DataFrame, memory: str) -> Drawing:
+def _frontier(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
+    memory = "peak_memory_gib_allocated" if runs["peak_memory_gib_allocated"].notna().any() else "host_peak_rss_gib"
+    points = runs.groupby("arm")[[memory, "tokens_per_s"]].median().dropna()
+    if len(points) < 2:
+        return None
     strategies, notes = strategy_of_arm(runs), notes_of(runs)
-    best = _undominated(points, memory)
+    best = _undominated(points[[not notes[arm] for arm in points.index]], memory) or list(points.index)
     title = "Throughput against memory"
     figure, (axes,) = sheet(title, workload, f"Nothing here is both faster and smaller than {_listed(best)}.", 4.2)
     stairs = points.loc[best].sort_values(memory)
@@ -164,7 +139,7 @@ def _frontier(name: str, workload: str, runs: pd.DataFrame, points: pd.DataFrame
     words = ", ".join(
         f"{arm} {number(speed)} tokens/s at {number(used)} GiB" for arm, (used, speed) in points.iterrows()
     )
-    return Drawing(name, f"{title}, {workload}", f"{title}, {workload}: {words}.", figure)
+    return Drawing.of(name, title, workload, words, figure)
 
 
 def _undominated(points: pd.DataFrame, memory: str) -> list[str]:
@@ -183,14 +158,9 @@ def _room_at_zero(axes: Axes) -> None:
 
 
 @in_house_style
-def offload(records: Records) -> list[Drawing] | str:
+def offload(records: Records) -> list[Drawing]:
     """Each strategy with offload as an arrow from the same stage without it: memory won to the left, time paid up."""
-    drawings = []
-    for place, (workload, runs) in enumerate(workloads(finished(records)), start=1):
-        moves = _moves(runs)
-        if moves:
-            drawings.append(_offload(f"offload_{place}", workload, runs, moves))
-    return drawings or NO_OFFLOAD
+    return per_workload("offload", finished(records), _offload)
 
 
 def _moves(runs: pd.DataFrame) -> list[tuple[str, str]]:
@@ -204,7 +174,10 @@ def _moves(runs: pd.DataFrame) -> list[tuple[str, str]]:
     return pairs
 
 
-def _offload(name: str, workload: str, runs: pd.DataFrame, moves: Sequence[tuple[str, str]]) -> Drawing:
+def _offload(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
+    moves = _moves(runs)
+    if not moves:
+        return None
     strategies, notes = strategy_of_arm(runs), notes_of(runs)
     device = runs[[f"{kind}_bytes_device" for kind in ("params", "grads", "optimizer")]].sum(axis="columns") / 2**20
     points = pd.DataFrame({"arm": runs["arm"], "state": device, "ms": runs["step_time_s_median"] * 1e3})
@@ -238,4 +211,4 @@ def _offload(name: str, workload: str, runs: pd.DataFrame, moves: Sequence[tuple
         f"{arm} leaves {number(points.loc[arm, 'state'])} of {number(points.loc[kept, 'state'])} {unit} and takes "
         f"{number(points.loc[arm, 'ms'])} instead of {number(points.loc[kept, 'ms'])} ms" for arm, kept in moves
     )  # fmt: skip
-    return Drawing(name, f"{title}, {workload}", f"{title}, {workload}: {words}.", figure)
+    return Drawing.of(name, title, workload, words, figure)

@@ -6,22 +6,23 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from study.report.plots.canvas import (
     Drawing,
+    beside_bar,
+    end_rows,
     in_house_style,
     legend_below,
+    legend_of_fills,
     number,
     plain_ticks,
-    rows_of_arms,
     sheet,
+    stack,
 )
-from study.report.plots.palette import OTHER_TRAFFIC, QUIET, TRAFFIC, style_of
-from study.report.questions.virtual_tables import (
+from study.report.plots.palette import OTHER, QUIET, TRAFFIC, Fill, style_of
+from study.report.records.frames import Records
+from study.report.records.virtual_ranks import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
@@ -33,21 +34,17 @@ from study.report.questions.virtual_tables import (
     summaries,
     table1_rows,
 )
-from study.report.records.frames import Records
 from study.theory.paper import papers_traffic
 
-NO_TABLE1 = "No virtual run here is of a size in the paper's Table 1 (gpt-7.5b, gpt-128b, gpt-1t)."
-NO_SETTINGS = "No virtual run here changed a setting of its strategy, so there is none to compare."
 _ROW_IN, _FRAME_IN = 0.34, 0.75
 
 
 @in_house_style
-def table1(records: Records) -> list[Drawing] | str:
+def table1(records: Records) -> list[Drawing]:
     models: defaultdict[str, list[Summary]] = defaultdict(list)
     for row in table1_rows(records):
         models[row["model"]].append(row)
-    drawings = [_curves(f"table1_{place}", model, rows) for place, (model, rows) in enumerate(models.items(), 1)]
-    return drawings or NO_TABLE1
+    return [_curves(f"table1_{place}", model, rows) for place, (model, rows) in enumerate(models.items(), 1)]
 
 
 def _curves(name: str, model: str, rows: Sequence[Summary]) -> Drawing:
@@ -87,16 +84,13 @@ def _curves(name: str, model: str, rows: Sequence[Summary]) -> Drawing:
     legend_below(figure, handles, 3, columnspacing=1.3)
     said = ", ".join(f"{row['strategy']} at {row['world_size']} {number(state_bytes(row) / GB)} GB"
                      f" (paper {number(row['paper_bytes'] / GB)})" for row in rows)  # fmt: skip
-    return Drawing(name, f"{title}, {model}", f"{title}, {model}: {said}.", figure)
+    return Drawing.of(name, title, model, said, figure)
 
 
 @in_house_style
-def settings(records: Records) -> list[Drawing] | str:
-    found = summaries(records)
-    if all(one["setting"] == AS_SHIPPED for one in found):
-        return NO_SETTINGS
+def settings(records: Records) -> list[Drawing]:
     grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
-    for one in found:
+    for one in summaries(records):
         # Half a bar would be a figure of something else: where one collective has no line there is none.
         if one["strategy"] in STAGES and not math.isnan(sent(one)):
             grouped[one["model"], one["world_size"]].append(one)
@@ -116,41 +110,25 @@ def _bars(name: str, what: str, world: int, rows: list[Summary]) -> Drawing:
     title = "Sent in one step, by stage and setting"
     subtitle = "Bytes on the wire; an all-reduce counts twice, in and back. The upright line is the paper's figure."
     figure, (axes,) = sheet(title, what, subtitle, _FRAME_IN + _ROW_IN * len(rows))
-    kinds: dict[str, None] = {}
+    fills: dict[str, Fill] = {}
     said = []
     for place, row in enumerate(rows):
         lengths = _wire(row)
-        kinds |= dict.fromkeys(lengths)
-        _bar(axes, place, lengths)
+        fills |= {kind: TRAFFIC.get(kind, OTHER) for kind in lengths}
+        total = stack(axes, place, lengths, TRAFFIC)
         paper = papers_traffic(row["stage"], world)
         axes.plot([paper, paper], [place - 0.42, place + 0.42], color="black", linewidth=1.6, zorder=5)
-        total = sum(lengths.values())
-        axes.annotate(number(total), (max(total, paper), place), xytext=(5, 0), textcoords="offset points", va="center",
-                      size=9)  # fmt: skip
+        beside_bar(axes, number(total), max(total, paper), place)
         said.append(f"{row['strategy']} {row['setting']} {number(total)} (paper {number(paper)})")
-    rows_of_arms(axes, [_label(row) for row in rows], {})
-    axes.grid(visible=False)
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("copies of the weights per rank and step")
-    handles = [Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=kind.replace("_", "-"))
-               for kind in kinds for fill in [TRAFFIC.get(kind, OTHER_TRAFFIC)]]  # fmt: skip
-    legend_below(figure, handles, 4, columnspacing=1.3)
-    return Drawing(name, f"{title}, {what}", f"{title}, {what}: {'; '.join(said)}.", figure)
+    end_rows(axes, [_label(row) for row in rows], {}, "copies of the weights per rank and step", margin=0.12)
+    legend_of_fills(figure, fills, {}, columns=4)
+    return Drawing.of(name, title, what, "; ".join(said), figure)
 
 
 def _wire(row: Summary) -> dict[str, float]:
     """Of each collective that carries more than bookkeeping."""
     sizes = shares(row, "wire_bytes_per_rank").items()
     return {kind: size for kind, size in sizes if size is not None and size >= BOOKKEEPING}
-
-
-def _bar(axes: Axes, place: int, lengths: dict[str, float]) -> None:
-    ends = np.cumsum([0.0, *lengths.values()])
-    for left, (kind, width) in zip(ends, lengths.items(), strict=False):
-        fill = TRAFFIC.get(kind, OTHER_TRAFFIC)
-        axes.barh(place, width, left=left, height=0.7, color=fill.colour, hatch=fill.hatch, edgecolor="white",
-                  linewidth=0.4)  # fmt: skip
 
 
 def _label(row: Summary) -> str:

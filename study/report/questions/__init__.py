@@ -1,1 +1,56 @@
-"""What a report answers."""
+"""What a report answers: one file per question, in the order in which a reader meets them.
+
+A new question is a file here with its `QUESTION`, its name in `QUESTIONS`, and a notebook that shows its tables.
+"""
+
+from __future__ import annotations
+
+from study.report.questions import (
+    advice,
+    batch_size,
+    claims,
+    fits,
+    layers,
+    loss,
+    memory,
+    model_size,
+    offload,
+    profile,
+    ranks,
+    remaining,
+    runs,
+    settings,
+    table1,
+    time,
+    traffic,
+)
+from study.report.questions.question import Answer, Question, Table
+from study.report.records.frames import Records
+
+QUESTIONS: tuple[Question, ...] = (
+    remaining.QUESTION,
+    loss.QUESTION,
+    memory.QUESTION,
+    time.QUESTION,
+    traffic.QUESTION,
+    offload.QUESTION,
+    advice.QUESTION,
+    ranks.QUESTION,
+    batch_size.QUESTION,
+    model_size.QUESTION,
+    profile.QUESTION,
+    fits.QUESTION,
+    table1.QUESTION,
+    settings.QUESTION,
+    layers.QUESTION,
+    claims.QUESTION,
+    runs.QUESTION,
+)
+# Of all questions, by name.
+TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
+
+
+def answers(records: Records) -> dict[Question, Answer]:
+    """Of the questions that these records answer."""
+    found = ((question, question.answer(records)) for question in QUESTIONS)
+    return {question: answer for question, answer in found if answer is not None}

@@ -1,117 +1,130 @@
-"""Question 3 for one workload: what to use on this box, from what ran on it, and what that does not tell."""
+"""What to use on this box, from what ran on it; no finer than what is known of chance."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pandas as pd
 
-from study.report.records.arms import Arm, has_no_gpu, one_value, peak_gib, state_bytes
-from study.report.records.statistics import NoiseFloor, noise_floor, paired, paired_ratio, percent, seeds_needed
+from study.report.questions.cells import NOT_MEASURED, names
+from study.report.questions.comparing import notes_on, workloads
+from study.report.questions.question import Answer, Question
+from study.report.questions.time import STEP
+from study.report.records.arms import Arm, has_no_gpu, one_value, peak_gib
+from study.report.records.frames import Records, real
+from study.report.records.statistics import noise_floor, paired, percent, seeds_needed
 
 # What asks for nothing beyond torch, and wins where the others are no faster.
 _PLAIN = ("single", "ddp")
 
 
-def recommendation(found: list[Arm]) -> str:
-    ranked = by_time(found)
-    if not ranked:
-        return "no arm that ended well can be compared in time, so none is recommended."
-    floor = noise_floor(found[0].beside, "step_time_s_median")
-    fastest = ranked[0]
-    chosen = next((arm for arm in ranked if _strategy(arm) in _PLAIN and _as_fast(arm, fastest, floor)), fastest)
-    step_ms = 1e3 * chosen.median("step_time_s_median")
-    peak, what = peak_gib(chosen)
-    memory = "" if pd.isna(peak) else f" with a peak of {peak:.2f} GiB of the {what}"
-    told = f"use `{chosen.name}`: {step_ms:,.1f} ms a step{memory} (n = {len(chosen.ended)})"
-    leaner = _leaner(chosen, ranked)
-    return " ".join([f"{told}, {_sureness(chosen, ranked, floor)}", *leaner])
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Of one workload; `chosen` is None where nothing tells chance from a difference."""
+
+    workload: str
+    chosen: Arm | None
+    # Arms that can be compared, the fastest first.
+    ranked: list[Arm]
+    floor: float | None
+
+    @property
+    def lead(self) -> float:
+        """Of the fastest before the next, as a share of its time."""
+        return _slower(self.ranked[1], self.ranked[0]) if len(self.ranked) > 1 else float("nan")
 
 
-def by_time(found: list[Arm]) -> list[Arm]:
-    timed = [arm for arm in found if arm.is_fair() and not pd.isna(arm.median("step_time_s_median"))]
-    return sorted(timed, key=lambda arm: arm.median("step_time_s_median"))
+def advice_of(found: list[Arm]) -> Advice | None:
+    timed = [arm for arm in found if arm.is_fair() and not pd.isna(arm.median(STEP))]
+    if not timed:
+        return None
+    ranked = sorted(timed, key=lambda arm: arm.median(STEP))
+    floor = noise_floor(found[0].beside, STEP).share
+    chosen = None
+    if floor is not None:
+        as_fast = [arm for arm in ranked if _slower(arm, ranked[0]) <= floor]
+        chosen = next((arm for arm in as_fast if one_value(arm.runs["strategy"]) in _PLAIN), ranked[0])
+    return Advice(found[0].workload, chosen, ranked, floor)
 
 
-def _strategy(arm: Arm) -> str:
-    return str(one_value(arm.runs["strategy"]))
+def _slower(arm: Arm, fastest: Arm) -> float:
+    return arm.median(STEP) / fastest.median(STEP) - 1
 
 
-def _as_fast(arm: Arm, fastest: Arm, floor: NoiseFloor) -> bool:
-    slower = arm.median("step_time_s_median") / fastest.median("step_time_s_median") - 1
-    return slower <= (floor.share or 0.0)
+def answer(records: Records) -> Answer | None:
+    runs = real(records).runs
+    # A profiled run tells where time goes; nobody should train so.
+    records = dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)])
+    found = workloads(records)
+    given = [advice for arms in found.values() if (advice := advice_of(arms)) is not None]
+    if not given:
+        return None
+    sure = [advice.chosen.name for advice in given if advice.chosen is not None]
+    fastest = names([advice.ranked[0].name for advice in given])
+    if len(sure) < len(given):
+        sentence = f"Fastest: {fastest}; but with one run each differences are not judged."
+    else:
+        sentence = f"{names(sure)}: the plainest of those that no arm beats by more than like runs differ."
+    arms = [arm for each in found.values() for arm in each]
+    notes = ["For this model, batch and length; one that does not fit may turn the order around."]
+    if any(has_no_gpu(arm.beside) for arm in arms):
+        notes.append("There is no GPU on this box: what a stage costs or saves on one is not known from these records.")
+    return Answer(sentence, _table(given), (*notes, *notes_on(arms)))
 
 
-def _leaner(chosen: Arm, ranked: list[Arm]) -> list[str]:
-    """What to turn to where memory is short: the lowest peak, and the least state on the device."""
-    said = []
-    peaks = [arm for arm in ranked if not pd.isna(peak_gib(arm)[0])]
-    if peaks and (least := min(peaks, key=lambda arm: peak_gib(arm)[0])) is not chosen:
-        peak, what = peak_gib(least)
-        said.append(f"`{least.name}` has the lowest peak of the {what} ({peak:.2f} GiB), {_cost(least, chosen)}.")
-    own = state_bytes(chosen.ended, ("device",))
-    if has_no_gpu(chosen.beside) or not own > 0:
-        return said
-    held = [arm for arm in ranked if not pd.isna(state_bytes(arm.ended, ("device",)))]
-    lean = min(held, key=lambda arm: (state_bytes(arm.ended, ("device",)), arm.median("step_time_s_median")))
-    share = state_bytes(lean.ended, ("device",)) / own
-    if lean is not chosen and share < 1:
-        said.append(f"`{lean.name}` keeps the least state on the device ({share:.0%} of it), {_cost(lean, chosen)}.")
-    return said
+def _table(given: list[Advice]) -> pd.DataFrame:
+    table = pd.DataFrame([_row(advice) for advice in given])
+    return table.loc[:, (table != NOT_MEASURED).any()]
 
 
-def _cost(arm: Arm, chosen: Arm) -> str:
-    ratio = paired_ratio(arm.beside, "step_time_s_median", arm.name, chosen.name)
-    if not ratio.n:
-        return "at a time that no pair of runs tells"
-    return f"at {ratio.center:.2f} times the step time"
+def _row(advice: Advice) -> dict[str, object]:
+    fastest = advice.ranked[0]
+    peaks = [(peak, arm.name) for arm in advice.ranked if not pd.isna(peak := peak_gib(arm)[0])]
+    lowest, leanest = min(peaks, default=(float("nan"), "-"))
+    return {
+        "Workload": advice.workload,
+        "Use": advice.chosen.name if advice.chosen else "not judged",
+        "Fastest": f"{fastest.name}, {1e3 * fastest.median(STEP):,.1f} ms (n = {len(fastest.ended)})",
+        "Ahead by": "-" if pd.isna(advice.lead) else percent(advice.lead),
+        "Like runs differ by": "not known" if advice.floor is None else percent(advice.floor),
+        "Pairs to be sure": _pairs(advice),
+        "Lowest peak": f"{leanest}, {lowest:.2f} GiB" if peaks else "-",
+    }
 
 
-def _sureness(chosen: Arm, ranked: list[Arm], floor: NoiseFloor) -> str:
-    rivals = [arm for arm in ranked if arm is not chosen]
-    if not rivals:
-        return "and nothing else ran beside it."
-    lead = rivals[0].median("step_time_s_median") / chosen.median("step_time_s_median") - 1
-    told = f"{percent(abs(lead))} {'ahead of' if lead >= 0 else 'behind'} `{rivals[0].name}`"
-    if floor.share is None:
-        return f"{told}. No arm ran twice, so how much of that is chance is not known."
-    if abs(lead) <= floor.share:
-        return f"{told}, which is inside noise: like runs differ by up to {percent(floor.share)}."
-    return f"{told}, where like runs differ by up to {percent(floor.share)}."
+def _pairs(advice: Advice) -> str:
+    """With which the lead of the fastest would be seen four times in five."""
+    if advice.floor is None or not advice.lead > 0:
+        return "-"
+    first, second = advice.ranked[:2]
+    pairs = paired(first.beside, STEP, second.name, first.name)
+    spread = float((pairs["value"] / pairs["baseline"]).std()) if len(pairs) > 1 else 0.0
+    needed = seeds_needed(advice.lead, spread or advice.floor)
+    return f"{needed}" if needed else "over ten thousand"
 
 
-def unknowns(found: list[Arm]) -> list[str]:
-    said = []
-    beside = found[0].beside
-    ranked = by_time(found)
-    floor = noise_floor(beside, "step_time_s_median")
-    if len(ranked) > 1:
-        first, second = ranked[0], ranked[1]
-        lead = second.median("step_time_s_median") / first.median("step_time_s_median") - 1
-        if floor.share is None:
-            said.append(
-                "nothing tells the spread between like runs: run the arms again with other seeds or repeats before"
-                f" the order of `{first.name}` and `{second.name}` is relied on."
-            )
-        elif lead > 0:
-            spread = _spread(first, second) or floor.share
-            needed = seeds_needed(lead, spread)
-            many = f"{needed} pairs of runs" if needed else "more than ten thousand pairs of runs"
-            said.append(
-                f"to see the lead of `{first.name}` before `{second.name}` ({percent(lead)}) four times in five would"
-                f" take {many}, where pairs scatter by {percent(spread)}."
-            )
-    model = one_value(beside["model_name_or_path"])
-    if has_no_gpu(beside):
-        said.append("there is no GPU on this box: what a stage costs or saves on one is not known from these records.")
-    said.append(
-        f"this holds for {model} at this batch and length; a model that does not fit may turn the order around."
-    )
-    missing = [arm.name for arm in found if not len(arm.ended)]
-    if missing:
-        said.append(f"not known, because no run ended well: {', '.join(f'`{name}`' for name in missing)}.")
-    return said
+def advice_table(records: Records) -> pd.DataFrame:
+    """What each arm that can be compared takes beside the fastest."""
+    rows = [
+        {
+            "Workload": advice.workload,
+            "Arm": arm.name,
+            "Runs": len(arm.ended),
+            "Step, ms": 1e3 * arm.median(STEP),
+            "Slower than the fastest": percent(_slower(arm, advice.ranked[0])),
+            "Peak, GiB": peak_gib(arm)[0],
+        }
+        for arms in workloads(records).values()
+        if (advice := advice_of(arms)) is not None
+        for arm in advice.ranked
+    ]
+    return pd.DataFrame(rows)
 
 
-def _spread(first: Arm, second: Arm) -> float:
-    """Standard deviation of the paired ratios of two arms; 0 where fewer than two pairs tell."""
-    pairs = paired(first.beside, "step_time_s_median", second.name, first.name)
-    return float((pairs["value"] / pairs["baseline"]).std()) if len(pairs) > 1 else 0.0
+QUESTION = Question(
+    name="advice",
+    title="Which configuration should I use on this box?",
+    answer=answer,
+    nothing="Nothing can be recommended: no run with a time ended well.",
+    tables={"ranking": advice_table},
+)

@@ -1,175 +1,50 @@
-"""What fits: each search's answer, read off how its probes ended, as the sweep itself reads it."""
+"""What fits: the largest micro-batch or model that a memory holds, by how the probes of each search ended."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.report.questions.finding import Finding
+from study.report.plots.fits import what_fits
+from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN
-from study.report.records.frames import Records, probes
-from study.report.records.workloads import strategy_order, word_for
-from study.sweep.search import Bracket, examine
-
-NO_PROBES = "No run here was a probe of a search: nobody asked these records for the largest that fits."
-QUESTION = "What is the largest that fits?"
-_MICRO_BATCH = "largest_micro_batch"
-_VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
-# Searches that differ in one of these are not of one kind.
-_SETTINGS = (
-    "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
-    "attn_implementation", "data", "weights",
-)  # fmt: skip
-_WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
-Row = dict[str, Any]
+from study.report.records.frames import Records
+from study.report.records.searches import Fit, fits
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """One search: its probes by their place on the ladder, and what they leave open."""
-
-    id: str
-    axis: str
-    last: int
-    rungs: dict[int, Row]
-    bracket: Bracket
-    # What tells it from other searches of its kind, beside the strategy and the memory limit.
-    setting: str = ""
-
-    @property
-    def any(self) -> Row:
-        return next(iter(self.rungs.values()))
-
-    @property
-    def kind(self) -> str:
-        model = f", {self.any['model_name_or_path']}" if self.axis == _MICRO_BATCH else ""
-        return f"{self.any['task']}{model}: {_WHAT[self.axis]}"
-
-    @property
-    def subject(self) -> str:
-        """What its answer may be compared with: the same ladder on the same task in the same setting."""
-        return f"{self.kind}, {self.setting}" if self.setting else self.kind
-
-    @property
-    def repeat(self) -> str:
-        return self.id.rpartition("-r")[2]
-
-    @property
-    def cap_gib(self) -> float | None:
-        cap = self.any["device_memory_cap_gib"]
-        return None if pd.isna(cap) else float(cap)
-
-    @property
-    def within(self) -> str:
-        return "the whole device" if self.cap_gib is None else f"{self.cap_gib:g} GiB"
-
-    @property
-    def arm(self) -> str:
-        row = self.any
-        parts = [row["strategy"], "" if row["trainer"] in (None, "study") else row["trainer"],
-                 "virtual" if row["virtual"] else "", *json.loads(row["engine_override"] or "[]")]  # fmt: skip
-        return ", ".join(part for part in parts if part)
-
-    @property
-    def largest(self) -> Row | None:
-        return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
-
-    @property
-    def too_large(self) -> Row | None:
-        return None if self.bracket.too_large is None else self.rungs[self.bracket.too_large]
-
-    def value(self, row: Row | None) -> str:
-        return "" if row is None else f"{row[_VALUE[self.axis]]}"
-
-    @property
-    def is_open(self) -> bool:
-        """More might fit: the ladder ended first, or the search did."""
-        return self.bracket.fits == self.last or self.bracket.next is not None or self.bracket.stopped_by is not None
-
-    @property
-    def answer(self) -> str:
-        if self.largest is None and self.too_large is None:
-            return "-"
-        if self.largest is None:
-            least = "none, {} is too large" if self.bracket.too_large == 0 else "under {}"
-            return least.format(self.value(self.too_large))
-        return f"{'at least ' if self.is_open else ''}{self.value(self.largest)}"
-
-    @property
-    def why_not_more(self) -> str:
-        """As the sweep says it."""
-        row, stopped = self.too_large, self.bracket.stopped_by
-        said = [] if row is None else [f"{self.value(row)}: {row['status_reason']}"]
-        if stopped is not None:
-            at = self.rungs[stopped]
-            said.append(f"stopped at {self.value(at)}: {at['status_state']}, {at['status_reason']}")
-        return "; ".join(said) or ("the ladder ends there" if self.bracket.fits == self.last else "-")
-
-    @property
-    def size(self) -> float:
-        """How long its bar is: samples, or millions of parameters; 0 where nothing fits, NaN where nobody knows."""
-        if self.largest is None:
-            return 0.0 if self.bracket.too_large == 0 else NAN
-        if self.axis == _MICRO_BATCH:
-            return float(self.largest[_VALUE[self.axis]])
-        held = self.largest["model_parameters"]
-        return NAN if pd.isna(held) else held / 1e6
-
-
-def fits(records: Records) -> list[Fit]:
-    rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
-    about: dict[str, Row] = {}
-    for row in probes(records).runs.to_dict("records"):
-        for search in json.loads(row["searches"]):
-            rungs[search["id"]][search["place"]] = row
-            about[search["id"]] = search
-    found = [_fit(about[name], known) for name, known in rungs.items()]
-    return sorted(
-        _with_settings(found),
-        key=lambda fit: (
-            fit.subject,
-            fit.cap_gib or float("inf"),
-            strategy_order(fit.any["strategy"]),
-            fit.arm,
-            fit.id,
-        ),
+def answer(records: Records) -> Answer | None:
+    found = fits(records)
+    if not found:
+        return None
+    ratios = [(ratio, fit) for fit in found if (ratio := _against_plain(fit, found)) > 0 and fit.arm != "single"]
+    if ratios:
+        ratio, best = max(ratios, key=lambda entry: entry[0])
+        sentence = (
+            f"At best `{best.arm}` holds {ratio:.1f} times what plain training on one device holds"
+            f" ({best.answer} within {best.within})."
+        )
+    else:
+        sentence = f"{len(found)} searches ran, and none can be held against plain training under the same limit."
+    table = pd.DataFrame(
+        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.answer} for fit in found
     )
-
-
-def _fit(search: Row, rungs: dict[int, Row]) -> Fit:
-    # What was cut off says nothing.
-    states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
-    return Fit(
-        search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), examine(states, search["last"])
+    table = table.pivot_table(
+        index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
     )
-
-
-def _with_settings(found: list[Fit]) -> list[Fit]:
-    """Each with the settings in which the searches of its kind differ."""
-    kinds: defaultdict[str, list[Fit]] = defaultdict(list)
-    for fit in found:
-        kinds[fit.kind].append(fit)
-    named = []
-    for alike in kinds.values():
-        keys = [key for key in _SETTINGS if key != _VALUE[alike[0].axis]]
-        differing = [key for key in keys if len({str(fit.any[key]) for fit in alike}) > 1]
-        for fit in alike:
-            words = (word_for(key, fit.any[key]) for key in differing if not pd.isna(fit.any[key]))
-            named.append(dataclasses.replace(fit, setting=", ".join(words)))
-    return named
+    notes = [
+        f"`{fit.arm}` within {fit.within}: a larger one did fit, so what fits does not fit in order."
+        for fit in found
+        if fit.bracket.fits_against_the_order
+    ]
+    return Answer(sentence, table.reset_index().rename_axis(columns=None).fillna("-"), tuple(notes))
 
 
 def fits_table(records: Records) -> pd.DataFrame:
     found = fits(records)
-    rows = []
-    for fit in found:
-        largest, too_large = fit.largest, fit.too_large
-        rows.append(
+    return pd.DataFrame(
+        [
             {
                 "Workload": fit.subject,
                 "Strategy": fit.arm,
@@ -177,14 +52,15 @@ def fits_table(records: Records) -> pd.DataFrame:
                 "Precision": fit.any["precision"],
                 "Largest that fits": fit.answer,
                 "x plain": _against_plain(fit, found),
-                "Peak there, GiB": NAN if largest is None else largest["peak_memory_gib_reserved"],
-                "Host peak there, GiB": NAN if largest is None else largest["host_peak_rss_gib"],
-                "Smallest that does not": fit.value(too_large) or "-",
+                "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
+                "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
+                "Smallest that does not": fit.value(fit.too_large) or "-",
                 "Why not more": fit.why_not_more,
                 "Probes": len(fit.rungs),
             }
-        )
-    return pd.DataFrame(rows)
+            for fit in found
+        ]
+    )
 
 
 def _against_plain(fit: Fit, found: Sequence[Fit]) -> float:
@@ -194,7 +70,7 @@ def _against_plain(fit: Fit, found: Sequence[Fit]) -> float:
 
 
 def _beside(fit: Fit) -> tuple[Any, ...]:
-    return fit.subject, fit.cap_gib, fit.repeat
+    return fit.subject, fit.cap_gib, fit.repeat, fit.any["devices"]
 
 
 def probes_table(records: Records) -> pd.DataFrame:
@@ -217,23 +93,12 @@ def probes_table(records: Records) -> pd.DataFrame:
     )
 
 
-def fits_finding(records: Records) -> list[Finding]:
-    found = fits(records)
-    if not found:
-        return []
-    lines: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for fit in found:
-        lines[fit.subject, fit.within].append(f"`{fit.arm}` {fit.answer}")
-    answer = "\n".join(f"{subject} within {within}: {', '.join(said)}." for (subject, within), said in lines.items())
-    details = [
-        f"{fit.subject} within {fit.within}, `{fit.arm}`: {fit.value(row)} ended {row['status_state']}"
-        f" ({row['status_reason']})."
-        for fit in found
-        if (row := fit.too_large) is not None
-    ]
-    against = [
-        f"{fit.subject} within {fit.within}, `{fit.arm}`: a larger one did fit, so what fits does not fit in order."
-        for fit in found
-        if fit.bracket.fits_against_the_order
-    ]
-    return [Finding(QUESTION, answer, (*details, *against))]
+QUESTION = Question(
+    name="fits",
+    title="What is the largest that fits?",
+    answer=answer,
+    nothing="No run here was a probe of a search: nobody asked these records for the largest that fits.",
+    tables={"fits": fits_table, "probes": probes_table},
+    figures={"what_fits": what_fits},
+    notebook="what_fits",
+)

@@ -1,121 +1,71 @@
-"""What a suite that is made of slices has still to measure, as it stood when its report was made."""
+"""How much of a suite that is made of slices is measured, and what is left of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pandas as pd
 
-from study.launch.cell import Cell
-from study.report.questions.finding import Finding
-from study.report.records.workloads import word_for
-from study.sweep.notes import left_to_run
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import Records
+from study.report.records.remaining import Remaining
 from study.sweep.progress import show_duration
-from study.sweep.search import Search, cell_states
-from study.sweep.slices import Plan
-
-QUESTION = "How much of this study is measured, and what remains?"
 
 
-class Remaining(NamedTuple):
-    """One slice: what was planned, how it ended as far as it ran, and the rest by what tells its cells apart."""
-
-    suite: str
-    only: str
-    planned: int
-    ok: int
-    # Out of memory, failed, refused by the box: a row of the report each, and an answer.
-    other: int
-    seconds: float
-    left: Sequence[str]
-
-
-def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
-    found = []
-    names = {part.suite.name: _names([cell for each in plan.slices if each.root == part.root for cell in each.cells])
-             for part in plan.slices}  # fmt: skip
-    for part in plan.slices:
-        states = [record.state for _, record in cell_states(part.cells, part.root)]
-        ok, to_do = states.count("ok"), states.count("to do")
-        left = list(left_to_run(part.cells, part.root))
-        found.append(
-            Remaining(
-                suite=part.suite.name,
-                only=" ".join(part.only),
-                planned=len(part.cells),
-                ok=ok,
-                other=len(states) - ok - to_do,
-                seconds=sum(seconds for _, seconds in left),
-                left=tuple(names[part.suite.name][cell.id] for cell, _ in left),
-            )
-        )
-    return tuple(found)
+def answer(records: Records) -> Answer | None:
+    slices = records.remaining
+    if not slices:
+        return None
+    planned, left = sum(each.planned for each in slices), sum(len(each.left) for each in slices)
+    time = show_duration(sum(each.seconds for each in slices))
+    if not left:
+        sentence = f"All of it is measured: {planned} cells and searches."
+    elif not any(each.ok + each.other for each in slices):
+        sentence = f"None of it is measured yet: {planned} cells and searches remain, about {time}."
+    else:
+        sentence = f"{planned - left} of {planned} cells and searches are measured; {left} remain, about {time}."
+    rows = []
+    for suite in dict.fromkeys(each.suite for each in slices):
+        rows.append(_row(suite, [each for each in slices if each.suite == suite]))
+    return Answer(sentence, pd.DataFrame(rows), ("Times are by earlier records and the suites' arithmetic.",))
 
 
-def _names(cells: Sequence[Cell | Search]) -> dict[str, str]:
-    """By id, the strategy and whatever differs among the cells of one suite."""
-    settings = {cell.id: _settings(cell) for cell in cells}
-    differing = {
-        key for each in settings.values() for key in each
-        if len({str(other.get(key)) for other in settings.values()}) > 1
-    }  # fmt: skip
+def _row(suite: str, slices: Sequence[Remaining], of_it: str = "") -> dict[str, object]:
+    """Runs may be more than were planned: a search is one thing to do, and each of its probes a run."""
+    left = sum(len(each.left) for each in slices)
     return {
-        name: ", ".join(
-            [
-                each["arm"],
-                *(word_for(key, value) for key, value in each.items() if key in differing - {"arm"} and value),
-            ]
-        )
-        for name, each in settings.items()
+        "Suite": suite,
+        **({"Of it": of_it} if of_it else {}),
+        "Planned": sum(each.planned for each in slices),
+        "Runs that ended ok": sum(each.ok for each in slices),
+        "Runs that did not": sum(each.other for each in slices),
+        "Left": left,
+        "Time for it": show_duration(sum(each.seconds for each in slices)) if left else "-",
     }
 
 
-def _settings(cell: Cell | Search) -> dict[str, Any]:
-    one = cell.first if isinstance(cell, Search) else cell
-    return {"arm": one.arm, **one.config.to_dict(), "repeat": one.repeat}
+def slices_table(records: Records) -> pd.DataFrame:
+    return pd.DataFrame([_row(each.suite, [each], _of_it(each, records.remaining)) for each in records.remaining])
 
 
-def remaining_table(remaining: Sequence[Remaining]) -> pd.DataFrame:
-    """`Runs` may be more than were planned: a search is one thing to do, and each of its probes a run."""
-    return pd.DataFrame(
-        [
-            {
-                "Suite": each.suite, "Of it": each.only or _whole(each, remaining), "Cells and searches": each.planned,
-                "Runs that ended ok": each.ok, "Runs that did not": each.other, "Left": len(each.left),
-                "Time for it": show_duration(each.seconds) if each.left else "-",
-            }
-            for each in remaining
-        ]
-    )  # fmt: skip
-
-
-def _whole(one: Remaining, remaining: Sequence[Remaining]) -> str:
+def _of_it(one: Remaining, remaining: Sequence[Remaining]) -> str:
     first = next(each for each in remaining if each.suite == one.suite)
-    return "all" if first is one else "the rest"
+    return one.only or ("all" if first is one else "the rest")
 
 
-def remaining_finding(remaining: Sequence[Remaining]) -> list[Finding]:
-    """First of all answers, because it says how far to trust the others."""
-    if not remaining:
-        return []
-    planned, left = sum(each.planned for each in remaining), sum(len(each.left) for each in remaining)
-    ok = sum(each.ok for each in remaining)
-    time = (
-        f"about {show_duration(sum(each.seconds for each in remaining))} by earlier records and the suites' arithmetic"
-    )
-    if not left:
-        answer = f"All of it: {planned} cells and searches are answered, by {ok} runs that ended ok."
-    elif not any(each.ok + each.other for each in remaining):
-        answer = f"None of it is measured yet. {planned} cells and searches remain, {time}."
-    else:
-        answer = (
-            f"{planned - left} of {planned} cells and searches are answered, by {ok} runs that ended ok."
-            f" {left} remain, {time}."
-        )
-    details = [
-        f"`{' '.join(filter(None, [each.suite, each.only]))}`: {', '.join(f'`{name}`' for name in each.left)}"
-        for each in remaining
+def left_table(records: Records) -> pd.DataFrame:
+    rows = [
+        {"Suite": each.suite, "Of it": _of_it(each, records.remaining), "Cells left": "; ".join(each.left)}
+        for each in records.remaining
         if each.left
     ]
-    return [Finding(QUESTION, answer, tuple(details))]
+    return pd.DataFrame(rows)
+
+
+QUESTION = Question(
+    name="remaining",
+    title="How much of this study is measured, and what remains?",
+    answer=answer,
+    nothing="These records are no part of a plan in slices.",
+    tables={"slices": slices_table, "left": left_table},
+)

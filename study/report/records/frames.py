@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from study.errors import UserError
 from study.record.directory import digests, find_runs, is_sealed, read_run
 from study.record.schema import RecordError
-from study.report.questions.remaining import Remaining
 from study.report.records.duplicates import Found, each_once
 from study.report.records.fairness import label_confounds
+from study.report.records.remaining import Remaining
 from study.report.records.rows import LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.report.records.workloads import name_workloads, strategy_order
 

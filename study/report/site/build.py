@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,26 +14,18 @@ import nbconvert
 import nbformat
 import pandas as pd
 from jinja2 import DictLoader
-from PIL import Image
 
 from study.errors import UserError
-from study.report.questions import tables
-from study.report.questions.finding import Finding
-from study.report.questions.findings import findings
-from study.report.questions.remaining import remaining_table
-from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, probes, real, virtual, write_parquet
+from study.report.questions import QUESTIONS, answers
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.site import page
 from study.report.site.execute import NotebookFailed, execute
 from study.report.site.place import FIGURES, LIST, check_place, place_of, put_in_place
-from study.report.site.show import METADATA_KEY
+from study.report.site.show import as_png
 from study.spec.strategies import REPOSITORY
 
 NOTEBOOKS = REPOSITORY / "notebooks"
-NAMES = ("loss_curves", "peak_memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
-# Of a suite of virtual ranks, which has no losses and no times.
-VIRTUAL_NAMES = ("virtual_cluster",)
-# Of the probes of searches, which ask what fits and nothing else.
-FITS_NAMES = ("what_fits",)
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
@@ -53,13 +45,12 @@ class Built(NamedTuple):
     refused: int
 
 
-class Answers(NamedTuple):
-    """What the index says beside its figures."""
+class Content(NamedTuple):
+    """What the first page says."""
 
     facts: list[str]
-    findings: list[Finding]
-    # By what stands above them.
-    tables: dict[str, pd.DataFrame]
+    cards: list[page.Card]
+    unanswered: list[Question]
     refused: tuple[str, ...]
 
 
@@ -71,7 +62,8 @@ def build(
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     named, output = output, place_of(output)
-    names = _names(records)
+    found = answers(records)
+    names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
     try:
         check_place(output, _wanted(names))
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -81,25 +73,17 @@ def build(
     try:
         folder.chmod(0o755)
         write_parquet(records, folder)
-        answers = Answers(_facts(records), findings(records), _tables(names, records), records.refused)
+        cards = [_card(question, answer, records) for question, answer in found.items()]
+        unanswered = [question for question in QUESTIONS if question not in found]
+        content = Content(_facts(records), cards, unanswered, records.refused)
         # Each notebook reads its own.
         del records
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(names, answers, suite, folder, failures)
+        _write_pages(names, content, suite, folder, failures)
         put_in_place(folder, output, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Built(named / "index.html", failures, len(answers.refused))
-
-
-def _names(records: Records) -> tuple[str, ...]:
-    """The notebooks that these records give something to show. Of a study that has not begun there is none."""
-    if records.runs.empty and records.remaining:
-        return ()
-    of_probes = FITS_NAMES if len(probes(records).runs) else ()
-    of_virtual = VIRTUAL_NAMES if len(virtual(records).runs) else ()
-    others = (*of_probes, *of_virtual)
-    return (*NAMES, *others) if len(real(records).runs) or not others else others
+    return Built(named / "index.html", failures, len(content.refused))
 
 
 def _wanted(names: Sequence[str]) -> set[str]:
@@ -108,18 +92,11 @@ def _wanted(names: Sequence[str]) -> set[str]:
             *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
 
 
-def _tables(names: Sequence[str], records: Records) -> dict[str, pd.DataFrame]:
-    found = {}
-    if records.remaining:
-        found["What is measured, and what remains"] = remaining_table(records.remaining)
-    for some, title, table in (
-        (NAMES, "Every run, in one table", "summary"),
-        (FITS_NAMES, "Every search, in one table", "fits"),
-        (VIRTUAL_NAMES, "Every virtual rank, in one table", "virtual_runs"),
-    ):
-        if set(some) <= set(names):
-            found[title] = tables.TABLES[table](records)
-    return found
+def _card(question: Question, answer: Answer, records: Records) -> page.Card:
+    drawings = question.figures[question.first_figure](records) if question.first_figure else []
+    picture = page.Picture(as_png(drawings[0].figure), drawings[0].alt) if drawings else None
+    tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
+    return page.Card(question, answer, picture, {name: table for name, table in tables.items() if not table.empty})
 
 
 def _run_notebooks(
@@ -143,60 +120,32 @@ def _run_notebooks(
     return failures
 
 
-def _write_pages(names: Sequence[str], answers: Answers, suite: str, folder: Path, failures: Mapping[str, str]) -> None:
+def _write_pages(names: Sequence[str], content: Content, suite: str, folder: Path, failures: Mapping[str, str]) -> None:
     notebooks = {name: nbformat.read(folder / f"{name}.ipynb", as_version=4) for name in names}
-    sections = [_section(name, notebook, folder) for name, notebook in notebooks.items()]
+    # The first line of the first cell.
+    titles = {name: notebook.cells[0].source.partition("\n")[0].lstrip("# ") for name, notebook in notebooks.items()}
     exporter = nbconvert.HTMLExporter(
         template_name="basic", template_file="study.html.j2", extra_loaders=[DictLoader({"study.html.j2": _BODY})],
         exclude_input_prompt=True, exclude_output_prompt=True,
     )  # fmt: skip
-    for section in sections:
-        body, _ = exporter.from_notebook_node(notebooks[section.name])
+    for name, notebook in notebooks.items():
+        body, _ = exporter.from_notebook_node(notebook)
         text = page.notebook_page(
-            suite, section.title, body, failure=failures.get(section.name, ""), notebook=f"{section.name}.ipynb",
-            pages=_pages(suite, sections, section.name),
+            suite, titles[name], body, failure=failures.get(name, ""), notebook=f"{name}.ipynb",
+            pages=_pages(suite, titles, name),
         )  # fmt: skip
-        (folder / f"{section.name}.html").write_text(text, encoding="utf-8")
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
     index = page.index_page(
-        suite, facts=answers.facts, findings=answers.findings,
-        tables={title: page.table_html(table) for title, table in answers.tables.items()},
-        sections=sections, refused=answers.refused, failures=sorted(failures.items()),
-        pages=_pages(suite, sections, "index"),
+        suite, **content._asdict(), failures=sorted(failures.items()), notebooks=names,
+        pages=_pages(suite, titles, "index"),
     )  # fmt: skip
     (folder / "index.html").write_text(index, encoding="utf-8")
-    markdown = page.summary_markdown(suite, *answers, failures)
-    (folder / "summary.md").write_text(markdown, encoding="utf-8")
+    (folder / "summary.md").write_text(page.summary_markdown(suite, *content, failures), encoding="utf-8")
 
 
-def _pages(suite: str, sections: Sequence[page.Section], current: str) -> list[dict[str, Any]]:
-    places = [("index", suite), *((section.name, section.title) for section in sections)]
-    return [{"href": f"{name}.html", "title": title, "current": name == current} for name, title in places]
-
-
-def _section(name: str, notebook: nbformat.NotebookNode, folder: Path) -> page.Section:
-    """The notebook's own words and figures; its first cell is its title and a paragraph."""
-    heading, _, rest = notebook.cells[0].source.partition("\n")
-    lead = rest.strip().split("\n\n")[0].replace("\n", " ")
-    notes = [output.metadata[METADATA_KEY] for output in _outputs(notebook) if METADATA_KEY in output.metadata]
-    figures = [_figure(note, folder) for note in notes if "figure" in note]
-    return page.Section(
-        name,
-        heading.lstrip("# "),
-        lead,
-        figures,
-        list(dict.fromkeys(note["absent"] for note in notes if "absent" in note)),
-    )
-
-
-def _outputs(notebook: nbformat.NotebookNode) -> Iterator[nbformat.NotebookNode]:
-    for cell in notebook.cells:
-        yield from (output for output in cell.get("outputs", []) if "metadata" in output)
-
-
-def _figure(note: Mapping[str, str], folder: Path) -> page.Figure:
-    file = folder / FIGURES / f"{note['figure']}.png"
-    with Image.open(file) as image:
-        return page.Figure(note["figure"], note["alt"], file.read_bytes(), image.width // 2, image.height // 2)
+def _pages(suite: str, titles: Mapping[str, str], current: str) -> list[dict[str, Any]]:
+    places = {"index": suite, **titles}
+    return [{"href": f"{name}.html", "title": title, "current": name == current} for name, title in places.items()]
 
 
 def _facts(records: Records) -> list[str]:

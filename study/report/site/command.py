@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from study.report.questions.remaining import remaining_of
         from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
+        from study.report.records.remaining import remaining_of
         from study.report.site.build import build
         from study.report.site.place import finish_earlier
     except ModuleNotFoundError as error:

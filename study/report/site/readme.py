@@ -7,7 +7,7 @@ python -m study.report.site.readme --check    exit status 1 when one is stale
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -15,61 +15,43 @@ from pathlib import Path
 import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
-from study.report.questions.virtual_tables import GB, Summary, state_bytes, table1_rows
+from study.report.questions.table1 import state_beside_paper
+from study.report.records.arms import MIB
 from study.report.records.frames import Records, only_virtual, read_parquet
+from study.report.records.virtual_ranks import sent_bytes, table1_rows
+from study.report.site.page import table_markdown
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 
-MIB = 2**20
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_HEADINGS = (
-    "strategy", "ranks", "eval loss", "on the device, MiB", "on the host", "on NVMe", "sent per step, MiB", "step, ms",
-)  # fmt: skip
+_PLACES = {"device": "on the device, MiB", "host": "on the host", "nvme": "on NVMe"}
 # The documents that hold such a table.
 DOCUMENTS = ("README.md", "docs/virtual-ranks.md")
 
 
 def table(records: Records) -> str:
-    return table1(records) if only_virtual(records) else arms_table(records.runs)
+    frame = state_beside_paper(table1_rows(records)) if only_virtual(records) else arms_table(records.runs)
+    return table_markdown(frame)
 
 
-def table1(records: Records) -> str:
-    """One line per model and number of ranks: GB of model state per stage, and in brackets what the paper says."""
-    rows = {(one["model"], one["world_size"], one["strategy"]): one for one in table1_rows(records)}
-    places = dict.fromkeys((model, world) for model, world, _ in rows)
-    lines = ["| model | ranks | `zero1`, GB | `zero2`, GB | `zero3`, GB |", "| --- | --- | --- | --- | --- |"]
-    for model, world in places:
-        cells = [_held(rows.get((model, world, strategy))) for strategy in ("zero1", "zero2", "zero3")]
-        lines.append(f"| `{model}` | {world} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _held(one: Summary | None) -> str:
-    if one is None:
-        return "-"
-    about = "" if one["extrapolated"] is None else "~ "
-    return f"{about}{state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
-
-
-def arms_table(runs: pd.DataFrame) -> str:
+def arms_table(runs: pd.DataFrame) -> pd.DataFrame:
     """One line per strategy: GPT's loss, model state by place, bytes on the wire, and time, on one rank."""
-    lines = [f"| {' | '.join(_HEADINGS)} |", f"|{' --- |' * len(_HEADINGS)}"]
+    lines = []
     for strategy in STRATEGY_NAMES:
         arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values("run")
-        cells = ["no record", *[""] * (len(_HEADINGS) - 2)] if arm.empty else _cells(arm.iloc[0])
-        lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append({"strategy": f"`{strategy}`", **({"ranks": "no record"} if arm.empty else _cells(arm.iloc[0]))})
+    return pd.DataFrame(lines).astype(object)
 
 
-def _cells(run: pd.Series) -> list[str]:
-    held = [sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS) for place in STATE_PLACES]
-    collectives = {} if pd.isna(run["collectives"]) else json.loads(run["collectives"])
-    sent = sum(one["wire_bytes_per_rank"] for one in collectives.values())
+def _cells(run: pd.Series) -> dict[str, str]:
+    held = {place: sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS) for place in STATE_PLACES}
     outcome = "" if run["status_state"] == "ok" else f" ({run['status_state']})"
-    return [
-        f"{run['world_size']:.0f}", _number(run["eval_loss_final"], 4) + outcome,
-        *(_number(size, 1, MIB) if size else "-" for size in held),
-        _number(sent, 1, MIB) if collectives else "-", _number(run["step_time_s_median"], 0, 1e-3),
-    ]  # fmt: skip
+    return {
+        "ranks": f"{run['world_size']:.0f}",
+        "eval loss": _number(run["eval_loss_final"], 4) + outcome,
+        **{_PLACES[place]: _number(size or math.nan, 1, MIB) for place, size in held.items()},
+        "sent per step, MiB": _number(sent_bytes(run["collectives"]), 1, MIB),
+        "step, ms": _number(run["step_time_s_median"], 0, 1e-3),
+    }
 
 
 def _number(value: float, digits: int, unit: float = 1) -> str:

@@ -1,9 +1,8 @@
-"""What a notebook calls: records from a folder, and figures and tables where the reader is."""
+"""What a notebook calls: records from a folder, and a question's answer, figures and tables where the reader is."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,17 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from study.errors import UserError
-from study.report.plots import Drawing
 from study.report.plots.palette import SETTINGS
-from study.report.questions import tables
+from study.report.questions import QUESTIONS
+from study.report.questions.question import Question
 from study.report.records import frames
 from study.report.records.frames import Records
-from study.report.site.page import paragraph_html, table_html
+from study.report.site.page import links_html, paragraph_html, table_html
 from study.spec.strategies import REPOSITORY
 
-# The key under which a report finds its figures and sentences again in an executed notebook.
-METADATA_KEY = "zero_study"
 _DOTS_PER_INCH, _CSS_PIXELS_PER_INCH = 200, 100
 _COLOURS = 128
+_NOTHING_HERE = "These records hold nothing to show here."
 
 
 def records(folder: str) -> Records:
@@ -36,44 +34,57 @@ def records(folder: str) -> Records:
             f"there is no folder {folder}, neither here nor in {REPOSITORY.name}", "name another records_dir"
         )
     read = frames.read_records(found)
-    sentence(
+    _sentence(
         f"{len(read.runs)} runs and {len(read.steps):,} steps from {'this folder' if folder == '.' else folder}"
         + (f"; {len(read.refused)} records were refused, and are not in what follows." if read.refused else ".")
     )
     return read
 
 
-def figures(drawings: Sequence[Drawing] | str, folder: str = "") -> None:
-    """Shows figures, or the sentence that stands for them; with a folder, also keeps them there as PNG and SVG."""
-    if isinstance(drawings, str):
-        sentence(drawings, absent=True)
-        return
-    for drawing in drawings:
-        png = as_png(drawing.figure)
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{drawing.name}.png").write_bytes(png)
-            (Path(folder) / f"{drawing.name}.svg").write_bytes(as_svg(drawing.figure))
-        width = round(drawing.figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
-        _show(
-            {"image/png": png, "text/plain": drawing.alt},
-            {"image/png": {"width": width, "alt": drawing.alt},
-             METADATA_KEY: {"figure": drawing.name, "title": drawing.title, "alt": drawing.alt}},
-        )  # fmt: skip
+class Shown:
+    """One question in a notebook. With a folder, its figures are also kept there as PNG and SVG."""
+
+    def __init__(self, question: Question, records: Records, figures_dir: str) -> None:
+        self._question, self._records, self._folder = question, records, figures_dir
+        self._answer = question.answer(records)
+
+    def answer(self) -> None:
+        if self._answer is None:
+            _sentence(self._question.nothing, "absent")
+            return
+        _sentence(self._answer.sentence, "answer")
+        for note in self._answer.notes:
+            _sentence(note)
+
+    def figure(self, name: str) -> None:
+        draw = self._question.figures[name]
+        drawings = draw(self._records) if self._answer else []
+        if self._answer and not drawings:
+            _sentence(_NOTHING_HERE, "absent")
+        for drawing in drawings:
+            png = as_png(drawing.figure)
+            width = round(drawing.figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
+            _show({"image/png": png, "text/plain": drawing.alt}, {"image/png": {"width": width, "alt": drawing.alt}})
+            if self._folder:
+                folder = Path(self._folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                files = {"PNG": png, "SVG": as_svg(drawing.figure)}
+                for kind, content in files.items():
+                    (folder / f"{drawing.name}.{kind.lower()}").write_bytes(content)
+                links = {kind: f"{self._folder}/{drawing.name}.{kind.lower()}" for kind in files}
+                _show({"text/html": links_html(drawing.title, links), "text/plain": drawing.title}, {})
+
+    def table(self, name: str) -> None:
+        make = self._question.tables[name]
+        frame = make(self._records) if self._answer else None
+        if frame is not None and frame.empty:
+            _sentence(_NOTHING_HERE, "absent")
+        elif frame is not None:
+            _show({"text/html": table_html(frame), "text/plain": frame.to_string(index=False)}, {})
 
 
-def table(name: str, read: Records) -> None:
-    """Shows the table of that name, or the sentence that says what the records would have to hold."""
-    if missing := tables.absent(name, read):
-        sentence(missing, absent=True)
-        return
-    frame = tables.TABLES[name](read)
-    _show({"text/html": table_html(frame), "text/plain": frame.to_string(index=False)}, {})
-
-
-def sentence(text: str, absent: bool = False) -> None:
-    _show({"text/html": paragraph_html(text, "absent" if absent else "note"), "text/plain": text},
-          {METADATA_KEY: {"absent": text}} if absent else {})  # fmt: skip
+def question(name: str, records: Records, figures_dir: str = "") -> Shown:
+    return Shown(next(each for each in QUESTIONS if each.name == name), records, figures_dir)
 
 
 def as_png(figure: Figure) -> bytes:
@@ -92,6 +103,10 @@ def as_svg(figure: Figure) -> bytes:
         drawn = io.BytesIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     return drawn.getvalue()
+
+
+def _sentence(text: str, css_class: str = "note") -> None:
+    _show({"text/html": paragraph_html(text, css_class), "text/plain": text}, {})
 
 
 def _show(data: dict[str, Any], metadata: dict[str, Any]) -> None:

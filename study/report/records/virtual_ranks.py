@@ -1,7 +1,7 @@
-"""Tables of virtual ranks: beside the ZeRO paper's Table 1, stage by setting, and what each setting changes.
+"""Virtual ranks: one summary per model, strategy, world and setting.
 
-A model that a box held whole is measured; of one that was run at three depths the line over layers is shown, and says
-so: with the depths, and with how far off it is at the third.
+A model that a box held whole is measured. A model that ran at three depths is a line over layers, and its summary says
+so: with the depths, and with how far off the line is at the third.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
-from study.theory.paper import papers_state_bytes, papers_traffic
+from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
 
@@ -82,7 +82,7 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
         **held.document(),
         "held": held,
         "model": model,
-        "setting": _setting(row["engine_override"]),
+        "setting": setting_of(row["engine_override"]),
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
@@ -91,7 +91,7 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
     }
 
 
-def _setting(overrides: str) -> str:
+def setting_of(overrides: str) -> str:
     return ", ".join(item.removeprefix("zero_optimization.") for item in json.loads(overrides)) or AS_SHIPPED
 
 
@@ -111,52 +111,6 @@ def table1_rows(records: Records) -> list[Summary]:
     return found
 
 
-def table1_table(records: Records) -> pd.DataFrame:
-    """Model state per rank against the paper's 2 + 2 + 12 bytes per parameter, of the size that the model is named."""
-    rows = [
-        {
-            "Model": summary["model"],
-            "Ranks": summary["world_size"],
-            "Strategy": summary["strategy"],
-            "Paper, GB": summary["paper_bytes"] / GB,
-            "Here, GB": state_bytes(summary) / GB,
-            "Difference": f"{state_bytes(summary) / summary['paper_bytes'] - 1:+.2%}",
-            "Parameters, B": summary["model_parameters"] / GB,
-            "Bytes per parameter here": state_bytes(summary) / summary["model_parameters"],
-            "Bytes per parameter, paper": papers_state_bytes(1, summary["stage"], summary["world_size"]),
-            "Buffers beside the state, GB": buffer_bytes(summary) / GB,
-            "Of it parameters kept whole, GB": kept_whole(summary) / GB,
-            **made_by(summary),
-        }
-        for summary in table1_rows(records)
-    ]
-    return pd.DataFrame(rows)
-
-
-def settings_table(records: Records) -> pd.DataFrame:
-    """Memory in GB, and what is sent in one step as multiples of the model's weights, by stage and setting."""
-    rows = [
-        {
-            "Model": summary["model"],
-            "Ranks": summary["world_size"],
-            "Strategy": summary["strategy"],
-            "Precision": summary["precision"],
-            "Setting": summary["setting"],
-            **{f"{kind.capitalize()}, GB": _held(summary, kind) / GB for kind in STATE_KINDS},
-            "Parameters kept whole, GB": kept_whole(summary) / GB,
-            "Gradients in the bucket, GB": bucket_gradients(summary) / GB,
-            "Buffers, GB": buffer_bytes(summary) / GB,
-            "Sent, x weights": sent(summary),
-            "Paper, x weights": papers_traffic(summary["stage"], summary["world_size"]),
-            "Payload, x weights": _payloads(summary),
-            "Calls": calls(summary),
-            **made_by(summary),
-        }
-        for summary in summaries(records)
-    ]
-    return pd.DataFrame(rows)
-
-
 def changes(records: Records) -> list[tuple[Summary, Summary]]:
     """Each summary under a changed setting, after the one of the same strategy as shipped."""
     found = summaries(records)
@@ -164,56 +118,7 @@ def changes(records: Records) -> list[tuple[Summary, Summary]]:
     return [(shipped[one["alike"]], one) for one in found if one["setting"] != AS_SHIPPED and one["alike"] in shipped]
 
 
-def setting_effects_table(records: Records) -> pd.DataFrame:
-    """What a setting moves it causes: nothing else differs between the two runs."""
-    rows = []
-    for before, after in changes(records):
-        rows.append(
-            {
-                "Model": after["model"],
-                "Ranks": after["world_size"],
-                "Strategy": after["strategy"],
-                "Precision": after["precision"],
-                "Setting": after["setting"],
-                "Sent, x weights": _change(sent(before), sent(after)),
-                "Calls": _change(calls(before), calls(after)),
-                **{
-                    f"{kind.capitalize()}, GB": _change(_held(before, kind) / GB, _held(after, kind) / GB)
-                    for kind in STATE_KINDS
-                },
-                "Gradients in the bucket, GB": _change(bucket_gradients(before) / GB, bucket_gradients(after) / GB),
-                "Buffers, GB": _change(buffer_bytes(before) / GB, buffer_bytes(after) / GB),
-                "Collectives before": _payloads(before),
-                "and after": _payloads(after),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def virtual_runs_table(records: Records) -> pd.DataFrame:
-    """Every run as it ended; a model at three depths is three runs."""
-    rows = []
-    for row in virtual(records).runs.to_dict("records"):
-        ended = row["status_state"] == "ok"
-        state = sum(row[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) if ended else None
-        rows.append(
-            {
-                "Strategy": row["strategy"],
-                "Model": row["model_name_or_path"],
-                "Precision": row["engine_precision"],
-                "Rank": f"{row['virtual_rank']} of {row['world_size']}" if pd.notna(row["virtual_rank"]) else "",
-                "Setting": _setting(row["engine_override"]) if isinstance(row["engine_override"], str) else "",
-                "State, GB": None if state is None else state / GB,
-                "Sent per step, GB": _sent_bytes(row["collectives"]) / GB,
-                "Host peak, GiB": row["host_peak_rss_gib"],
-                "Run, s": row["runtime_s"],
-                "Outcome": "ok" if ended else f"{row['status_state']}: {row['status_reason']}",
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _sent_bytes(collectives: Any) -> float:
+def sent_bytes(collectives: Any) -> float:
     """On the wire, as a row of the table of runs has them; NaN where no step was watched."""
     if not isinstance(collectives, str):
         return math.nan
@@ -225,8 +130,9 @@ def sent(summary: Summary) -> float:
     return _sum([summary["sent_bytes_per_step"]]) / _weights(summary)
 
 
-def calls(summary: Summary) -> float:
-    return _sum([summary["comm_calls_per_step"]])
+def known(summary: Summary, figure: str) -> float:
+    """NaN where no line over layers holds."""
+    return _sum([summary[figure]])
 
 
 def shares(summary: Summary, figure: str) -> dict[str, float | None]:
@@ -239,21 +145,22 @@ def buffer_bytes(summary: Summary) -> float:
     return _sum((summary["buffer_bytes"] or {}).values())
 
 
-def bucket_gradients(summary: Summary) -> float:
-    return _sum([summary["grads_in_bucket_bytes"]])
-
-
-def kept_whole(summary: Summary) -> float:
-    return _sum([summary["kept_whole_bytes"]])
-
-
 def state_bytes(summary: Summary) -> float:
-    return sum(_held(summary, kind) for kind in STATE_KINDS)
+    return sum(held(summary, kind) for kind in STATE_KINDS)
 
 
 def _sum(sizes: Iterable[float | None]) -> float:
     """NaN where one of them has no figure, such as one whose line over layers does not hold."""
     return float(sum(math.nan if size is None else size for size in sizes))
+
+
+def _weights(summary: Summary) -> float:
+    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
+    return float(summary["model_parameters"]) * each
+
+
+def held(summary: Summary, kind: str) -> float:
+    return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
 
 
 def made_by(summary: Summary) -> dict[str, str]:
@@ -266,30 +173,3 @@ def made_by(summary: Summary) -> dict[str, str]:
         "Made by": f"layers {first}, {second} of {fit['layers']}",
         "Line off by": f"{fit['largest_residual_of_state']:.0e} at {fit['checked_at_depth']}",
     }
-
-
-def _payloads(summary: Summary) -> str:
-    shown = [
-        f"{name} {'?' if share is None else f'{share:.2f}'}"
-        for name, share in shares(summary, "payload_bytes").items()
-        if share is None or share >= BOOKKEEPING
-    ]
-    return ", ".join(shown) or "nothing"
-
-
-def _weights(summary: Summary) -> float:
-    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
-    return float(summary["model_parameters"]) * each
-
-
-def _held(summary: Summary, kind: str) -> float:
-    return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
-
-
-def _change(before: float, after: float) -> str:
-    """Nothing where nothing moved, a question mark where one of the two is not known."""
-    if math.isnan(before + after):
-        return "?"
-    if abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9):
-        return ""
-    return f"{before:.4g} to {after:.4g}"

@@ -1,0 +1,49 @@
+"""What a larger model changes: memory and time of each arm beside the baseline of the same model."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from study.report.plots.scaling import model_size
+from study.report.questions.batch_size import speed_answer
+from study.report.questions.comparing import row
+from study.report.questions.question import Answer, Question
+from study.report.records.arms import Row, against, arms, frame, one_value, peak_gib, state_mib
+from study.report.records.frames import Records, real
+from study.report.records.speed import parameters, runs_with_several, speed_beside_baseline
+
+
+def answer(records: Records) -> Answer | None:
+    return speed_answer(speed_beside_baseline(real(records).runs, "model_name_or_path"), "{:.3g} M parameters")
+
+
+def model_size_table(records: Records) -> pd.DataFrame:
+    rows = []
+    for arm in arms(runs_with_several(real(records).runs, "model_name_or_path")):
+        figures: Row = {
+            "Model": one_value(arm.runs["model_name_or_path"]),
+            "Parameters, millions": parameters(arm.beside) / 1e6,
+            "State per rank, MiB": state_mib(arm),
+            "Peak memory, GiB": peak_gib(arm)[0],
+            "Step time, ms": 1e3 * arm.median("step_time_s_median"),
+            "Time, x baseline": against(arm, "step_time_s_median"),
+        }
+        rows.append(row(arm, figures))
+    # What is not known comes last.
+    return frame(
+        sorted(rows, key=lambda each: (math.isnan(each["Parameters, millions"]), each["Parameters, millions"]))
+    )
+
+
+QUESTION = Question(
+    name="model_size",
+    title="Does ZeRO pay more on a larger model?",
+    answer=answer,
+    nothing="No task here was run with more than one model.",
+    tables={"model_size": model_size_table},
+    figures={"model_size": model_size},
+    first_figure="model_size",
+    notebook="model_size",
+)

@@ -1,0 +1,101 @@
+"""Where the time of a step goes, by kind of work and by kernel."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+
+from study.report.plots.profile import step_profile
+from study.report.questions.cells import span
+from study.report.questions.comparing import row
+from study.report.questions.question import Answer, Question
+from study.report.records.arms import NAN, Arm, Row, frame, one_value
+from study.report.records.frames import Records
+from study.report.records.profiles import LABELS, parts_ms, profiled_arms
+from study.report.records.statistics import percent
+from study.theory.hardware import peak_flops
+
+# What the FLOPs of a model are counted over; kernels of other kinds do none that count.
+_MODEL_FLOPS_KINDS = ("matmul", "attention")
+
+
+def answer(records: Records) -> Answer | None:
+    rows = []
+    for arm, profile in profiled_arms(records):
+        parts, wall = parts_ms(profile), 1e3 * profile["wall_s_per_step"]
+        rows.append({
+            "Workload": arm.workload, "Arm": arm.name, "Step, ms": wall,
+            "Matrix products and attention": sum(parts[kind] for kind in _MODEL_FLOPS_KINDS) / wall,
+            "Idle": parts["idle"] / wall,
+        })  # fmt: skip
+    if not rows:
+        return None
+    table = pd.DataFrame(rows)
+    shares = ("Matrix products and attention", "Idle")
+    sentence = (
+        f"Matrix products and attention take {span(table[shares[0]], percent)} of a step, and in"
+        f" {span(table[shares[1]], percent)} of it nothing runs."
+    )
+    table = table.assign(**{share: table[share].map(percent) for share in shares})
+    return Answer(sentence, table, ("Profiled steps are slower, and are in no other time here.",))
+
+
+def step_profile_table(records: Records) -> pd.DataFrame:
+    """Time of a step by kind of work, and how fast the model's own arithmetic went while it ran."""
+    rows = []
+    for arm, profile in profiled_arms(records):
+        figures: Row = {
+            "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
+            "Timed step, ms": 1e3 * arm.median("step_time_s_median"),
+            **{f"{LABELS[kind].capitalize()}, ms": part for kind, part in parts_ms(profile).items()},
+            "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
+            "Model FLOP utilization": arm.median("mfu"),
+            **_while_it_multiplied(arm, profile),
+        }
+        rows.append(row(arm, figures))
+    return frame(rows)
+
+
+def _while_it_multiplied(arm: Arm, profile: dict[str, Any]) -> Row:
+    """The model's FLOPs over the time of matrix products and attention alone; devices do it, and not cores."""
+    seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
+    rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if seconds else NAN
+    devices = json.loads(one_value(arm.ended["devices"]) or "[]") if profile["device"] == "cuda" else []
+    peak = peak_flops(devices[0], one_value(arm.ended["precision"])) if devices else None
+    return {
+        "Share in matrix products and attention": seconds / profile["wall_s_per_step"],
+        "TFLOP/s in matrix products and attention": rate / 1e12,
+        "Of the device's peak": rate / peak if peak else NAN,
+    }
+
+
+def kernels_table(records: Records) -> pd.DataFrame:
+    """The largest pieces of work of each profiled arm, the longest first."""
+    rows: list[Row] = [
+        {
+            "Workload": arm.workload,
+            "Arm": arm.name,
+            "Kernel or operator": entry["name"],
+            "Kind": LABELS[entry["category"]],
+            "Calls per step": entry["calls_per_step"],
+            "Per step, ms": 1e3 * entry["s_per_step"],
+            "Share of the step": entry["s_per_step"] / profile["wall_s_per_step"],
+        }
+        for arm, profile in profiled_arms(records)
+        for entry in profile["top"]
+    ]
+    return frame(rows)
+
+
+QUESTION = Question(
+    name="profile",
+    title="Where does the time of a step go?",
+    answer=answer,
+    nothing="No run here was profiled: --profile_steps does that.",
+    tables={"step_profile": step_profile_table, "profile": kernels_table},
+    figures={"step_profile": step_profile},
+    first_figure="step_profile",
+    notebook="runtime",
+)

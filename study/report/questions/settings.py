@@ -1,0 +1,158 @@
+"""Traffic and memory by stage and setting; nothing but the setting differs between two runs that are compared."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from study.record.schema import STATE_KINDS
+from study.report.plots.virtual import settings
+from study.report.questions.cells import span
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import Records
+from study.report.records.virtual_ranks import (
+    AS_SHIPPED,
+    BOOKKEEPING,
+    GB,
+    STAGES,
+    Summary,
+    buffer_bytes,
+    changes,
+    held,
+    known,
+    made_by,
+    sent,
+    shares,
+    state_bytes,
+    summaries,
+)
+from study.theory.paper import papers_traffic
+
+# Below this a difference in traffic or memory is padding and bookkeeping.
+_NOTABLE = 0.01
+_THREE_DIGITS = "{:.3g}".format
+
+
+def _sent_x_paper(one: Summary) -> float:
+    paper = papers_traffic(one["stage"], one["world_size"])
+    return sent(one) / paper if paper else math.nan
+
+
+_FIGURES: dict[str, Callable[[Summary], float]] = {
+    "Sent, x paper": _sent_x_paper,
+    "Calls": lambda one: known(one, "comm_calls_per_step"),
+    "State, GB": lambda one: state_bytes(one) / GB,
+    "Gradients in the bucket, GB": lambda one: known(one, "grads_in_bucket_bytes") / GB,
+    "Buffers, GB": lambda one: buffer_bytes(one) / GB,
+}
+
+
+def answer(records: Records) -> Answer | None:
+    found = summaries(records)
+    shipped = {
+        stage: [one for one in found if (one["strategy"], one["setting"]) == (stage, AS_SHIPPED)] for stage in STAGES
+    }
+    ratios = {stage: [_sent_x_paper(one) for one in rows] for stage, rows in shipped.items()}
+    ratios = {stage: some for stage, some in ratios.items() if not all(map(math.isnan, some))}
+    if not ratios:
+        return None
+    told = [f"{span(some, _THREE_DIGITS)} (`{stage}`)" for stage, some in ratios.items()]
+    sentence = f"As shipped the engine sends {', '.join(told)} times the paper's traffic."
+    rows: list[dict[str, object]] = [
+        {
+            "Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(shipped[stage]),
+            "Sent, x paper": span(some, _THREE_DIGITS),
+        }
+        for stage, some in ratios.items()
+    ]  # fmt: skip
+    moved: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
+    for before, after in changes(records):
+        moved[after["strategy"], after["setting"]].append((before, after))
+    for (strategy, setting), pairs in moved.items():
+        effects = {name: moves for name, figure in _FIGURES.items() if (moves := _moves(pairs, figure))}
+        rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
+    rows.sort(key=lambda each: str(each["Strategy"]))
+    notes = ("Of a setting only what it moves by more than 1 % is shown, as shipped → changed.",) if moved else ()
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
+
+
+def _moves(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
+    """From which range to which; nothing where it did not move, or is not known of both."""
+    figures = [(figure(before), figure(after)) for before, after in pairs]
+    figures = [pair for pair in figures if not math.isnan(sum(pair))]
+    if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
+        return ""
+    return " → ".join(span((pair[place] for pair in figures), _THREE_DIGITS) for place in (0, 1))
+
+
+def settings_table(records: Records) -> pd.DataFrame:
+    """Memory in GB, and what is sent in one step as multiples of the model's weights."""
+    rows = [
+        {
+            **_case(one),
+            **{f"{kind.capitalize()}, GB": held(one, kind) / GB for kind in STATE_KINDS},
+            "Parameters kept whole, GB": known(one, "kept_whole_bytes") / GB,
+            "Gradients in the bucket, GB": known(one, "grads_in_bucket_bytes") / GB,
+            "Buffers, GB": buffer_bytes(one) / GB,
+            "Sent, x weights": sent(one),
+            "Paper, x weights": papers_traffic(one["stage"], one["world_size"]),
+            "Payload, x weights": _payloads(one),
+            "Calls": known(one, "comm_calls_per_step"),
+            **made_by(one),
+        }
+        for one in summaries(records)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _case(one: Summary) -> dict[str, object]:
+    return {
+        "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"], "Precision": one["precision"],
+        "Setting": one["setting"],
+    }  # fmt: skip
+
+
+def _payloads(one: Summary) -> str:
+    shown = [
+        f"{name} {'?' if share is None else f'{share:.2f}'}"
+        for name, share in shares(one, "payload_bytes").items()
+        if share is None or share >= BOOKKEEPING
+    ]
+    return ", ".join(shown) or "nothing"
+
+
+def setting_effects_table(records: Records) -> pd.DataFrame:
+    figures: dict[str, Callable[[Summary], float]] = {
+        "Sent, x weights": sent,
+        "Calls": _FIGURES["Calls"],
+        **{f"{kind.capitalize()}, GB": lambda one, kind=kind: held(one, kind) / GB for kind in STATE_KINDS},  # type: ignore[misc]
+        **{name: _FIGURES[name] for name in ("Gradients in the bucket, GB", "Buffers, GB")},
+    }
+    rows = []
+    for before, after in changes(records):
+        moved = {name: _change(figure(before), figure(after)) for name, figure in figures.items()}
+        rows.append(_case(after) | moved | {"Collectives before": _payloads(before), "and after": _payloads(after)})
+    return pd.DataFrame(rows)
+
+
+def _change(before: float, after: float) -> str:
+    """Nothing where nothing moved, a question mark where one of the two is not known."""
+    if math.isnan(before + after):
+        return "?"
+    if abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9):
+        return ""
+    return f"{before:.4g} to {after:.4g}"
+
+
+QUESTION = Question(
+    name="settings",
+    title="Where does the engine depart from the paper, and which setting does it?",
+    answer=answer,
+    nothing="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
+    tables={"settings": settings_table, "setting_effects": setting_effects_table},
+    figures={"settings": settings},
+    notebook="virtual_cluster",
+)

@@ -1,0 +1,50 @@
+"""Speed beside the baseline, where one workload ran with several batches or one task with several models."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from study.record.schema import STATE_PLACES
+from study.report.records.arms import arms
+from study.report.records.fairness import baseline_arm
+from study.report.records.statistics import paired_ratio
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The runs of tasks that were run with more than one value of a column."""
+    groups = ["task"] if column == "model_name_or_path" else ["task", "model_name_or_path"]
+    return runs[runs.groupby(groups)[column].transform("nunique") > 1] if len(runs) else runs
+
+
+def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Throughput of each arm in percent of the baseline of its workload and number of ranks.
+
+    `place` is where it stands among the values of the column: the batch, or millions of parameters.
+    """
+    rows = []
+    for arm in arms(runs_with_several(runs, column)):
+        first = arm.runs.iloc[0]
+        beside = arm.beside[arm.beside["world_size"] == first["world_size"]]
+        baseline = baseline_arm(beside)
+        if baseline is None or not len(arm.ended) or beside["arm"].nunique() < 2:
+            continue
+        ratio = paired_ratio(beside, "tokens_per_s", arm.name, baseline).center
+        by_model = column == "model_name_or_path"
+        rows.append({
+            "subject": f"{first['task'] if by_model else first['model_name_or_path']} on {first['world_size']} ranks",
+            "place": parameters(arm.beside) / 1e6 if by_model else float(first[column]),
+            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline, "percent": 100 * ratio,
+            "note": "; ".join(dict.fromkeys(text for text in arm.ended["confounded"] if text)),
+        })  # fmt: skip
+    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "note"]
+    return pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
+
+
+def parameters(beside: pd.DataFrame) -> float:
+    """Parameters of a workload's model, from the arms that hold them whole; NaN where none ran."""
+    whole = beside[(beside["status_state"] == "ok") & (beside["strategy"] != "fsdp2")]
+    whole = whole[whole["zero_stage"].fillna(0) < 3]
+    held = whole[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
+    return float((held / whole["param_dtype"].map(_BYTES)).max()) if len(whole) else float("nan")

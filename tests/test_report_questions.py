@@ -1,0 +1,267 @@
+"""The answers of a report: each figure is the records', nothing unknown is asserted, and one file makes a question."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from study.report import questions
+from study.report.questions import QUESTIONS, TABLES, answers
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import read_parquet, read_records
+from study.report.site.build import NOTEBOOKS, build
+from synthetic_records import REPOSITORY, write_run
+
+STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
+
+
+def said(root: Path) -> dict[str, Answer]:
+    return {question.name: answer for question, answer in answers(read_records(root)).items()}
+
+
+def row(table: pd.DataFrame, name: str, column: str = "Arm") -> pd.Series:
+    (found,) = [line for _, line in table.iterrows() if line[column] == name]
+    return found
+
+
+def notes(answer: Answer) -> str:
+    return "\n".join(answer.notes)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    root = tmp_path_factory.mktemp("stages")
+    for strategy in STAGES:
+        write_run(root, strategy)
+    return said(root)
+
+
+def test_questions_have_names_of_their_own_and_notebooks_that_are_there() -> None:
+    assert len({question.name for question in QUESTIONS}) == len(QUESTIONS)
+    assert len(TABLES) == sum(len(question.tables) for question in QUESTIONS)
+    for question in QUESTIONS:
+        assert question.title.endswith("?")
+        assert question.nothing.endswith(".")
+        assert question.first_figure is None or question.first_figure in question.figures
+        if question.notebook is not None:
+            text = (NOTEBOOKS / f"{question.notebook}.ipynb").read_text()
+            shown = [*(f'figure(\\"{name}\\")' for name in question.figures)]
+            shown += [f'table(\\"{name}\\")' for name in question.tables]
+            assert f'show.question(\\"{question.name}\\"' in text
+            assert [call for call in shown if call not in text] == []
+        else:
+            assert not question.figures
+
+
+def test_a_new_question_is_one_file_and_its_place_in_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file of the folder would define; without a notebook its tables are on the first page."""
+    steps = Question(
+        name="steps",
+        title="How many steps ran?",
+        answer=lambda records: Answer(f"{len(records.steps)} steps.", pd.DataFrame({"Runs": [len(records.runs)]})),
+        nothing="No step ran.",
+        tables={"steps_of_runs": lambda records: records.runs[["run", "steps"]]},
+    )
+    for module in (questions, build.__globals__):
+        place = module if isinstance(module, dict) else module.__dict__
+        monkeypatch.setitem(place, "QUESTIONS", (steps,))
+    write_run(tmp_path / "runs", "ddp", steps=8)
+    built = build(read_records(tmp_path / "runs"), "mine", tmp_path / "report")
+    page, markdown = built.page.read_text(), (built.page.parent / "summary.md").read_text()
+    for text in (page, markdown):
+        assert "How many steps ran?" in text
+        assert "8 steps." in text
+    assert "Steps of runs in full" in page
+    assert [file.name for file in built.page.parent.glob("*.html")] == ["index.html"]
+
+
+def test_losses_that_agree_are_said_to(stages: dict[str, Answer]) -> None:
+    loss = stages["loss"]
+    assert loss.sentence.startswith("No: the loss of all 6 arms that can be compared stays within ")
+    (line,) = loss.table.to_dict("records")
+    assert (line["Same loss"], line["Margin"]) == ("6 of 6", "0.12 %")
+    assert line["Test of equivalence"] == "one run each: no test"
+
+
+def test_a_loss_that_differs_is_not_called_the_same(tmp_path: Path) -> None:
+    for strategy in STAGES:
+        write_run(tmp_path, strategy, loss_shift=0.1 if strategy == "zero2" else 0.0)
+    loss = said(tmp_path)["loss"]
+    # The loss ends at 1.7 + 4 exp(-8/12), and a little noise.
+    assert loss.sentence == "Yes, in 1 of 6 arms: `zero2` is 2.7 % off the loss of its baseline."
+    assert loss.table["Same loss"].tolist() == ["5 of 6"]
+    assert loss.table["Furthest arm"].tolist() == ["zero2"]
+
+
+def test_memory_traffic_and_time_stand_beside_ddp(stages: dict[str, Answer]) -> None:
+    # 4 + 4 + 8 bytes per parameter under DDP; stage 1 halves 12 of optimizer, stage 2 the gradients, stage 3 all.
+    memory = stages["memory"]
+    assert memory.sentence == "With its state sharded a rank keeps down to 62 % (`zero3`) of what it holds under `ddp`."
+    shares = {arm: row(memory.table, arm)["State, % of ddp"] for arm in ("ddp", "zero1", "zero2", "zero3")}
+    assert shares == {"ddp": "100 %", "zero1": "88 %", "zero2": "75 %", "zero3": "62 %"}
+    traffic = stages["traffic"]
+    assert traffic.sentence == (
+        "With sharded state a step sends 1.00 to 2.00 times the bytes of `ddp`, most with `zero3`."
+    )
+    assert row(traffic.table, "zero3")["x ddp"] == "2.00"
+    assert row(traffic.table, "single")["Sent, MiB"] == "0"
+    time = stages["time"]
+    assert time.sentence.endswith(" times as long as one of `ddp`; one run each: differences are not judged.")
+    assert float(row(time.table, "zero3")["x ddp"]) == pytest.approx(1.5, abs=0.1)
+    assert float(row(time.table, "zero1")["x ddp"]) == pytest.approx(1.1, abs=0.06)
+    # Offload has a question of its own, and its arms are there.
+    assert "zero3_cpu" not in {*memory.table["Arm"], *traffic.table["Arm"], *time.table["Arm"]}
+    assert row(stages["offload"].table, "zero3_cpu")["Freed"] == "80 %"
+    assert stages["offload"].sentence.startswith("Offload frees 80 % of the model state on the device")
+
+
+def test_confounded_and_failed_arms_are_named_and_in_no_answer(tmp_path: Path) -> None:
+    for strategy in ("single", "ddp", "zero2"):
+        write_run(tmp_path, strategy)
+    write_run(tmp_path, "zero3", time_factor=0.01, environment={"threads_per_rank": 8})
+    write_run(tmp_path, "zero3_cpu", state="oom", reason="CUDA out of memory")
+    found = said(tmp_path)
+    assert found["loss"].table["Same loss"].tolist() == ["2 of 2"]
+    for name, column in (("memory", "State, % of ddp"), ("time", "Step, ms"), ("traffic", "Sent, MiB")):
+        answer = found[name]
+        assert "zero3" not in answer.sentence
+        assert row(answer.table, "zero3")[column].endswith(" †")
+        assert row(answer.table, "zero3_cpu").tolist()[1:] == ["oom", "-"]
+        assert "`zero3`: not a fair comparison †, threads per rank: 8, baseline 1." in notes(answer)
+        assert "`zero3_cpu`: ended oom, CUDA out of memory." in notes(answer)
+    assert "zero3" not in found["advice"].sentence
+    assert "`zero3_cpu`: ended oom" in notes(found["advice"])
+    failed = row(TABLES["summary"](read_records(tmp_path)), "zero3_cpu")
+    assert (failed["Outcome"], failed["Comparable"]) == ("oom: CUDA out of memory", "-")
+
+
+def test_many_seeds_are_tested_and_the_test_has_its_n(tmp_path: Path) -> None:
+    for seed in (42, 43, 44, 45):
+        for strategy in ("single", "ddp", "zero3"):
+            write_run(tmp_path, strategy, seed=seed)
+    found = said(tmp_path)
+    assert found["loss"].table["Test of equivalence"].tolist() == ["2 of 2 arms (n = 4)"]
+    assert "like runs differ by up to" in found["time"].sentence
+    assert notes(found["runs"]) == "4 to 4 runs of an arm."
+
+
+@pytest.mark.parametrize(("faster", "chosen"), [(0.999, "ddp"), (0.5, "zero2")])
+def test_the_plain_way_wins_what_is_inside_noise(faster: float, chosen: str, tmp_path: Path) -> None:
+    for repeat in (1, 2, 3):
+        for strategy, factor in (("ddp", 1.0), ("zero2", faster / 1.1), ("zero3", 1.0)):
+            write_run(tmp_path, strategy, repeat=repeat, time_factor=factor)
+    advice = said(tmp_path)["advice"]
+    assert advice.sentence.startswith(f"`{chosen}`: ")
+    (line,) = advice.table.to_dict("records")
+    assert line["Use"] == chosen
+    assert line["Fastest"].endswith("(n = 3)")
+    assert line["Like runs differ by"].endswith(" %")
+
+
+def test_advice_from_one_run_each_judges_nothing(tmp_path: Path) -> None:
+    for strategy in ("ddp", "zero2"):
+        write_run(tmp_path, strategy, gpu=False)
+    advice = said(tmp_path)["advice"]
+    assert advice.sentence == "Fastest: `ddp`; but with one run each differences are not judged."
+    assert advice.table["Use"].tolist() == ["not judged"]
+    assert advice.table["Like runs differ by"].tolist() == ["not known"]
+    assert "There is no GPU on this box" in notes(advice)
+
+
+def test_claims_stand_beside_what_was_measured_here(tmp_path: Path) -> None:
+    for strategy in STAGES:
+        write_run(tmp_path, strategy)
+    table = TABLES["claims"](read_records(tmp_path)).set_index("Claim")
+    assert table.loc["S3-02", "These records"] == "2.0x ddp, 2.0x zero0, 3.0x zero1"
+    assert table.loc["S1-07", "These records"] == "50% zero2 on 2 ranks"
+    assert table.loc["S1-01", "These records"] == "1.14x zero1 on 2 ranks"
+    assert table.loc["S0-07", "These records"] == "1.0x zero0, 1.0x zero2, 2.0x zero3"
+    assert (table["Made at"] != "").all()
+    # On two ranks nothing is known of one device.
+    assert "S2-03" not in table.index
+
+
+def test_claims_about_one_device_take_one_device(tmp_path: Path) -> None:
+    for strategy in ("single", "zero2", "zero3_cpu"):
+        write_run(tmp_path, strategy, ranks=1)
+    table = TABLES["claims"](read_records(tmp_path)).set_index("Claim")
+    shown = dict(reversed(part.split("x (n = 1) ")) for part in table.loc["S2-03", "These records"].split(", "))
+    ratios = {arm: float(ratio) for arm, ratio in shown.items()}
+    assert ratios == pytest.approx({"zero2": 0.61, "zero3_cpu": 0.56}, abs=0.03)
+
+
+def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
+    assert said(tmp_path) == {}
+    write_run(tmp_path, "zero3", state="failed", reason="x")
+    assert list(said(tmp_path)) == ["runs"]
+    write_run(tmp_path / "v", "zero3", virtual=True, ranks=64, config={"global_batch_size": 64})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "status.json").write_text("{")
+    found = said(tmp_path)
+    assert list(found) == ["layers", "runs"]
+    assert found["runs"].sentence == (
+        "1 runs ended well and 1 did not; 1 records are left out because they cannot be believed."
+    )
+    assert dict(zip(found["runs"].table["Outcome"], found["runs"].table["Runs"], strict=True)) == {"failed": 1, "ok": 1}
+    assert "here is no loss, no accuracy, and no throughput" in notes(found["layers"])
+
+
+def test_runs_of_several_boxes_are_said(tmp_path: Path) -> None:
+    write_run(tmp_path, "ddp")
+    write_run(tmp_path, "zero2", environment={"cpu": "Another"})
+    assert "2 different boxes" in notes(said(tmp_path)["runs"])
+
+
+def test_the_committed_records_have_short_answers() -> None:
+    found = answers(read_parquet(REPOSITORY / "reports" / "laptop"))
+    assert {question.name for question in found} == {
+        "loss", "memory", "time", "traffic", "offload", "advice", "ranks", "claims", "runs"
+    }  # fmt: skip
+    for question, answer in found.items():
+        text = "\n".join([answer.sentence, answer.table.to_csv(), *answer.notes])
+        assert "nan" not in text, question.name
+        assert "<NA>" not in text, question.name
+        assert len(answer.sentence) < 160, question.name
+        assert len(answer.table) <= 10, question.name
+
+
+@pytest.mark.parametrize(
+    ("precision", "share", "follows"),
+    [("fp32", 0.001, True), ("fp32", 0.003, False), ("bf16", 0.003, True), ("bf16", 0.006, False)],
+)
+def test_what_lies_between_two_numbers_of_bf16_is_no_difference_in_bf16(
+    tmp_path: Path, precision: str, share: float, follows: bool
+) -> None:
+    """The loss ends at 1.7 + 4 exp(-8/12), and a little noise."""
+    for strategy, shift in (("ddp", 0.0), ("zero2", share * 3.75)):
+        write_run(tmp_path, strategy, loss_shift=shift, config={"precision": precision})
+    assert said(tmp_path)["loss"].table["Same loss"].tolist() == ["1 of 1" if follows else "0 of 1"]
+
+
+def test_nobody_is_told_to_train_under_the_profiler(tmp_path: Path) -> None:
+    write_run(tmp_path, "ddp", config={"profile_steps": 3})
+    assert "advice" not in said(tmp_path)
+    write_run(tmp_path, "zero2")
+    assert said(tmp_path)["advice"].sentence.startswith("Fastest: `zero2`;")
+
+
+def test_speed_by_batch_stands_beside_the_baseline_of_the_same_batch(tmp_path: Path) -> None:
+    for batch in (16, 64):
+        for strategy, factor in (("ddp", 1.0), ("zero3", 1.0 if batch == 16 else 0.8)):
+            write_run(tmp_path, strategy, config={"global_batch_size": batch}, time_factor=factor)
+    answer = said(tmp_path)["batch_size"]
+    small, large = (int(cell.removesuffix(" %")) for cell in row(answer.table, "zero3").tolist()[1:])
+    assert (small, large) == (pytest.approx(100 / 1.5, abs=3), pytest.approx(100 / 1.2, abs=4))
+    assert row(answer.table, "ddp").tolist() == ["ddp", "100 %", "100 %"]
+    assert answer.sentence == (
+        f"`zero3` reaches {small} % of the speed of `ddp` at a batch of 16 and {large} % at a batch of 64."
+    )
+    confounded = dataclasses.replace(read_records(tmp_path))
+    runs = confounded.runs
+    runs.loc[(runs["strategy"] == "zero3") & (runs["global_batch_size"] == 64), "confounded"] = "clipping"
+    answer = next(found for question, found in answers(confounded).items() if question.name == "batch_size")
+    assert row(answer.table, "zero3").tolist()[2].endswith(" †")
+    assert answer.sentence == "No arm beside `ddp` can be compared at more than one place."
