@@ -193,11 +193,12 @@ def test_memory_is_not_measured_as_a_drive(memory_folder: Path) -> None:
 def test_without_torch_it_still_answers_and_says_what_is_missing(tmp_path: Path) -> None:
     """The whole of an installation but for what training adds: the environment of `pip install .`, by links."""
     import psutil
+    import rich
     import yaml
 
     packages = tmp_path / "packages"
     packages.mkdir()
-    for module in (psutil, yaml):
+    for module in (psutil, rich, yaml):
         folder = Path(str(module.__file__)).parent
         (packages / folder.name).symlink_to(folder)
     script = "import sys; from study.cli import main; sys.exit(main(['doctor', '--json']))"
