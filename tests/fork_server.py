@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -85,7 +86,8 @@ def _lead(connection: socket.socket) -> None:
                 if wait_status and not status:
                     status, deadline = os.waitstatus_to_exitcode(wait_status), time.monotonic() + GRACE_S
                     _signal(ranks, signal.SIGTERM)
-    connection.sendall(json.dumps(status).encode())
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(json.dumps(status).encode())
 
 
 def _signal(processes: set[int], number: int) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engines import launch
 from forked import fork_ranks
 from runs import FLAGS, RunFactory
 from study.baselines import bench
@@ -123,7 +122,7 @@ def test_bf16_is_the_same_autocast_in_every_loop(run_of: RunFactory, script: str
 def test_what_a_baseline_cannot_do_is_refused_in_one_line(
     script: str, strategy: str, flags: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
-    result = launch(strategy, script, *flags, "--output_dir", str(tmp_path / "run"), ranks=1)
+    result = fork_ranks(strategy, script, *flags, "--output_dir", str(tmp_path / "run"), ranks=1)
     refusals = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode != 0
     assert len(refusals) == 1
