@@ -70,7 +70,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(work / "site")}, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(work / "site"), str(REPOSITORY)])}, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -116,7 +116,7 @@ def test_a_report_rebuilds_from_parquet_without_torch_in_under_a_minute(report):
     assert report.printed == "reports/harmful/index.html\n"
     names = {file.name for file in report.folder.iterdir()}
     pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
-    assert names == {"index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
+    assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
     stems = {kind: {file.stem for file in report.folder.glob(f"figures/*.{kind}")} for kind in ("png", "svg")}
     assert stems["png"] == stems["svg"]
     assert len(stems["png"]) > 12

@@ -93,7 +93,7 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
 
 
-@pytest.mark.parametrize("name", ["laptop", "one_gpu", "paper_table1", "virtual_settings"])
+@pytest.mark.parametrize("name", ["laptop", "paper_table1", "virtual_settings"])
 def test_the_reports_in_git_have_their_list_and_are_known_without_it(name, tmp_path):
     folder = Path(shutil.copytree(REPOSITORY / "reports" / name, tmp_path / name))
     everything = set(contents(folder))

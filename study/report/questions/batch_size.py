@@ -5,7 +5,6 @@ from __future__ import annotations
 import pandas as pd
 
 from study.report.plots.scaling import batch_size
-from study.report.questions.comparing import row
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Row, against, arms, frame, one_value, peak_gib
 from study.report.records.frames import Records, real
@@ -64,7 +63,7 @@ def batch_size_table(records: Records) -> pd.DataFrame:
             "Payload per token, KiB": arm.median("comm_bytes_per_step") / tokens / 1024,
             "Peak memory, GiB": peak_gib(arm)[0],
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from study.report.questions.cells import NOT_MEASURED, cell_text
-from study.report.records.arms import NAN, Arm, Row, arms, comparable, one_value, state_bytes
+from study.report.records.arms import NAN, Arm, arms, comparable, one_value, state_bytes
 from study.report.records.frames import Records, real
 from study.report.records.statistics import noise_floor, paired_ratio, percent
 from study.report.records.workloads import BASELINES, strategy_order
@@ -160,8 +160,3 @@ def notes_on(found: Iterable[Arm], confound: str = "confounded") -> tuple[str, .
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more such notes are in the details."]
     return tuple(notes)
-
-
-def row(arm: Arm, figures: Row, confound: str = "confounded") -> Row:
-    """A row of a table. Of what did not run nothing is known, also not whether it could be compared."""
-    return arm.row(figures, confound) | ({} if len(arm.ended) else {"Comparable": NOT_MEASURED})

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.comparing import compared, notes_on, row, workloads
+from study.report.questions.comparing import compared, notes_on, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, arms, frame, one_value
 from study.report.records.frames import Records, real, steps_by_run
@@ -132,7 +132,7 @@ def loss_table(records: Records) -> pd.DataFrame:
             "Perplexity": arm.median("eval_perplexity"),
             **_against_baseline(arm, steps),
         }
-        rows.append(row(arm, figures, _CONFOUND))
+        rows.append(arm.row(figures, _CONFOUND))
     return frame(rows)
 
 

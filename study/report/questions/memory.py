@@ -12,7 +12,6 @@ from study.report.questions.cells import known, names
 from study.report.questions.comparing import (
     first_screen,
     reference,
-    row,
     sharding,
     side_by_side,
     workloads,
@@ -86,7 +85,7 @@ def memory_table(records: Records) -> pd.DataFrame:
             "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
             "State on the device, x baseline": _state_ratio(arm),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

@@ -8,7 +8,6 @@ import pandas as pd
 
 from study.report.plots.scaling import model_size
 from study.report.questions.batch_size import speed_answer
-from study.report.questions.comparing import row
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import Row, against, arms, frame, one_value, peak_gib, state_mib
 from study.report.records.frames import Records, real
@@ -30,7 +29,7 @@ def model_size_table(records: Records) -> pd.DataFrame:
             "Step time, ms": 1e3 * arm.median("step_time_s_median"),
             "Time, x baseline": against(arm, "step_time_s_median"),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     # What is not known comes last.
     return frame(
         sorted(rows, key=lambda each: (math.isnan(each["Parameters, millions"]), each["Parameters, millions"]))

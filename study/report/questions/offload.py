@@ -12,7 +12,6 @@ from study.report.questions.comparing import (
     compared,
     freed_share,
     moves_state,
-    row,
     same_stage,
     side_by_side,
     workloads,
@@ -78,7 +77,7 @@ def offload_table(records: Records) -> pd.DataFrame:
             "Without offload": "this row" if not any(places) else base or "not run",
             "Time, x without": ratio_text(ratio) if any(places) else "1",
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     offloads = {each["Workload"] for each in rows if each["Without offload"] != "this row"}
     return frame([each for each in rows if each["Workload"] in offloads])
 

@@ -9,7 +9,6 @@ import pandas as pd
 
 from study.report.plots.profile import step_profile
 from study.report.questions.cells import span
-from study.report.questions.comparing import row
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, frame, one_value
 from study.report.records.frames import Records
@@ -54,7 +53,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
             "Model FLOP utilization": arm.median("mfu"),
             **_while_it_multiplied(arm, profile),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from study.report.plots.scaling import scaling
 from study.report.questions.cells import known, times_text
-from study.report.questions.comparing import first_screen, row, side_by_side, workloads
+from study.report.questions.comparing import first_screen, side_by_side, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, arms, frame, one_value, peak_gib, ratio_text, state_mib
 from study.report.records.fairness import baseline_arm
@@ -73,7 +73,7 @@ def single_vs_multi_table(records: Records) -> pd.DataFrame:
             "State per rank, MiB": state_mib(arm),
             "Peak memory, GiB": peak_gib(arm)[0],
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

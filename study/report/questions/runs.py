@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from study.report.questions.comparing import row, workloads
+from study.report.questions.comparing import workloads
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import sent_mib
 from study.report.records.arms import MIB, Row, against, arms, frame, peak_gib, state_mib
@@ -65,7 +65,7 @@ def summary_table(records: Records) -> pd.DataFrame:
             "Step time, ms": 1e3 * arm.median("step_time_s_median"),
             "Time, x baseline": against(arm, "step_time_s_median"),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

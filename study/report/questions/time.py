@@ -10,7 +10,6 @@ from study.report.questions.comparing import (
     certainty,
     first_screen,
     reference,
-    row,
     sharding,
     side_by_side,
     times,
@@ -72,7 +71,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
             "Time, x baseline": against(arm, STEP),
             "In words": _in_words(arm, floors[arm.workload]),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from study.report.plots.time import traffic
 from study.report.questions.cells import known, names, span, times_text
-from study.report.questions.comparing import first_screen, reference, row, sharding, side_by_side, workloads
+from study.report.questions.comparing import first_screen, reference, sharding, side_by_side, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import MIB, NAN, Arm, Row, arms, frame
 from study.report.records.frames import Records, real
@@ -61,7 +61,7 @@ def traffic_table(records: Records) -> pd.DataFrame:
             "Calls per step": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": _by_collective(arm),
         }
-        rows.append(row(arm, figures))
+        rows.append(arm.row(figures))
     return frame(rows)
 
 

@@ -132,7 +132,7 @@ def _listed(file: Path) -> dict[str, str] | None:
 
 
 def _recognised(files: dict[str, Path]) -> set[str]:
-    """Of a report without a list, which earlier versions made: what has their marks, or is copied in the index."""
+    """Of a report without a list, which earlier versions made: what has their marks, or is copied in a page."""
     own = {name for name, file in files.items() if _has_mark(name, file)}
     if "index.html" not in own:
         return own
@@ -140,11 +140,12 @@ def _recognised(files: dict[str, Path]) -> set[str]:
     title = _INDEX_TITLE.search(index)
     if title and "summary.md" in files and _starts_with(files["summary.md"], f"# {title[1]}\n".encode()):
         own.add("summary.md")
+    pages = "".join(files[name].read_text(encoding="utf-8", errors="replace") for name in own if name.endswith(".html"))
     for name, file in files.items():
         vector = name.removesuffix(".png") + ".svg"
         if not (name.startswith(f"{FIGURES}/") and name.endswith(".png")):
             continue
-        if base64.b64encode(file.read_bytes()).decode() in index:
+        if base64.b64encode(file.read_bytes()).decode() in pages:
             own.add(name)
             if vector in files and b'<g id="figure_1">' in files[vector].read_bytes():
                 own.add(vector)
