@@ -176,11 +176,11 @@ def test_advice_from_one_run_each_judges_nothing(tmp_path: Path) -> None:
 def test_claims_stand_beside_what_was_measured_here(tmp_path: Path) -> None:
     for strategy in STAGES:
         write_run(tmp_path, strategy)
-    table = TABLES["claims"](read_records(tmp_path)).set_index("Claim")
-    assert table.loc["S3-02", "These records"] == "2.0x ddp, 2.0x zero0, 3.0x zero1"
-    assert table.loc["S1-07", "These records"] == "50% zero2 on 2 ranks"
-    assert table.loc["S1-01", "These records"] == "1.14x zero1 on 2 ranks"
-    assert table.loc["S0-07", "These records"] == "1.0x zero0, 1.0x zero2, 2.0x zero3"
+    table = said(tmp_path)["claims"].table.set_index("Claim")
+    assert table.loc["S3-02", "gpt-wikitext, gpt-tiny"] == "2.0x ddp, 2.0x zero0, 3.0x zero1"
+    assert table.loc["S1-07", "gpt-wikitext, gpt-tiny"] == "50% zero2 on 2 ranks"
+    assert table.loc["S1-01", "gpt-wikitext, gpt-tiny"] == "1.14x zero1 on 2 ranks"
+    assert table.loc["S0-07", "gpt-wikitext, gpt-tiny"] == "1.0x zero0, 1.0x zero2, 2.0x zero3"
     assert (table["Made at"] != "").all()
     # On two ranks nothing is known of one device.
     assert "S2-03" not in table.index
@@ -189,8 +189,10 @@ def test_claims_stand_beside_what_was_measured_here(tmp_path: Path) -> None:
 def test_claims_about_one_device_take_one_device(tmp_path: Path) -> None:
     for strategy in ("single", "zero2", "zero3_cpu"):
         write_run(tmp_path, strategy, ranks=1)
-    table = TABLES["claims"](read_records(tmp_path)).set_index("Claim")
-    shown = dict(reversed(part.split("x (n = 1) ")) for part in table.loc["S2-03", "These records"].split(", "))
+    table = said(tmp_path)["claims"].table.set_index("Claim")
+    shown = dict(
+        reversed(part.split("x (n = 1) ")) for part in table.loc["S2-03", "gpt-wikitext, gpt-tiny"].split(", ")
+    )
     ratios = {arm: float(ratio) for arm, ratio in shown.items()}
     assert ratios == pytest.approx({"zero2": 0.61, "zero3_cpu": 0.56}, abs=0.03)
 

@@ -38,7 +38,7 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
 
 
 def test_there_is_every_table(records: Records) -> None:
-    others = ("traffic", "claims", "ranking", "controls", "slices", "left", "step_profile", "profile", "fits", "probes",
+    others = ("traffic", "controls", "slices", "left", "step_profile", "profile", "fits", "probes",
               "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models")  # fmt: skip
     assert sorted(TABLES) == sorted((*ALL, *others))
 

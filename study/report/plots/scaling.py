@@ -27,7 +27,7 @@ def scaling(records: Records) -> list[Drawing]:
     return per_workload("scaling", finished(records), _scaling)
 
 
-def _scaling(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
+def _scaling(figure_name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
     """Strong scaling: the global batch is part of the workload, so it is the same for every number of ranks."""
     timed = runs[runs["tokens_per_s"].notna()]
     if timed["world_size"].nunique() < 2:
@@ -58,7 +58,8 @@ def _scaling(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
         axes.plot(line["world_size"], line["speedup"], color=colour, marker=marker, linestyle=dash, markersize=8,
                   markeredgecolor="white")  # fmt: skip
         last = line.iloc[-1]
-        text = f"{label} {number(last['speedup'])}{'' if line['fair'].all() else ' †'}"
+        name = marked(str(label), {} if line["fair"].all() else {str(label): "confounded"})
+        text = f"{name} {number(last['speedup'])}"
         ends.append(EndLabel(last["world_size"], last["speedup"], text, colour))
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{rank:.0f}" for rank in ranks])
@@ -71,7 +72,7 @@ def _scaling(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
     footnote(axes, notes_of(runs))
     label_beside(axes, ends, size=9)
     words = ", ".join(f"{row.line} on {row.world_size:.0f}: {number(row.speedup)}" for row in speed.itertuples())
-    return Drawing.of(name, title, workload, f"in times of {one} on {fewest}: {words}", figure)
+    return Drawing.of(figure_name, title, workload, f"in times of {one} on {fewest}: {words}", figure)
 
 
 @in_house_style

@@ -49,10 +49,8 @@ def _step_time(steps: pd.DataFrame, name: str, workload: str, runs: pd.DataFrame
     arms, notes, strategies = arms_of(runs), notes_of(runs), strategy_of_arm(runs)
     figures = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]].median() * 1e3
     single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
-    fair = [arm for arm in arms if not notes[arm]] or arms
-    fastest = str(figures.loc[fair, "step_time_s_median"].idxmin())
     title = "Time of one step"
-    subtitle = f"Median with the middle 80 % of steps; dots are single steps. The fastest is {fastest}."
+    subtitle = "Median with the middle 80 % of steps; dots are single steps."
     figure, (axes,) = sheet(title, workload, subtitle, _FRAME_IN + _ROW_IN * len(arms))
     wobble = np.random.default_rng(0)
     for row, arm in enumerate(arms):

@@ -103,28 +103,10 @@ def _pairs(advice: Advice) -> str:
     return f"{needed}" if needed else "over ten thousand"
 
 
-def advice_table(records: Records) -> pd.DataFrame:
-    """What each arm that can be compared takes beside the fastest."""
-    rows = [
-        {
-            "Workload": advice.workload,
-            "Arm": arm.name,
-            "Runs": len(arm.ended),
-            "Step, ms": 1e3 * arm.median(STEP),
-            "Slower than the fastest": percent(_slower(arm, advice.ranked[0])),
-            "Peak, GiB": peak_gib(arm)[0],
-        }
-        for arms in workloads(records).values()
-        if (advice := advice_of(arms)) is not None
-        for arm in advice.ranked
-    ]
-    return pd.DataFrame(rows)
-
-
 QUESTION = Question(
     name="advice",
     title="Which configuration should I use on this box?",
     answer=answer,
     nothing="Nothing can be recommended: no run with a time ended well.",
-    tables={"ranking": advice_table},
+    tables={},
 )

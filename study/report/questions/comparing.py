@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.report.questions.cells import NOT_MEASURED, cell_text
-from study.report.records.arms import NAN, Arm, arms, comparable, one_value, state_bytes
+from study.report.questions.cells import NOT_MEASURED, cell_text, known, names
+from study.report.records.arms import NAN, Arm, Row, arms, comparable, frame, one_value, state_bytes
 from study.report.records.frames import Records, real
 from study.report.records.statistics import noise_floor, paired_ratio, percent
 from study.report.records.workloads import BASELINES, strategy_order
@@ -17,6 +18,10 @@ from study.report.records.workloads import BASELINES, strategy_order
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
 _CONFOUNDED = " †"
 Workloads = Mapping[str, Sequence[Arm]]
+# Of an arm and the one that it is held against.
+Ratio = Callable[[Arm, Arm], float]
+# What a column says of an arm, by its heading.
+Columns = Mapping[str, Callable[[Arm], str | float]]
 
 
 def workloads(records: Records) -> dict[str, list[Arm]]:
@@ -94,23 +99,69 @@ def freed_share(arm: Arm, kept: str) -> float:
     return 1 - state_bytes(arm.ended, ("device",)) / whole if whole > 0 else NAN
 
 
-def times(arm: Arm, base: Arm, figure: str) -> float:
+@dataclasses.dataclass(frozen=True)
+class BesideReference:
+    """The workloads whose reference has a figure, and how many times it the sharding arms have."""
+
+    workloads: dict[str, list[Arm]]
+    bases: dict[str, Arm]
+    ratio: Ratio
+
+    @property
+    def ratios(self) -> list[tuple[float, str]]:
+        """From the smallest to the largest, each with its arm."""
+        of_arms = [
+            (self.ratio(arm, base), arm.name)
+            for workload, base in self.bases.items()
+            for arm in sharding(base, self.workloads[workload])
+        ]
+        return sorted(entry for entry in of_arms if not pd.isna(entry[0]))
+
+    @property
+    def names(self) -> str:
+        return names([base.name for base in self.bases.values()])
+
+    def cell(self, form: Callable[[float], str]) -> Callable[[Arm], str]:
+        return lambda arm: known(self.ratio(arm, self.bases[arm.workload]), form)
+
+
+def beside_reference(
+    records: Records, figure: Callable[[Arm], float], ratio: Ratio | None = None
+) -> BesideReference | None:
+    """None where no reference has the figure."""
+    found = workloads(records)
+    bases = {workload: base for workload, arms in found.items() if (base := reference(arms)) and figure(base) > 0}
+    of_medians: Ratio = lambda arm, base: figure(arm) / figure(base)  # noqa: E731
+    chosen = {workload: found[workload] for workload in bases}
+    return BesideReference(chosen, bases, ratio or of_medians) if bases else None
+
+
+def paired_times(figure: str) -> Ratio:
     """Each run beside its own partner; NaN without one."""
-    return 1.0 if arm.name == base.name else paired_ratio(arm.beside, figure, arm.name, base.name).center
+
+    def ratio(arm: Arm, base: Arm) -> float:
+        return 1.0 if arm.name == base.name else paired_ratio(arm.beside, figure, arm.name, base.name).center
+
+    return ratio
+
+
+def table_of(runs: pd.DataFrame, figures: Callable[[Arm], Row], confound: str = "confounded") -> pd.DataFrame:
+    """A row for each arm."""
+    return frame(arm.row(figures(arm), confound) for arm in arms(runs))
 
 
 def certainty(found: Iterable[Sequence[Arm]], figure: str) -> str:
     """How much of a difference may be chance, at the end of a sentence."""
     floors = [noise_floor(each[0].beside, figure).share for each in found]
-    known = [floor for floor in floors if floor is not None]
-    if not known:
+    measured = [floor for floor in floors if floor is not None]
+    if not measured:
         return "one run each: differences are not judged"
-    once = ", and where arms ran once differences are not judged" if len(known) < len(floors) else ""
-    return f"like runs differ by up to {percent(max(known))}{once}"
+    once = ", and where arms ran once differences are not judged" if len(measured) < len(floors) else ""
+    return f"like runs differ by up to {percent(max(measured))}{once}"
 
 
 def side_by_side(
-    found: Workloads, columns: Mapping[str, Callable[[Arm], Any]], confound: str = "confounded",
+    found: Workloads, columns: Columns, confound: str = "confounded",
 ) -> tuple[pd.DataFrame, tuple[str, ...]]:  # fmt: skip
     """One row per arm, one column per figure and workload; and why some cells are no fair comparison or have no value.
 
@@ -156,7 +207,7 @@ def notes_on(found: Iterable[Arm], confound: str = "confounded") -> tuple[str, .
             reasons.setdefault(f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}", {})[
                 arm.name
             ] = None
-    notes = [f"{', '.join(f'`{name}`' for name in names)}: {reason}." for reason, names in reasons.items()]
+    notes = [f"{', '.join(f'`{name}`' for name in of_arms)}: {reason}." for reason, of_arms in reasons.items()]
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more such notes are in the details."]
     return tuple(notes)

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.comparing import compared, notes_on, workloads
+from study.report.questions.comparing import compared, notes_on, table_of, workloads
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm, Row, arms, frame, one_value
+from study.report.records.arms import NAN, Arm, Row, one_value
 from study.report.records.frames import Records, real, steps_by_run
 from study.report.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
 
@@ -122,18 +122,18 @@ def _shown(tests: tuple[Equivalence, ...]) -> str:
 def loss_table(records: Records) -> pd.DataFrame:
     records = real(records)
     steps = steps_by_run(records)
-    rows = []
-    for arm in arms(records.runs):
-        figures: Row = {
+    return table_of(
+        records.runs,
+        lambda arm: {
             "Train loss, first": arm.median("train_loss_first"),
             "Train loss, last": arm.median("train_loss_final"),
             "Eval loss": arm.median("eval_loss_final"),
             "Accuracy": arm.median("eval_accuracy"),
             "Perplexity": arm.median("eval_perplexity"),
             **_against_baseline(arm, steps),
-        }
-        rows.append(arm.row(figures, _CONFOUND))
-    return frame(rows)
+        },
+        _CONFOUND,
+    )
 
 
 def _against_baseline(arm: Arm, steps: dict[str, pd.DataFrame]) -> Row:

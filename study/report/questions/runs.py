@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
-from study.report.questions.comparing import workloads
+from study.report.questions.comparing import table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import sent_mib
-from study.report.records.arms import MIB, Row, against, arms, frame, peak_gib, state_mib
+from study.report.records.arms import MIB, against, peak_gib, state_mib
 from study.report.records.frames import Records, real
 from study.report.records.statistics import noise_floor, percent
 
@@ -53,9 +53,9 @@ def _outcomes(runs: pd.DataFrame) -> pd.DataFrame:
 
 def summary_table(records: Records) -> pd.DataFrame:
     """Everything at a glance: one row per arm and workload."""
-    rows = []
-    for arm in arms(real(records).runs):
-        figures: Row = {
+    return table_of(
+        real(records).runs,
+        lambda arm: {
             "Eval loss": arm.median("eval_loss_final"),
             "State per rank, MiB": state_mib(arm),
             "Peak memory, GiB": peak_gib(arm)[0],
@@ -64,9 +64,8 @@ def summary_table(records: Records) -> pd.DataFrame:
             "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
             "Step time, ms": 1e3 * arm.median("step_time_s_median"),
             "Time, x baseline": against(arm, "step_time_s_median"),
-        }
-        rows.append(arm.row(figures))
-    return frame(rows)
+        },
+    )
 
 
 def controls_table(records: Records) -> pd.DataFrame:

@@ -5,80 +5,68 @@ from __future__ import annotations
 import pandas as pd
 
 from study.report.plots.time import frontier, step_time
-from study.report.questions.cells import known, names, span, times_text
+from study.report.questions.cells import span, times_text
 from study.report.questions.comparing import (
+    Columns,
+    beside_reference,
     certainty,
     first_screen,
-    reference,
-    sharding,
+    paired_times,
     side_by_side,
-    times,
-    workloads,
+    table_of,
 )
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import MIB, NAN, Arm, Row, against, arms, frame
+from study.report.records.arms import MIB, NAN, Arm, Row, against
 from study.report.records.frames import Records, real
-from study.report.records.statistics import NoiseFloor, effect, interval, noise_floor
+from study.report.records.statistics import effect, interval, noise_floor
 
 STEP = "step_time_s_median"
 
 
 def answer(records: Records) -> Answer | None:
-    found, bases = {}, {}
-    for workload, of_workload in workloads(records).items():
-        base = reference(of_workload)
-        if base is not None and not pd.isna(base.median(STEP)):
-            found[workload], bases[workload] = of_workload, base
-    if not found:
+    beside = beside_reference(records, lambda arm: arm.median(STEP), paired_times(STEP))
+    if beside is None:
         return None
-    ratios = [
-        times(arm, bases[workload], STEP) for workload in found for arm in sharding(bases[workload], found[workload])
-    ]
-    steps_ms = [1e3 * base.median(STEP) for base in bases.values()]
-    of, chance = names([base.name for base in bases.values()]), certainty(found.values(), STEP)
-    sentence = (
-        f"A step with sharded state takes {span(ratios, times_text)} times as long as one of {of}; {chance}."
-        if any(not pd.isna(ratio) for ratio in ratios)
-        else f"A step of {of} takes {span(steps_ms, '{:,.0f}'.format)} ms, and no sharding arm can be compared with it."
-    )
-    columns = {
+    sentence = f"No sharding arm here can be compared with {beside.names} in the time of a step."
+    if beside.ratios:
+        ratios = span((ratio for ratio, _ in beside.ratios), times_text)
+        chance = certainty(beside.workloads.values(), STEP)
+        sentence = f"A step with sharded state takes {ratios} times as long as one of {beside.names}; {chance}."
+    columns: Columns = {
         "Step, ms": lambda arm: 1e3 * arm.median(STEP),
-        f"x {of.replace('`', '')}": lambda arm: known(times(arm, bases[arm.workload], STEP), times_text),
+        f"x {beside.names.replace('`', '')}": beside.cell(times_text),
     }
-    return Answer(sentence, *side_by_side(first_screen(found), columns))
+    return Answer(sentence, *side_by_side(first_screen(beside.workloads), columns))
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
-    rows = []
-    floors: dict[str, NoiseFloor] = {}
-    for arm in arms(real(records).runs):
-        if arm.workload not in floors:
-            floors[arm.workload] = noise_floor(arm.beside, STEP)
-        figures: Row = {
-            "Step time, ms": interval((1e3 * arm.ended[STEP]).tolist()).text(1),
-            "p10, ms": 1e3 * arm.median("step_time_s_p10"),
-            "p90, ms": 1e3 * arm.median("step_time_s_p90"),
-            "Tokens/s": arm.median("tokens_per_s"),
-            "Tokens/s per device": arm.median("tokens_per_s_per_device"),
-            "Samples/s": _median(arm.ended["tokens_per_s"] / arm.ended["seq_length"].astype(float)),
-            "Start-up, s": arm.median("startup_s"),
-            "Run, s": arm.median("runtime_s"),
-            "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
-            "Calls per step": arm.median("comm_calls_per_step"),
-            "Model FLOP utilization": arm.median("mfu"),
-            "Of the measured matmul rate": _of_the_matmul_rate(arm),
-            "Energy, J": arm.median("energy_j"),
-            "Time, x baseline": against(arm, STEP),
-            "In words": _in_words(arm, floors[arm.workload]),
-        }
-        rows.append(arm.row(figures))
-    return frame(rows)
+    return table_of(real(records).runs, _figures)
 
 
-def _in_words(arm: Arm, floor: NoiseFloor) -> str:
+def _figures(arm: Arm) -> Row:
+    return {
+        "Step time, ms": interval((1e3 * arm.ended[STEP]).tolist()).text(1),
+        "p10, ms": 1e3 * arm.median("step_time_s_p10"),
+        "p90, ms": 1e3 * arm.median("step_time_s_p90"),
+        "Tokens/s": arm.median("tokens_per_s"),
+        "Tokens/s per device": arm.median("tokens_per_s_per_device"),
+        "Samples/s": _median(arm.ended["tokens_per_s"] / arm.ended["seq_length"].astype(float)),
+        "Start-up, s": arm.median("startup_s"),
+        "Run, s": arm.median("runtime_s"),
+        "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
+        "Calls per step": arm.median("comm_calls_per_step"),
+        "Model FLOP utilization": arm.median("mfu"),
+        "Of the measured matmul rate": _of_the_matmul_rate(arm),
+        "Energy, J": arm.median("energy_j"),
+        "Time, x baseline": against(arm, STEP),
+        "In words": _in_words(arm),
+    }
+
+
+def _in_words(arm: Arm) -> str:
     if arm.baseline is None or arm.is_baseline:
         return "baseline" if arm.is_baseline else "no baseline"
-    return effect(arm.beside, STEP, arm.name, arm.baseline, floor).words
+    return effect(arm.beside, STEP, arm.name, arm.baseline, noise_floor(arm.beside, STEP)).words
 
 
 def _of_the_matmul_rate(arm: Arm) -> float:

@@ -87,9 +87,9 @@ def paragraph_html(text: str, css_class: str) -> Markup:
     return Markup('<p class="{}">{}</p>').format(css_class, code_html(text))
 
 
-def links_html(title: str, links: Mapping[str, str]) -> Markup:
+def links_html(links: Mapping[str, str]) -> Markup:
     shown = Markup(" ").join(Markup('<a href="{}">{}</a>').format(place, name) for name, place in links.items())
-    return Markup('<p class="note">{}: {}</p>').format(title, shown)
+    return Markup('<p class="files">{}</p>').format(shown)
 
 
 def table_html(frame: pd.DataFrame) -> Markup:

@@ -61,6 +61,7 @@ class Shown:
         drawings = draw(self._records) if self._answer else []
         if self._answer and not drawings:
             _sentence(_NOTHING_HERE, "absent")
+        links = {}
         for drawing in drawings:
             png = as_png(drawing.figure)
             width = round(drawing.figure.get_figwidth() * _CSS_PIXELS_PER_INCH)
@@ -68,11 +69,11 @@ class Shown:
             if self._folder:
                 folder = Path(self._folder)
                 folder.mkdir(parents=True, exist_ok=True)
-                files = {"PNG": png, "SVG": as_svg(drawing.figure)}
-                for kind, content in files.items():
-                    (folder / f"{drawing.name}.{kind.lower()}").write_bytes(content)
-                links = {kind: f"{self._folder}/{drawing.name}.{kind.lower()}" for kind in files}
-                _show({"text/html": links_html(drawing.title, links), "text/plain": drawing.title}, {})
+                for kind, content in (("png", png), ("svg", as_svg(drawing.figure))):
+                    (folder / f"{drawing.name}.{kind}").write_bytes(content)
+                    links[f"{drawing.name}.{kind}"] = f"{self._folder}/{drawing.name}.{kind}"
+        if links:
+            _show({"text/html": links_html(links), "text/plain": ", ".join(links)}, {})
 
     def table(self, name: str) -> None:
         make = self._question.tables[name]
