@@ -134,7 +134,7 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line():
 
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds thesis\.tex, which is no part of a report"):
+    with pytest.raises(UserError, match=r"holds thesis\.tex, and no files\.json of a report"):
         build(laptop(), "laptop", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 

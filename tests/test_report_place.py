@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from study.spec.strategies import REPOSITORY
 
 def rendered(folder: Path, *figures: str) -> Path:
     """A new report that waits to be put in place."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "index.html").write_text("new")
     for figure in figures:
         (folder / "figures").mkdir(exist_ok=True)
@@ -32,10 +33,11 @@ def rendered(folder: Path, *figures: str) -> Path:
     return folder
 
 
-def put(tmp_path: Path, output: Path, *figures: str) -> list[str]:
-    said: list[str] = []
-    place.put_in_place(rendered(tmp_path / "new", *figures), output, said.append)
-    return said
+def put(tmp_path: Path, output: Path, *figures: str) -> None:
+    place.put_in_place(rendered(tmp_path / "new", *figures), output)
+
+
+NO_LIST = r"report holds \S+, and no files\.json of a report"
 
 
 @pytest.mark.parametrize("name", ["loss_curves.html", "peak_memory.ipynb", "summary.md", "files.json", "figures"])
@@ -47,7 +49,8 @@ def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_note
     else:
         (output / name).write_text("my own words")
     before, outside = contents(output), contents(tmp_path)
-    with pytest.raises(UserError, match=rf"report holds {name}, which is not as a report wrote it"):
+    words = NO_LIST if name == "files.json" else f"report holds {name}, which is not as a report wrote it"
+    with pytest.raises(UserError, match=words):
         build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
     assert (contents(output), contents(tmp_path)) == (before, outside)
 
@@ -83,98 +86,128 @@ def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     (output / "link.html").symlink_to(victim)
     document = json.loads((output / "files.json").read_text())
     names = ("../victim.txt", str(victim), "link.html", "figures/../../victim.txt")
-    digest = place._sha256(victim)
+    digest = hashlib.sha256(b"mine").hexdigest()
     document["files"] |= dict.fromkeys(names, digest)
     (output / "files.json").write_text(json.dumps(document))
     figures = contents(tmp_path / "figures")
-    assert put(tmp_path, output) == []
+    put(tmp_path, output)
     assert victim.read_text() == "mine"
     assert contents(tmp_path / "figures") == figures
     assert sorted(file.name for file in output.iterdir()) == ["figures", "files.json", "index.html", "link.html"]
 
 
 @pytest.mark.parametrize("name", ["laptop", "paper_table1", "virtual_settings"])
-def test_the_reports_in_git_have_their_list_and_are_known_without_it(name, tmp_path):
-    folder = Path(shutil.copytree(REPOSITORY / "reports" / name, tmp_path / name))
-    everything = set(contents(folder))
-    listed = json.loads((folder / "files.json").read_text())["files"]
-    assert {file: place._sha256(folder / file) for file in everything - {"files.json"}} == listed
-    # As earlier versions left them.
-    (folder / "files.json").unlink()
-    (folder / "figures").mkdir(exist_ok=True)
-    for mine in ("notes.html", "notes.ipynb", "figures/mine.png", "figures/mine.svg"):
-        (folder / mine).write_text("mine")
-    assert place.own_files(folder) == everything - {"files.json"}
+def test_the_reports_in_git_have_their_list(name):
+    folder = REPOSITORY / "reports" / name
+    digests = {file: hashlib.sha256(content).hexdigest() for file, content in contents(folder).items()}
+    del digests["files.json"]
+    assert digests == listed(folder)
 
 
-def test_tables_that_were_made_again_by_hand_are_replaced(tmp_path):
+@pytest.mark.parametrize("how", ["none", "another's", "a link", "damaged"])
+def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
+    """Also a report that an earlier version made: nothing tells its files from others."""
+    output = committed(tmp_path)
+    list_ = output / "files.json"
+    if how == "a link":
+        list_.rename(tmp_path / "files.json")
+        list_.symlink_to(tmp_path / "files.json")
+    else:
+        list_.unlink()
+    if how == "another's":
+        list_.write_text('{"files": {"index.html": "0"}}')
+    if how == "damaged":
+        list_.write_text('{"made_by": "study report", "files": ["index.html"]}')
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=NO_LIST):
+        place.check_place(output, ["index.html", "files.json"])
+    assert contents(tmp_path) == before
+
+
+def test_tables_that_were_made_by_hand_are_replaced(tmp_path):
+    """In a report, and where there is nothing else."""
     output = committed(tmp_path)
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
-    assert {"runs.parquet", "steps.parquet"} <= place.own_files(output)
+    place.check_place(output, ["runs.parquet", "steps.parquet"])
     (output / "runs.parquet").write_text("no table")
-    assert "runs.parquet" not in place.own_files(output)
+    with pytest.raises(UserError, match=r"holds runs\.parquet, which is not as a report wrote it"):
+        place.check_place(output, ["runs.parquet", "steps.parquet"])
+    write_parquet(laptop(), tmp_path / "tables")
+    put(tmp_path, tmp_path / "tables")
+    assert set(contents(tmp_path / "tables")) == {"index.html", "files.json"}
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path):
     output = committed(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(output)
-    assert place.place_of(link) == output.resolve()
-    assert place.place_of(Path()) == Path.cwd()
-    assert place.place_of(output) == output
+    put(tmp_path, link)
+    assert link.is_symlink()
+    assert set(contents(output)) == {"index.html", "files.json"}
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from study.report.site import place
+def killed_before_change(number: int, new: Path, output: Path) -> bool:
+    """Puts a report in place in a process that is killed before it changes its files for the (n + 1)th time."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    changes = 0
 
-renames = 0
+    def kill(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal changes
+        if event in ("os.rename", "os.remove", "os.mkdir") or (event == "open" and arguments[1] == "w"):
+            changes += 1
+            if changes > number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-
-def killed_before(event, arguments):
-    global renames
-    if event == "os.rename":
-        renames += 1
-        if renames > int(sys.argv[1]):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-sys.addaudithook(killed_before)
-place.put_in_place(Path(sys.argv[2]), Path(sys.argv[3]), print)
-"""
-
-
-@pytest.mark.parametrize("renames", [0, 1, 2, 3])
-def test_nothing_is_lost_when_it_is_killed_between_two_steps(renames, tmp_path):
-    """The old report is whole or the new one is, and the next command brings back what was under way."""
-    output = committed(tmp_path)
-    (output / "figures" / "mine.png").write_text("mine")
-    (output / "notes.txt").write_text("mine")
-    before = contents(output)
-    arguments = [sys.executable, "-c", KILLED, str(renames), str(rendered(tmp_path / "new", "loss_1.png")), str(output)]
-    assert subprocess.run(arguments, check=False, env=os.environ).returncode == -signal.SIGKILL
-    said: list[str] = []
-    place.finish_earlier(output, said.append)
-    after = contents(output)
-    if renames < 2:
-        assert after == before
-    else:
-        assert set(after) == {"index.html", "files.json", "figures/loss_1.png", "figures/mine.png", "notes.txt"}
-        assert (after["notes.txt"], after["index.html"]) == (b"mine", b"new")
-    assert said == []
-    assert not list(tmp_path.glob(".report.before-*"))
+    try:
+        sys.addaudithook(kill)
+        place.put_in_place(new, output)
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
-def test_a_file_that_came_during_the_swap_is_kept_and_named(tmp_path):
-    output = rendered(tmp_path / "report")
-    place.write_list(output)
-    before = tmp_path / ".report.before-x"
-    before.mkdir()
-    (before / "report").mkdir()
-    (before / "report" / "index.html").write_text("mine")
-    said: list[str] = []
-    place.finish_earlier(output, said.append)
-    assert (before / "report" / "index.html").read_text() == "mine"
-    assert (output / "index.html").read_text() == "new"
-    assert str(before) in said[0]
+def old_report(output: Path) -> Path:
+    """With files that the next one replaces, removes and leaves alone."""
+    new = rendered(output.with_name("old"), "loss_1.png", "gone.png")
+    (new / "index.html").write_text("old")
+    place.put_in_place(new, output)
+    for name in ("notes.txt", "figures/mine.png"):
+        (output / name).write_text("mine")
+    return output
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_report_that_is_killed_anywhere_is_whole_after_the_next_one(earlier, tmp_path):
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        output = old_report(folder / "report") if earlier else folder / "report"
+        killed = killed_before_change(number, rendered(folder / "new", "loss_1.png", "loss_2.png"), output)
+        # Other figures than those that the killed one had.
+        put(folder / "next", output, "loss_1.png", "loss_3.png")
+        after = contents(output)
+        mine = {name: after.pop(name) for name in ("notes.txt", "figures/mine.png") if earlier}
+        assert set(mine.values()) <= {b"mine"}
+        assert set(after) == {"index.html", "files.json", "figures/loss_1.png", "figures/loss_3.png"}
+        assert set(listed(output)) == set(after) - {"files.json"}
+        if not killed:
+            break
+    # Two lists, two folders, three files, and what goes.
+    assert number >= 7
+
+
+def test_the_first_page_is_the_last_file_to_change(tmp_path):
+    output = old_report(tmp_path / "report")
+    for number in itertools.count():
+        assert killed_before_change(number, rendered(tmp_path / f"new-{number}", "loss_1.png", "loss_2.png"), output)
+        if (output / "figures" / "loss_2.png").exists():
+            break
+    assert (output / "index.html").read_text() == "old"
+
+
+def listed(folder: Path) -> dict[str, str]:
+    document = json.loads((folder / "files.json").read_text())
+    assert document["made_by"] == "study report"
+    return dict(document["files"])

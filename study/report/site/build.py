@@ -21,7 +21,7 @@ from study.report.questions.question import Answer, Question
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.site import page
 from study.report.site.execute import NotebookFailed, execute
-from study.report.site.place import FIGURES, LIST, check_place, place_of, put_in_place
+from study.report.site.place import FIGURES, LIST, check_place, put_in_place
 from study.report.site.show import as_png
 from study.spec.strategies import REPOSITORY
 
@@ -61,17 +61,17 @@ def build(
     """Builds the report beside `output` and puts it there whole; `failures` are the notebooks that broke, and where."""
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    named, output = output, place_of(output)
     found = answers(records)
     names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
     try:
         check_place(output, _wanted(names))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.building-", dir=output.parent))
+        # On the same drive, also where the output is a link to a folder.
+        target = output.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
     except OSError as error:
         raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
     try:
-        folder.chmod(0o755)
         write_parquet(records, folder)
         cards = [_card(question, answer, records) for question, answer in found.items()]
         unanswered = [question for question in QUESTIONS if question not in found]
@@ -80,10 +80,10 @@ def build(
         del records
         failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
         _write_pages(names, content, suite, folder, failures)
-        put_in_place(folder, output, say)
+        put_in_place(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Built(named / "index.html", failures, len(content.refused))
+    return Built(output / "index.html", failures, len(content.refused))
 
 
 def _wanted(names: Sequence[str]) -> set[str]:

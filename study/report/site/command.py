@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="where the report goes, whole or not at all; other files there stay; reports/SUITE by default",
+        help="where the report goes; your own files there stay; reports/SUITE by default",
     )
 
 
@@ -32,13 +32,11 @@ def run(options: argparse.Namespace) -> int:
         from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.records.remaining import remaining_of
         from study.report.site.build import build
-        from study.report.site.place import finish_earlier
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
     runs_dir: Path = options.runs_dir
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
-    finish_earlier(output, say)
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     kept = _folder_of_parquet(name, output)
@@ -57,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
         )
-    # Handed on and not kept: a thousand long runs are large.
     built = build(records, name, output, say=say)
     if built.refused:
         print(f"{built.refused} records left out; the report says which and why", file=sys.stderr)
