@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import resource
 import shutil
 import signal
@@ -252,9 +253,12 @@ def test_a_started_sweep_says_who_holds_the_directory(tmp_path):
         second = run(suite, runs)
         assert time.monotonic() - started < 10
         assert second.returncode == 2
-        assert f"another sweep works on {runs / 'tiny'}: pid {process.pid}, since 20" in second.stderr
+        assert (
+            f"another sweep is at work in {runs / 'tiny'}: pid {process.pid} on this machine, since 20" in second.stderr
+        )
         holder = json.loads((runs / "tiny" / "sweep.lock").read_text())
         assert holder["pid"] == process.pid
+        assert platform.node() not in holder.values(), "a folder that is handed on names no host"
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -234,11 +234,12 @@ def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and
 LEFT = """
 import os, sys
 from pathlib import Path
-from study.host.swap import SwapFolder
-folder = SwapFolder.make(Path(sys.argv[1]))
-(folder.path / "zero_stage_3").mkdir()
-(folder.path / "zero_stage_3" / "0.tensor.swp").write_bytes(b"state")
-print(folder.path, flush=True)
+from study.host.swap import swap_folder
+held = swap_folder(Path(sys.argv[1]))
+folder = held.__enter__()
+(folder / "zero_stage_3").mkdir()
+(folder / "zero_stage_3" / "0.tensor.swp").write_bytes(b"state")
+print(folder, flush=True)
 if sys.argv[2] == "stays":
     sys.stdin.read()
 os._exit(9)
@@ -246,7 +247,7 @@ os._exit(9)
 
 
 def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_likeness_are_not(tmp_path):
-    from study.host.swap import SwapFolder
+    from study.host.swap import swap_folder
     from study.record.folder import SWAP_PREFIX
 
     def process(what: str) -> subprocess.Popen[str]:
@@ -262,24 +263,24 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
     likeness, link = put_photo(tmp_path / f"{SWAP_PREFIX}mine"), tmp_path / f"{SWAP_PREFIX}link"
     link.symlink_to(theirs)
     try:
-        mine = SwapFolder.make(tmp_path)
-        assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, mine.path}
-        assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
-        mine.remove()
+        with swap_folder(tmp_path) as mine:
+            assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, mine}
+            assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
     finally:
         living.communicate()
     assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}
     # The one that lived is dead by now, and a link to a folder is not a folder.
-    SwapFolder.make(tmp_path).remove()
+    with swap_folder(tmp_path):
+        pass
     assert set(tmp_path.iterdir()) == {likeness.parent, link}
     assert likeness.read_bytes() == PHOTO
 
 
 def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
-    from study.record.lock import FileLock, Held, holder_of
+    from study.record.lock import FileLock, Held
 
     file = tmp_path / "lock"
-    lock = FileLock.take(file, {"started_at": "now"})
+    lock = FileLock(file, "held")
     reader, writer = os.pipe()
     forked = os.fork()
     if forked == 0:
@@ -287,12 +288,12 @@ def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
         os.read(reader, 1)
         os._exit(0)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as started:
-        assert (holder_of(file) or {})["pid"] == os.getpid()
-        with pytest.raises(Held, match="now"):
-            FileLock.take(file, {})
+        for create in (False, True):
+            with pytest.raises(Held, match=f"pid {os.getpid()} on this machine, since 20"):
+                FileLock(file, "held", create=create)
         lock.release()
-        assert holder_of(file) is None
-        FileLock.take(file, {}).release()
+        FileLock(file, "held", create=False).release()
+        FileLock(file, "held").release()
         assert started.poll() is None
         started.kill()
     os.close(writer)

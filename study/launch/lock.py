@@ -8,45 +8,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from study.errors import UserError
-from study.record.directory import utc_now
-from study.record.lock import FileLock, Held
+from study.record.lock import FileLock
 
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
 _PATIENCE_S = 20.0
 
 
-@contextmanager
-def only_sweep(directory: Path) -> Iterator[None]:
+def only_sweep(directory: Path) -> FileLock:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock.take(directory / LOCK_NAME, {"started_at": utc_now()})
-    except Held as held:
-        raise UserError(*_who_holds_it(directory, held.holder)) from None
+        return FileLock(directory / LOCK_NAME, f"another sweep is at work in {directory}")
     except OSError as error:
         raise UserError(
             f"{directory} is not writable ({error.strerror})", "let --runs-dir name a folder that you may write"
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _who_holds_it(directory: Path, holder: Mapping[str, Any]) -> tuple[str, str]:
-    try:
-        who, fix = f"pid {holder['pid']}, since {holder['started_at']}", f"wait for it, or run: kill {holder['pid']}"
-    except KeyError:
-        who, fix = "a sweep that has just begun", "wait for it"
-    return f"another sweep works on {directory}: {who}", fix
 
 
 def end_leftovers(directory: Path) -> int:

@@ -6,8 +6,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from study.errors import refusal_from_json
@@ -18,7 +17,6 @@ from study.launch.lock import end_leftovers
 from study.launch.process import CellProcess
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
-from study.record.folder import take_folder
 from study.record.outcome import Ending
 
 _POLL_S = 0.25
@@ -27,7 +25,7 @@ _LOG_TAIL_BYTES = 64 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A cell whose last process is gone. Nothing is written yet: `write_end` does that, within `held`."""
+    """A cell whose last process is gone. Nothing is written yet: `write_end` does that."""
 
     ending: Ending
     evidence: Evidence
@@ -41,7 +39,10 @@ class Ended:
         return self.evidence.stopped_by == "user"
 
     def write_end(self, directory: Path) -> None:
-        """Make the record say how the run ended, where its own processes could not."""
+        """Make the record say how the run ended, where its own processes could not.
+
+        Their lock is gone with them, and somebody else's run may have begun there: the caller takes the folder first.
+        """
         conclude(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
             stream.write(self.evidence.printed)
@@ -91,16 +92,6 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
         ooms=oom_counts() - ooms,
     )
     return Ended(judge(evidence), evidence, command, attempt_before, started, wall_s)
-
-
-@contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """A cell's processes are gone, and with them their lock: somebody else's run may have begun there by now."""
-    lock = take_folder(directory, str(directory))
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _until_its_end(

@@ -4,122 +4,89 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Whoever asks whether a lock is free takes it for an instant.
-_PATIENCE_S = 0.5
+from study.errors import UserError
+from study.record.directory import utc_now
+
+# Read once: an orphan has another parent. Every rank of a launch on one machine has the same.
+LAUNCHER_PID = os.getppid()
+# Locks lie in folders that are handed on, and a host's name is nobody's business there.
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 _open_descriptors: set[int] = set()
 
 
-class Held(Exception):
-    """Another process holds the lock; what it wrote into the file, as far as it has by now."""
+class Held(UserError):
+    """Another process holds the lock: who it is, as far as it has written that by now."""
 
-    def __init__(self, holder: Mapping[str, Any]):
-        self.holder = holder
-        super().__init__(f"held by {dict(holder)}")
+    def __init__(self, what: str, holder: dict[str, Any]):
+        if "pid" not in holder:
+            super().__init__(f"{what}: it has just begun", "wait for it, or name another folder")
+            return
+        where = "this machine" if holder.get("host") == HOST else "another machine"
+        super().__init__(
+            f"{what}: pid {holder['pid']} on {where}, since {holder.get('started_at')}",
+            f"wait for it, end it (kill {holder['pid']}), or name another folder",
+        )
 
 
-class FileLock:
+def read_holder(file: Path) -> dict[str, Any]:
+    """What the last holder wrote; empty where it has not yet, or not what belongs there."""
+    try:
+        said = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """The file stays when the lock is gone: to delete it would let two processes lock two files of one name."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
-        _open_descriptors.add(descriptor)
+    def __init__(self, file: Path, what: str, *, create: bool = True, patience_s: float = 0.5):
+        """Raises Held where another holds it, and OSError where the file system lets nobody lock.
 
-    @classmethod
-    def take(cls, file: Path, about: Mapping[str, Any]) -> FileLock:
-        """Raises Held where another holds it, and OSError where the file system lets nobody lock."""
+        With `create` the file says from now on who holds it. Whoever asks whether a lock is free takes it for an
+        instant, hence the patience.
+        """
         # Not inheritable, as every descriptor that Python opens: a program that is started does not hold the lock.
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
+        _open_descriptors.add(self._descriptor)
+        deadline = time.monotonic() + patience_s
         try:
-            _lock(descriptor, _PATIENCE_S)
+            while not self._is_locked():
+                if time.monotonic() >= deadline:
+                    raise Held(what, read_holder(file))
+                time.sleep(0.05)
         except BaseException:
-            os.close(descriptor)
+            self.release()
             raise
-        # What it says is a courtesy: on a full disk the lock is as good without.
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            said = {"pid": os.getpid(), "host": platform.node(), **about}
-            os.pwrite(descriptor, f"{json.dumps(said)}\n".encode(), 0)
-        return cls(descriptor)
+        if create:
+            said = {"pid": os.getpid(), "host": HOST, "launcher_pid": LAUNCHER_PID, "started_at": utc_now()}
+            # A courtesy: on a full disk the lock is as good without.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, f"{json.dumps(said)}\n".encode(), 0)
 
-    def is_on(self, file: Path) -> bool:
-        """Is it still this file that has the name?"""
+    def _is_locked(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._descriptor), file.stat())
-        except OSError:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return False
+        return True
 
     def release(self) -> None:
         if self._descriptor in _open_descriptors:
             _open_descriptors.remove(self._descriptor)
             os.close(self._descriptor)
 
-
-def take_left(file: Path) -> FileLock | None:
-    """The lock of a file that is there and that nobody holds any more; leaves what the file says."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        _lock(descriptor, 0)
-    except (Held, OSError):
-        os.close(descriptor)
-        return None
-    lock = FileLock(descriptor)
-    if not lock.is_on(file):
-        lock.release()
-        return None
-    return lock
-
-
-def holder_of(file: Path) -> Mapping[str, Any] | None:
-    """What the process says that holds the lock; None where nobody does."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        _lock(descriptor, _PATIENCE_S)
-    except Held as held:
-        return held.holder
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def read_holder(file: Path) -> Mapping[str, Any]:
-    """What the last holder wrote; empty where it has not yet, or not what belongs there."""
-    try:
-        return _parsed(file.read_bytes())
-    except OSError:
-        return {}
-
-
-def _lock(descriptor: int, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise Held(_parsed(os.pread(descriptor, 4096, 0))) from None
-        time.sleep(0.05)
-
-
-def _parsed(text: bytes) -> Mapping[str, Any]:
-    try:
-        said = json.loads(text)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 def _let_go_in_a_child() -> None:

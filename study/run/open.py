@@ -37,7 +37,6 @@ from study.run.request import Refuse, checked, read_request, refused
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from study.host.swap import SwapFolder
     from study.models.initial import InitialWeights
     from study.run.steps import StepLog
     from study.run.summary import Measurements
@@ -56,6 +55,8 @@ class OpenRun:
     # A virtual rank has none.
     initial: InitialWeights | None
     record: RunWriter | None = None
+    # This process's own, on the drive of --nvme_path.
+    swap_folder: Path | None = None
     exit_status = 0
 
     def __init__(self, trainer: str, arguments: Sequence[str] | None, refuse: Refuse | None):
@@ -63,7 +64,6 @@ class OpenRun:
         self._opened = time.perf_counter()
         self._loop_started = 0.0
         self._began = False
-        self._swap: SwapFolder | None = None
         # What is given back at the end, however it comes: signals, the lock, the swap folder, the terminal.
         self._held = ExitStack()
 
@@ -106,7 +106,7 @@ class OpenRun:
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
         from study.host.environment import describe_environment
-        from study.host.swap import SwapFolder
+        from study.host.swap import swap_folder
         from study.measure.profiling import check_profiled_steps
         from study.run.checkpoint import check_steps_are_left
         from study.run.checks import check_output_dir
@@ -116,7 +116,7 @@ class OpenRun:
         check_steps_are_left(config, self.checkpoint, len(data.train))
         check_profiled_steps(config, self.total_steps - self.first_step)
         if launch.is_main:
-            self._held.callback(take_folder(output_dir, f"--output_dir {output_dir}").release)
+            self._held.enter_context(take_folder(output_dir, f"--output_dir {output_dir}"))
             # Another run may have come and gone since the first look.
             check_output_dir(config, output_dir)
         self._began = True
@@ -129,8 +129,7 @@ class OpenRun:
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", describe_environment())
         if launch.strategy.uses_nvme:
-            self._swap = SwapFolder.make(folder_named(config.nvme_path))
-            self._held.callback(self._swap.remove)
+            self.swap_folder = self._held.enter_context(swap_folder(folder_named(config.nvme_path)))
 
     def _headline(self) -> str:
         config, launch = self.config, self.launch
@@ -141,11 +140,6 @@ class OpenRun:
             f"{loop}{launch.strategy.name} {where}: {config.task} at {config.scale} scale,"
             f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
         )
-
-    @property
-    def swap_folder(self) -> Path | None:
-        """This process's own, on the drive of --nvme_path."""
-        return self._swap.path if self._swap else None
 
     @property
     def total_steps(self) -> int:

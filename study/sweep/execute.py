@@ -16,10 +16,10 @@ from study.host.folders import folder_named
 from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
-from study.launch.run import held, run_cell
+from study.launch.run import run_cell
 from study.launch.verdict import attempt_of, cell_state, conclude, last_lines
 from study.record.directory import utc_now
-from study.record.folder import refuse_files_of_others, refuse_folder_at_work
+from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
 from study.record.outcome import Ending
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import (
@@ -146,7 +146,7 @@ class _Sweep:
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
         if lacks := self._what_the_box_lacks(cell):
-            with held(directory):
+            with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), lacks)
             return lacks
         if self._matmul_rates is None:
@@ -157,7 +157,7 @@ class _Sweep:
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
-            with held(directory):
+            with take_folder(directory, str(directory)):
                 ended.write_end(directory)
                 attempt = {
                     "attempt": attempt_of(directory),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from study.launch.cell import Cell
-from study.launch.run import held, run_cell
+from study.launch.run import run_cell
 from study.record.directory import Run, read_run
+from study.record.folder import take_folder
 
 _EXTRAPOLATE = "extrapolate over layers: --layers-fit A,B,C"
 
@@ -25,7 +26,7 @@ def run_rank(cell: Cell, root: Path) -> Run:
     if ended.evidence.refusal is not None:
         raise ended.evidence.refusal
     directory, ending = root / cell.id, ended.ending
-    with held(directory):
+    with take_folder(directory, str(directory)):
         ended.write_end(directory)
     if ended.was_stopped:
         raise KeyboardInterrupt
