@@ -95,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         initial = materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
-        if config.device_memory_cap_gib is not None:
-            engine.cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+        engine.cap_device_memory(config, launch)
         training = training_arguments(run)
         if launch.strategy.deepspeed is not None and launch.world_size > 1 and not torch.cuda.is_available():
             import deepspeed
@@ -110,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             training.device, run.watched_step, profiled_steps=run.profiled_steps, records_profile=launch.is_main
         )
         model = load_initial_model(config, initial)
-        if not config.torch_compile:
-            # As in study/run/engine.py: a hook would cut the compiled graph in pieces.
-            check_compute_dtype(model, config.precision)
+        check_compute_dtype(model, config)
         # The model's forward takes **kwargs, so the Trainer believes that it divides its loss by the items of the whole
         # step. BERT does not, and its loss would grow with accumulation steps and ranks; this asks for plain means.
         model.accepts_loss_kwargs = False

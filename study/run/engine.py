@@ -64,8 +64,7 @@ def make_accelerator(
 
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    elif config.device_memory_cap_gib is not None:
-        cap_device_memory(config.device_memory_cap_gib, launch.local_rank)
+    cap_device_memory(config, launch)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "mixed_precision": {"fp32": "no", "bf16": "bf16", "bf16-engine": "bf16", "fp16": "fp16"}[config.precision],
@@ -102,9 +101,7 @@ def prepare(
     """Accelerate's `prepare`, with what its FSDP2 path leaves undone; the first forward pass proves the precision."""
     if accelerator.is_fsdp2:
         _prepare_for_fsdp2(accelerator, model)
-    if not config.torch_compile:
-        # Its hook would cut the compiled graph in pieces; the same run without compilation makes the check.
-        check_compute_dtype(model, config.precision)
+    check_compute_dtype(model, config)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
@@ -129,11 +126,13 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
         model.forward = forward_under_autocast
 
 
-def cap_device_memory(cap_gib: float, local_rank: int) -> None:
+def cap_device_memory(config: RunConfig, launch: Launch) -> None:
+    """To what --device_memory_cap_gib says; without it, not at all."""
     import torch
 
-    total = torch.cuda.get_device_properties(local_rank).total_memory
-    torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total, local_rank)
+    if config.device_memory_cap_gib is not None:
+        total = torch.cuda.get_device_properties(launch.local_rank).total_memory
+        torch.cuda.set_per_process_memory_fraction(config.device_memory_cap_gib * 2**30 / total, launch.local_rank)
 
 
 def tear_down(accelerator: Accelerator, model: Any) -> None:

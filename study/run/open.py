@@ -20,9 +20,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed, UserError
@@ -31,7 +30,7 @@ from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import ending_of, raise_on_termination
 from study.run.console import Console
-from study.run.request import Refuse, checked, read_request, refused
+from study.run.request import Refuse, Request, checked, read_request, refused
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -43,9 +42,36 @@ if TYPE_CHECKING:
     from study.tasks.blocks import TaskData
 
 
-def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> OpenRun:
+@contextmanager
+def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> Iterator[OpenRun]:
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
-    return OpenRun(trainer, arguments, refuse)
+    opened = time.perf_counter()
+    try:
+        config, launch = read_request(trainer, arguments)
+    except UserError as refusal:
+        is_main = os.environ.get("RANK", "0") == "0"
+        raise SystemExit(refused(refusal, is_main, lambda line: print(line, file=sys.stderr))) from None
+    # What is given back at the end, however it comes: the terminal, the lock, signals, the swap folder.
+    with ExitStack() as held:
+        console = Console(speaks=launch.is_main)
+        held.callback(console.restore)
+        try:
+            request = checked(trainer, config, launch, refuse)
+        except UserError as refusal:
+            raise SystemExit(refused(refusal, launch.is_main, console.shout)) from None
+        run = OpenRun(trainer, request, console, held, opened)
+        try:
+            yield run
+        except BaseException as error:
+            if run.has_begun:
+                # The launcher may send it again while the record is closed.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                run.record_failure(error)
+                run.exit_status = 1
+            elif isinstance(error, UserError):
+                run.exit_status = refused(error, launch.is_main, console.shout)
+            else:
+                raise
 
 
 class OpenRun:
@@ -57,51 +83,15 @@ class OpenRun:
     record: RunWriter | None = None
     # This process's own, on the drive of --nvme_path.
     swap_folder: Path | None = None
+    has_begun = False
     exit_status = 0
 
-    def __init__(self, trainer: str, arguments: Sequence[str] | None, refuse: Refuse | None):
-        self.trainer, self._arguments, self._refuse = trainer, arguments, refuse
-        self._opened = time.perf_counter()
-        self._loop_started = 0.0
-        self._began = False
-        # What is given back at the end, however it comes: signals, the lock, the swap folder, the terminal.
-        self._held = ExitStack()
-
-    def __enter__(self) -> OpenRun:
-        try:
-            config, launch = read_request(self.trainer, self._arguments)
-        except UserError as refusal:
-            is_main = os.environ.get("RANK", "0") == "0"
-            raise SystemExit(refused(refusal, is_main, lambda line: print(line, file=sys.stderr))) from None
-        self.console = Console(speaks=launch.is_main)
-        self._held.callback(self.console.restore)
-        try:
-            request = checked(self.trainer, config, launch, self._refuse)
-        except UserError as refusal:
-            with self._held:
-                raise SystemExit(refused(refusal, launch.is_main, self.console.shout)) from None
-        except BaseException:
-            self._held.close()
-            raise
+    def __init__(self, trainer: str, request: Request, console: Console, held: ExitStack, opened: float):
+        self.trainer, self.console, self._held = trainer, console, held
+        self._opened = self._loop_started = opened
         self.config, self.launch, self.plan = request.config, request.launch, request.plan
         self.output_dir, self.checkpoint, self.cache = request.output_dir, request.checkpoint, request.cache
         self._notice = request.notice
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        with self._held:
-            if error is None:
-                return False
-            if self._began:
-                # The launcher may send it again while the record is closed.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                self._record_failure(error)
-                self.exit_status = 1
-            elif isinstance(error, UserError):
-                self.exit_status = refused(error, self.launch.is_main, self.console.shout)
-            else:
-                return False
-        return True
 
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
@@ -119,7 +109,7 @@ class OpenRun:
             self._held.enter_context(take_folder(output_dir, f"--output_dir {output_dir}"))
             # Another run may have come and gone since the first look.
             check_output_dir(config, output_dir)
-        self._began = True
+        self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
         console.say(self._headline())
@@ -213,14 +203,14 @@ class OpenRun:
 
     def finish(self, log: StepLog, evaluation: dict[str, float | None], measured: Measurements) -> None:
         """The documents of a run that ended well."""
-        from study.run.summary import memory_document, summarize
+        from study.run.summary import summarize
 
         if self.record is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
         unwatched: dict[str, Any] = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
-        self.record.write("memory.json", memory_document(measured.ranks))
+        self.record.write("memory.json", {"unit": "GiB", "ranks": measured.ranks})
         self.record.write("traffic.json", measured.traffic or unwatched)
         if measured.profile is not None:
             self.record.write("profile.json", measured.profile)
@@ -233,7 +223,7 @@ class OpenRun:
             told = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
         self.console.say(f"done: {told} -> {self.output_dir}")
 
-    def _record_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         launch, console, output_dir = self.launch, self.console, self.output_dir
         ending = ending_of(error, alone=launch.virtual or launch.world_size == 1)
         traceback.print_exception(error)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """What a loop measured: one entry per rank, and what one rank sent in the watched step and profiled."""
+    """What a loop measured: each rank's entry of memory.json, and what one rank sent in the watched step and profiled.
+
+    Memory is in GiB, what a rank holds of the model's state in bytes.
+    """
 
     ranks: list[dict[str, Any]]
     traffic: dict[str, Any] | None = None
@@ -35,34 +38,18 @@ def gather_measurements(accelerator: Accelerator, meters: Meters, virtual: bool 
     if virtual and accelerator.device.type == "cpu":
         # Copies in memory stand in for receiving there, and would be most of what such a time says.
         times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
+    memory = meters.memory.report()
     mine = {
         "rank": accelerator.process_index,
-        "memory": meters.memory.report(),
-        "time": times,
+        "phases": {
+            phase: {figure: _gib(size) for figure, size in sizes.items()} for phase, sizes in memory["phases"].items()
+        },
+        "device_mean_over_steps": _gib(memory["device_mean_over_steps"]),
         "state": meters.state,
+        "time": times,
     }
     ranks = [mine] if virtual else list(gather_object([mine]))
     return Measurements(ranks, meters.traffic, meters.profile)
-
-
-def memory_document(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """memory.json: per rank and phase in GiB, and what each rank holds of the model's state in bytes."""
-    return {
-        "unit": "GiB",
-        "ranks": [
-            {
-                "rank": rank["rank"],
-                "phases": {
-                    phase: {figure: _gib(value) for figure, value in figures.items()}
-                    for phase, figures in rank["memory"]["phases"].items()
-                },
-                "device_mean_over_steps": _gib(rank["memory"]["device_mean_over_steps"]),
-                "state": rank["state"],
-                "time": rank["time"],
-            }
-            for rank in ranks
-        ],
-    }
 
 
 def summarize(
@@ -74,6 +61,8 @@ def summarize(
     timing: dict[str, float],
 ) -> dict[str, Any]:
     """Every key of summary.json; null where it could not be measured on this box."""
+    import torch
+
     from study.measure.flops import model_flops_per_sample
     from study.theory.hardware import mfu
 
@@ -104,12 +93,14 @@ def summarize(
         "tokens_per_s_per_device": None if tokens_per_s is None else tokens_per_s / world_size,
         "samples_per_s": None if steps_per_s is None else config.global_batch_size * steps_per_s,
         "model_flops_per_step": flops_per_step,
-        "mfu": _mfu(mfu, flops_per_step, steps_per_s, world_size, config.precision),
-        "peak_memory_gib_allocated": _peak_gib(ranks, "allocated"),
-        "peak_memory_gib_reserved": _peak_gib(ranks, "reserved"),
-        "peak_memory_gib_device": _peak_gib(ranks, "device"),
-        "avg_memory_gib_device": _gib(_largest(rank["memory"]["device_mean_over_steps"] for rank in ranks)),
-        "host_peak_rss_gib": _peak_gib(ranks, "host"),
+        "mfu": mfu(flops_per_step, 1 / steps_per_s, world_size, torch.cuda.get_device_name(), config.precision)
+        if steps_per_s is not None and torch.cuda.is_available()
+        else None,
+        **{
+            key: _largest(phase[figure] for rank in ranks for phase in rank["phases"].values())
+            for key, figure in PEAKS.items()
+        },
+        "avg_memory_gib_device": _largest(rank["device_mean_over_steps"] for rank in ranks),
         "state_bytes_per_rank": {
             kind: {
                 # Where a loss scaler skipped the watched step and all after it, nobody has read any.
@@ -124,19 +115,6 @@ def summarize(
     }
     assert set(summary) == set(SUMMARY_KEYS), set(summary) ^ set(SUMMARY_KEYS)
     return summary
-
-
-def _mfu(mfu: Any, flops_per_step: float, steps_per_s: float | None, world_size: int, precision: str) -> float | None:
-    import torch
-
-    if steps_per_s is None or not torch.cuda.is_available():
-        return None
-    figure: float | None = mfu(flops_per_step, 1 / steps_per_s, world_size, torch.cuda.get_device_name(), precision)
-    return figure
-
-
-def _peak_gib(ranks: list[dict[str, Any]], figure: str) -> float | None:
-    return _gib(_largest(phase[figure] for rank in ranks for phase in rank["memory"]["phases"].values()))
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
