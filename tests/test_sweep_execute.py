@@ -18,7 +18,7 @@ import pytest
 
 from study import cli
 from study.host.box import Box, matmul_rates
-from study.launch.command import clean_environment
+from study.launch.run import clean_environment
 from study.launch.verdict import cell_state
 from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
 from study.record.schema import State

@@ -16,7 +16,7 @@ from study.host.cgroups import OomCounts, oom_counts
 from study.host.memory import HOST_MEMORY_VARIABLE, host_memory
 from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
 from study.record.outcome import ending_of
-from study.sweep.requirements import missing_here
+from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)

@@ -13,7 +13,7 @@ from study import cli
 from study.errors import UserError
 from study.host.box import Box, _visible, gpu_processes, this_box
 from study.host.memory import host_memory
-from study.launch.command import launch_command
+from study.launch.cell import launch_command
 from study.measure.profiling import check_profiled_steps
 from study.spec.config import resolved
 from study.spec.flags import parse_command_line
@@ -22,8 +22,8 @@ from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
-from study.sweep.requirements import missing_here
 from study.sweep.search import Search
+from study.sweep.slices import missing_here
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 from sweeps import ROOT, TINY, write_suite
 

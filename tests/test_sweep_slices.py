@@ -65,7 +65,7 @@ def test_a_rehearsal_has_every_suite_once_and_whole(tmp_path):
 @pytest.mark.parametrize(
     ("slices", "says"),
     [
-        ([], "whole.yaml:3: slices is empty"),
+        ([], "whole.yaml:3: slices is []"),
         ([{"only": ["seed=1"]}], "suite is missing"),
         ([{"suite": "wide", "first": 2}], "unknown key 'first'"),
         ([{"suite": "wide", "only": [1]}], "only is [1]"),

@@ -1,16 +1,24 @@
-"""A cell: one run of a study, as a command line can ask for it."""
+"""A cell: one run of a study, and the command that a person would type for it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
+import sys
 from pathlib import Path
 from typing import Literal
 
+from study.errors import UserError
 from study.spec.config import RunConfig
-from study.spec.strategies import read_strategy
+from study.spec.strategies import REPOSITORY, read_strategy
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
+_SCRIPTS: dict[Trainer, str] = {
+    "study": "study/train.py",
+    "hf_trainer": "study/baselines/hf_trainer.py",
+    "bare_loop": "study/baselines/bare_loop.py",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +75,30 @@ class Cell:
     @property
     def uses_nvme(self) -> bool:
         return read_strategy(self.strategy).uses_nvme
+
+
+def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
+    """What a person would type in the repository root."""
+    processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
+    configuration = f"accelerate_configs/{cell.strategy}.yaml"
+    return [
+        accelerate(), "launch", "--config_file", configuration, *processes, _SCRIPTS[cell.trainer],
+        *cell.flags(_shortest(output_dir)), *extra_flags,
+    ]  # fmt: skip
+
+
+def _shortest(path: Path) -> Path:
+    """As seen from the repository root, where every command runs."""
+    path = path.absolute()
+    return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
+
+
+def accelerate() -> str:
+    """The word `accelerate` where the shell finds this installation's, else its path."""
+    beside = Path(sys.executable).parent / "accelerate"
+    found = shutil.which("accelerate")
+    if found and (not beside.exists() or Path(found).samefile(beside)):
+        return "accelerate"
+    if beside.exists():
+        return str(_shortest(beside))
+    raise UserError("Accelerate is not installed here", "run: pip install -e '.[train]'")

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
-from study.errors import refusal_from_json
+from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.cgroups import oom_counts
-from study.launch.cell import Cell
-from study.launch.command import clean_environment, launch_command
-from study.launch.lock import end_leftovers
-from study.launch.process import CellProcess
+from study.launch import supervise
+from study.launch.cell import Cell, launch_command
+from study.launch.lock import MARKER, end_leftovers
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
 from study.record.outcome import Ending
+from study.spec.strategies import REPOSITORY
 
 _POLL_S = 0.25
 _LOG_TAIL_BYTES = 64 * 1024
+# What a launcher exports for its ranks would make the next one believe that it is a rank itself.
+_ANOTHER_LAUNCH = re.compile(
+    r"ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,44 @@ class Ended:
             stream.write(self.evidence.printed)
 
 
+@dataclasses.dataclass
+class _CellProcess:
+    """The running cell. Its printed output waits in a nameless file: the run directory is the run's to open."""
+
+    supervisor: subprocess.Popen[bytes]
+    output: IO[bytes]
+
+    @classmethod
+    def start(cls, command: Sequence[str], environment: dict[str, str]) -> _CellProcess:
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `collect`
+        supervisor = subprocess.Popen(
+            # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
+            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
+            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        return cls(supervisor, output)
+
+    def end(self) -> int:
+        """End every process of the run; returns when none is left."""
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.close()
+        try:
+            return self.supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
+        except subprocess.TimeoutExpired:
+            self.supervisor.send_signal(signal.SIGKILL)
+            return self.supervisor.wait()
+
+    def collect(self) -> str:
+        """What the launcher and the ranks printed before they had a log."""
+        self.output.seek(0)
+        text = self.output.read().decode(errors="replace")
+        self.output.close()
+        assert self.supervisor.stdin is not None
+        self.supervisor.stdin.close()
+        return text
+
+
 def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
     """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
 
@@ -67,7 +114,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
 
     with tempfile.TemporaryDirectory() as scratch:
         refusal_file = Path(scratch) / "refusal.json"
-        process = CellProcess.start(command, clean_environment(root, refusal_file))
+        process = _CellProcess.start(command, clean_environment(root, refusal_file))
         try:
             launcher_status, stopped_by = _until_its_end(process, cell.time_limit_s, watch_the_new_run)
         except KeyboardInterrupt:
@@ -95,14 +142,22 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
 
 
 def _until_its_end(
-    process: CellProcess, time_limit_s: float, watch: Callable[[], None]
+    process: _CellProcess, time_limit_s: float, watch: Callable[[], None]
 ) -> tuple[int, StoppedBy | None]:
     deadline = time.monotonic() + time_limit_s
-    while (status := process.wait(_POLL_S)) is None:
-        if time.monotonic() > deadline:
-            return process.end(), "time limit"
-        watch()
-    return status, None
+    while time.monotonic() < deadline:
+        try:
+            return process.supervisor.wait(_POLL_S), None
+        except subprocess.TimeoutExpired:
+            watch()
+    return process.end(), "time limit"
+
+
+def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not _ANOTHER_LAUNCH.match(name)}
+    # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
+    return {**kept, MARKER: str(directory.resolve()), REFUSAL_FILE_VARIABLE: str(refusal_file)}
 
 
 def _opened_since(directory: Path, started: float) -> bool:

@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.host.box import Box, this_box
-from study.launch.cell import Cell
-from study.launch.command import launch_command
+from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.notes import estimate, left_to_run
-from study.sweep.requirements import missing_here
 from study.sweep.search import Search, cell_states
-from study.sweep.slices import Plan, Slice, plan_suite
+from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
 RESUME = """\

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from study.errors import UserError
 from study.host.box import Box
+from study.host.memory import HOST_MEMORY_VARIABLE
 from study.launch.cell import Cell
 from study.sweep.plan import chosen_of, nothing_chosen, plan_cells
 from study.sweep.rehearsal import rehearsed
-from study.sweep.requirements import smallest_box_for
 from study.sweep.search import Search
 from study.sweep.suite_file import Suite, find_suite, read_suite
 
@@ -60,7 +60,7 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
         parts = [_Part(small) for small in {part.suite.name: rehearsed(part.suite) for part in parts}.values()]
     slices = []
     seen: set[tuple[str, str]] = set()
-    planned = {part.suite.name: plan_cells(part.suite, smallest_box_for(part.suite, box)) for part in parts}
+    planned = {part.suite.name: plan_cells(part.suite, _smallest_box_for(part.suite, box)) for part in parts}
     for part in parts:
         member = part.suite.name
         taken = chosen_of(planned[member], part.only)
@@ -99,3 +99,33 @@ def _members(file: Path, series: Suite) -> list[_Part]:
             raise UserError(f"{part.place}: another suite here is called {suite.name}, too", "give one another name")
         read[part.suite] = suite
     return [_Part(read[part.suite], part.only, part.place) for part in series.slices]
+
+
+def missing_here(suite: Suite, box: Box) -> UserError | None:
+    """The first thing that the suite needs and the box lacks."""
+    wanted = suite.requires
+    smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
+    there = "run it where they are, or use --dry-run to see what it would do"
+    for is_here, needs, has, fix in (
+        (box.gpus >= wanted.gpus, f"{wanted.gpus} GPU{'s'[: wanted.gpus > 1]}", f"this box shows {box.gpus}", there),
+        (
+            not wanted.gpus or smallest_gib >= wanted.gpu_memory_gib,
+            f"GPUs of {wanted.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", there,
+        ),
+        (
+            box.host_memory_gib >= wanted.host_memory_gib,
+            f"{wanted.host_memory_gib:g} GiB of host memory", f"here are {box.host_memory_gib:.0f}",
+            f"run it where there is more, or let {HOST_MEMORY_VARIABLE} say how much this box can have",
+        ),
+    ):  # fmt: skip
+        if not is_here:
+            return UserError(f"{suite.name} needs {needs}, and {has}", fix)
+    return None
+
+
+def _smallest_box_for(suite: Suite, box: Box) -> Box:
+    """This box, or where it shows fewer GPUs than the suite needs, one that has them: a plan is for where it runs."""
+    wanted = suite.requires
+    if box.gpus >= wanted.gpus:
+        return box
+    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib))
