@@ -43,7 +43,7 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
 @pytest.mark.alone
 def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     clock = StepClock(CPU, warmup_steps=2)
-    clock.start_window()
+    clock.resume()
     run_steps(clock, range(1, 3), 0.03)
     run_steps(clock, range(3, 6), 0.01)
     clock.pause()
@@ -59,7 +59,7 @@ def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
 @pytest.mark.alone
 def test_a_pause_is_in_no_steps_time() -> None:
     clock = StepClock(CPU, warmup_steps=0)
-    clock.start_window()
+    clock.resume()
     run_steps(clock, range(1, 2), 0.01)
     clock.pause()
     time.sleep(0.2)
@@ -71,9 +71,9 @@ def test_a_pause_is_in_no_steps_time() -> None:
 
 
 def test_the_watched_step_has_a_time_but_is_not_counted() -> None:
-    windows: list[bool] = []
-    clock = StepClock(CPU, warmup_steps=1, on_window=windows.append)
-    clock.start_window()
+    segments: list[tuple[bool, bool]] = []
+    clock = StepClock(CPU, warmup_steps=1, on_segment=lambda *segment: segments.append(segment))
+    clock.resume()
     run_steps(clock, range(1, 3), 0.001)
     clock.exclude_next_step()
     run_steps(clock, range(3, 4), 0.05)
@@ -83,7 +83,8 @@ def test_the_watched_step_has_a_time_but_is_not_counted() -> None:
     assert times[3] >= 0.05
     assert clock.counted_step_times == [times[2], times[4]]
     assert clock.window_steps == 2
-    assert windows == [True, False, True, False]
+    # (counted, opened): warm-up, a step, the watched one, another step.
+    assert segments == [(kind, opened) for kind in (False, True, False, True) for opened in (True, False)]
 
 
 def test_statistics_are_percentiles_and_null_without_steps() -> None:
@@ -93,10 +94,11 @@ def test_statistics_are_percentiles_and_null_without_steps() -> None:
 
 
 @pytest.mark.alone
-def test_nested_meters_cost_their_time_once() -> None:
+def test_what_meters_cost_adds_up() -> None:
     cost = HostCost()
-    with cost, cost:
-        time.sleep(0.02)
+    for _ in range(2):
+        with cost:
+            time.sleep(0.01)
     assert 0.02 <= cost.seconds < 0.03
 
 
@@ -156,7 +158,7 @@ def test_gpu_peaks_belong_to_their_phase() -> None:
 @on_gpu
 def test_gpu_step_times_are_the_devices_own() -> None:
     clock = StepClock(torch.device("cuda", torch.cuda.current_device()), warmup_steps=0)
-    clock.start_window()
+    clock.resume()
     begun = time.perf_counter()
     for step in range(3):
         torch.cuda._sleep(200_000_000)

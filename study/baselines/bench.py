@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -25,19 +24,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from study.errors import RunFailed
 from study.record.directory import Run, read_run
-from study.run.console import Console, Progress
+from study.run.console import Progress
 from study.run.open import exit_status_of
 from study.spec.strategies import REPOSITORY
+from study.sweep.tables import print_tables, table_of
 
 SCRIPTS = {
-    "study": "study/train.py",
-    "hf_trainer": "study/baselines/hf_trainer.py",
-    "bare_loop": "study/baselines/bare_loop.py",
-}
+    "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
+}  # fmt: skip
 # Longer than what no window of the study counts: three steps that warm up and the one that is watched.
 STEPS_PER_TURN = 5
 WINDOW = (
@@ -57,8 +57,7 @@ LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SAME_LOSS = 1e-5
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One piece of work, and how many timed turns of it a repeat takes."""
 
     name: str
@@ -95,24 +94,18 @@ class Runner:
     def turn(self) -> dict[str, float]:
         """Let it go on until it waits again; the seconds that took by either clock."""
         started, before = time.perf_counter(), self._processor_s
-        self._say_go()
+        print("go", file=self._process.stdin, flush=True)
         self._processor_s = self._wait_until_it_waits()
         return {"wall": time.perf_counter() - started, "processor": self._processor_s - before}
 
     def finish(self) -> None:
-        self._say_go()
-        _, said = self._process.communicate()
+        _, said = self._process.communicate("go\n")
         if self._process.returncode:
             raise RunFailed(f"{self.trainer} ended with exit status {self._process.returncode}: {said.strip()[-500:]}")
 
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-    def _say_go(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
 
     def _wait_until_it_waits(self) -> float:
         """The processor seconds it says it has used so far."""
@@ -124,35 +117,19 @@ class Runner:
         return float(line)
 
 
-class _Turn(Progress):
-    """Where a loop would show its progress, its own clock paused, it says what it has used and waits."""
-
-    def __init__(self, turns: IO[str], console: Console, total_steps: int, first_step: int):
-        super().__init__(console, total_steps, first_step)
-        self._turns = turns
-
-    def show(self, step: int, loss: float | None, tokens_per_s: float | None, peak_memory_gib: float) -> None:
-        print(time.process_time(), file=self._turns)
-        sys.stdin.readline()
-
-
 def runner(trainer: str, arguments: list[str]) -> int:
     """In the runner's process: the launched script's loop, which takes turns."""
-    # The session's console will send whatever is printed to the run's log.
+    # The run's console will send whatever is printed to the run's log.
     turns = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    # By its path, as a launcher takes it: nothing in this package imports the script.
-    specification = importlib.util.spec_from_file_location("launched_script", REPOSITORY / SCRIPTS[trainer])
-    assert specification is not None
-    assert specification.loader is not None
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
 
-    Console.progress = functools.partialmethod(_turn, turns)  # type: ignore[assignment,method-assign]
+    def take_turns(*_: Any) -> None:
+        """Where a loop would show its progress, its own clock paused, it says what it has used and waits."""
+        print(time.process_time(), file=turns)
+        sys.stdin.readline()
+
+    Progress.show = take_turns  # type: ignore[assignment,method-assign]
+    script = importlib.import_module(SCRIPTS[trainer])
     return exit_status_of(functools.partial(script.main, arguments))
-
-
-def _turn(console: Console, turns: IO[str], total_steps: int, first_step: int) -> Progress:
-    return _Turn(turns, console, total_steps, first_step)
 
 
 def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
@@ -242,26 +219,21 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """Speeds and ratios; under each median ratio the smallest and the largest."""
-    lines = [
-        f"{'':<14}{'tokens/s, medians':^33}{'ratios: median':>20}",
-        f"{'':<14}{'study':>11}{'hf_trainer':>11}{'bare_loop':>11}{'study/hf_trainer':>20}{'study/bare_loop':>20}"
-        f"{'measuring':>12}",
+def table(results: Sequence[dict[str, Any]]) -> Table:
+    """Speeds and ratios; behind each median ratio the smallest and the largest."""
+    rows = [
+        [
+            result["case"],
+            *(f"{result['tokens_per_s_median'][trainer]:,.0f}" for trainer in SCRIPTS),
+            *("{median:.3f} ({min:.3f} to {max:.3f})".format_map(result["ratio"][trainer]) for trainer in LEAST_RATIO),
+            f"{result['measurement_share']:.2%}",
+        ]
+        for result in results
     ]
-    for result in results:
-        speeds, ratios = result["tokens_per_s_median"], result["ratio"]
-        lines.append(
-            f"{result['case']:<14}"
-            + "".join(f"{speeds[trainer]:>11,.0f}" for trainer in SCRIPTS)
-            + "".join(f"{ratios[trainer]['median']:>20.3f}" for trainer in LEAST_RATIO)
-            + f"{result['measurement_share']:>12.2%}"
-        )
-        spreads = [f"{ratios[trainer]['min']:.3f} to {ratios[trainer]['max']:.3f}" for trainer in LEAST_RATIO]
-        lines.append(f"{'smallest and largest':>47}" + "".join(f"{spread:>20}" for spread in spreads))
-    wanted = "".join(f"{f'at least {least:.2f}':>20}" for least in LEAST_RATIO.values())
-    lines.append(f"{'wanted':<47}{wanted}{f'at most {LARGEST_MEASUREMENT_SHARE:.0%}':>12}")
-    return "\n".join(lines)
+    wanted = [f"at least {least:.2f}" for least in LEAST_RATIO.values()]
+    rows.append(["wanted", *["-"] * len(SCRIPTS), *wanted, f"at most {LARGEST_MEASUREMENT_SHARE:.0%}"])
+    speeds, ratios = [f"{one}, tokens/s" for one in SCRIPTS], [f"study/{one}" for one in LEAST_RATIO]
+    return table_of(["case", *speeds, *ratios, "measuring"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -286,7 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.json:
         print(json.dumps({"window": WINDOW, "clock": clock, "repeats": asked.repeats, "cases": results}, indent=2))
     else:
-        print(f"{table(results)}\n\nSeconds {CLOCKS[clock]}; {WINDOW}.")
+        print_tables(iter([table(results)]))
+        print(f"\nSeconds {CLOCKS[clock]}; {WINDOW}.")
     for result in results:
         for word in ("missed", "undecided"):
             for line in result[word]:

@@ -46,7 +46,7 @@ class Meters:
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
-        self.clock = StepClock(device, cost=self.cost, on_window=self._window, on_uncounted=self._uncounted_segment)
+        self.clock = StepClock(device, cost=self.cost, on_segment=self._segment)
         self.watched_step = watched_step
         self.profiled_steps = profiled_steps
         self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None
@@ -59,7 +59,7 @@ class Meters:
         """Call when everything is prepared, right before the first step."""
         self._started = (model, optimizer)
         self.memory.enter_phase("first_step")
-        self.clock.start_window()
+        self.clock.resume()
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -138,12 +138,8 @@ class Meters:
             "energy_j": self.energy.joules,
         }
 
-    def _window(self, opened: bool) -> None:
-        if opened:
-            self.energy.resume()
-        else:
-            self.energy.pause()
-
-    def _uncounted_segment(self, opened: bool) -> None:
-        if self.profiler is not None:
+    def _segment(self, counted: bool, opened: bool) -> None:
+        if counted:
+            (self.energy.resume if opened else self.energy.pause)()
+        elif self.profiler is not None:
             (self.profiler.begin if opened else self.profiler.end)()

@@ -17,22 +17,17 @@ WARMUP_STEPS = 3
 
 
 class HostCost:
-    """Seconds the host spent measuring inside steps. Every meter works under `with cost:`."""
+    """Seconds the host spent measuring inside steps. Every meter works under `with cost:`, and in no other's."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._depth = 0
         self._started = 0.0
 
     def __enter__(self) -> None:
-        if self._depth == 0:
-            self._started = time.perf_counter()
-        self._depth += 1
+        self._started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.seconds += time.perf_counter() - self._started
+        self.seconds += time.perf_counter() - self._started
 
 
 class StepClock:
@@ -40,6 +35,7 @@ class StepClock:
 
     The run is cut into segments with the device synchronized at both ends. Only counted segments add up
     to the window; uncounted steps (warm-up, a watched one, profiled ones) are in segments of their own.
+    `on_segment(counted, opened)` is called where a segment opens and where it ends.
     """
 
     def __init__(
@@ -47,16 +43,14 @@ class StepClock:
         device: torch.device,
         warmup_steps: int = WARMUP_STEPS,
         cost: HostCost | None = None,
-        on_window: Callable[[bool], None] = lambda open: None,
-        on_uncounted: Callable[[bool], None] = lambda open: None,
+        on_segment: Callable[[bool, bool], None] = lambda counted, opened: None,
     ) -> None:
         self.device = device
         self.cost = cost or HostCost()
         self.window_s = 0.0
         self.window_steps = 0
         self.counted_step_times: list[float] = []
-        self._on_window = on_window
-        self._on_uncounted = on_uncounted
+        self._on_segment = on_segment
         self._uncounted_left = warmup_steps
         self._marks: list[tuple[int, bool, Any, Any]] = []
         self._last_mark: Any = None
@@ -64,13 +58,13 @@ class StepClock:
         self._segment_steps = 0
         self._segment_started = 0.0
 
-    def start_window(self) -> None:
-        """Call right before the first step. The window opens when the warm-up steps are done."""
+    def resume(self) -> None:
+        """Call right before the first step, and after a pause. The window opens when the warm-up steps are done."""
         assert self._segment_counted is None, "the clock runs already"
         self._open(counted=self._uncounted_left == 0)
 
     def step_done(self, step: int) -> None:
-        assert self._segment_counted is not None, "start_window() or resume() comes before a step"
+        assert self._segment_counted is not None, "resume() comes before a step"
         with self.cost:
             mark = self._mark()
             self._marks.append((step, self._segment_counted, self._last_mark, mark))
@@ -89,13 +83,8 @@ class StepClock:
         if self._segment_counted:
             self.window_s += time.perf_counter() - self._segment_started
             self.window_steps += self._segment_steps
-            self._on_window(False)
-        else:
-            self._on_uncounted(False)
+        self._on_segment(self._segment_counted, False)
         self._segment_counted = None
-
-    def resume(self) -> None:
-        self.start_window()
 
     def exclude_next_step(self, count: int = 1) -> None:
         """The next `count` steps have their time in their row, and are in neither the window nor the statistics."""
@@ -119,10 +108,7 @@ class StepClock:
     def _open(self, counted: bool) -> None:
         self._synchronize()
         self._segment_counted, self._segment_steps = counted, 0
-        if counted:
-            self._on_window(True)
-        else:
-            self._on_uncounted(True)
+        self._on_segment(counted, True)
         self._segment_started = time.perf_counter()
         self._last_mark = self._mark()
 

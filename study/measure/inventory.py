@@ -13,9 +13,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-KINDS = ("params", "grads", "optimizer")
-PLACES = ("device", "host", "nvme")
-
 
 class Inventory:
     """Tensors claimed one piece at a time; a storage claimed before is not counted again."""
@@ -29,7 +26,7 @@ class Inventory:
         self.grads_in_bucket_bytes = 0
 
     def claim(self, kind: str, piece: str, tensors: Any, offloaded: bool = False) -> None:
-        """`kind` is one of KINDS or "buffers". Counts what the tensors span, not the rest of their storage."""
+        """`kind` is one of STATE_KINDS or "buffers". Counts what the tensors span, not the rest of their storage."""
         for tensor in tensors_in(tensors):
             place = self._place(tensor, offloaded)
             storage = tensor.untyped_storage()
@@ -76,12 +73,9 @@ class Inventory:
         for size in self._unreachable:
             if size in sizes:
                 sizes.remove(size)
-        return sum(sizes) + self._unclaimed_rest()
-
-    def _unclaimed_rest(self) -> int:
-        return sum(
-            max(0, self._sizes[key] - sum(end - start for start, end in spans)) for key, spans in self._claimed.items()
-        )
+        for key, spans in self._claimed.items():
+            sizes.append(max(0, self._sizes[key] - sum(end - start for start, end in spans)))
+        return sum(sizes)
 
     def _place(self, tensor: torch.Tensor, offloaded: bool) -> str:
         if self.compute_device.type == "cpu":

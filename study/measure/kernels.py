@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 # What lies inside one of these belongs to it, whatever it does there.
 _REGIONS = (
@@ -87,15 +88,9 @@ def category_of_kernel(name: str) -> str | None:
 
 def category(name: str, callers: Sequence[str] = ()) -> str:
     """What a kernel or operator is for; `callers` are the operators around it, the innermost first."""
-    if kind := _region(name):
-        return kind
-    for caller in reversed(callers):
-        if kind := _region(caller):
-            return kind
-    for operator in (name, *callers):
-        if kind := category_of_operator(operator):
-            return kind
-    return category_of_kernel(name) or "other"
+    in_regions = map(_region, (name, *reversed(callers)))
+    as_operators = map(category_of_operator, (name, *callers))
+    return next(filter(None, chain(in_regions, as_operators)), None) or category_of_kernel(name) or "other"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +112,7 @@ class _HostPeak:
             # Give back what an earlier phase freed and the C library kept: it is not of this phase.
             psutil.heap_trim()
         try:
-            # proc(5): "5" resets VmHWM. Some containers refuse it, and other systems do not have it.
+            # proc(5): "5" resets VmHWM. Some containers refuse it.
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self._resettable = False
@@ -133,5 +132,4 @@ class _HostPeak:
 
 
 def _lifetime_peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

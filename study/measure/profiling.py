@@ -109,10 +109,11 @@ class Span:
         """Its time without that of the operators it calls."""
         return self.end - self.start - self.inside
 
-    def callers(self) -> Iterator[str]:
+    def around(self) -> Iterator[Span]:
+        """The innermost first."""
         span = self.parent
         while span is not None:
-            yield span.name
+            yield span
             span = span.parent
 
 
@@ -132,10 +133,11 @@ def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[s
             raise Unsupported(
                 "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
             )
-        work = [span for event in kernels if (span := window.clipped(event)) is not None]
-        launched_by = (by_id.get(event.linked_correlation_id()) for event in kernels if window.holds(event))
-        for span, operator in zip(work, launched_by, strict=True):
-            span.parent = operator
+        work = []
+        for event in kernels:
+            if (span := window.clipped(event)) is not None:
+                span.parent = by_id.get(event.linked_correlation_id())
+                work.append(span)
     else:
         work = [span for span in operators if span.works]
     return _document(work, window, steps, device)
@@ -152,25 +154,20 @@ class _Window:
     def length(self) -> int:
         return sum(end - start for start, end in self.stretches)
 
-    def _end_at(self, time: int) -> int | None:
-        place = bisect.bisect_right(self._starts, time) - 1
-        return self.stretches[place][1] if place >= 0 and time < self.stretches[place][1] else None
-
-    def holds(self, event: Any) -> bool:
-        return self._end_at(event.start_ns()) is not None
-
     def clipped(self, event: Any) -> Span | None:
         """The part of the event inside a stretch; None if it does not start in one."""
         start = event.start_ns()
-        end = self._end_at(start)
-        return None if end is None else Span(event.name(), start, min(event.end_ns(), end))
+        place = bisect.bisect_right(self._starts, start) - 1
+        if place < 0 or start >= (end := self.stretches[place][1]):
+            return None
+        return Span(event.name(), start, min(event.end_ns(), end))
 
 
 def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[int, Span]]:
     """Operators and annotations of the host, each with its caller; and by the id that kernels refer to."""
     found: list[Span] = []
     by_id: dict[int, Span] = {}
-    threads: defaultdict[Any, list[tuple[Span, Any]]] = defaultdict(list)
+    threads: defaultdict[Any, list[Span]] = defaultdict(list)
     for event in host:
         if event.name() == _RANGE or event.is_hidden_event() or _DRIVER_CALL.match(event.name()):
             continue
@@ -183,9 +180,9 @@ def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[i
             by_id[event.correlation_id()] = span
         # Work that begins in one thread and ends in another has no caller.
         if not event.is_async() and event.start_thread_id() == event.end_thread_id():
-            threads[event.start_thread_id()].append((span, event))
-    for entries in threads.values():
-        _nest([span for span, _ in entries])
+            threads[event.start_thread_id()].append(span)
+    for spans in threads.values():
+        _nest(spans)
     return found, by_id
 
 
@@ -198,12 +195,8 @@ def _nest(spans: list[Span]) -> None:
         if open_spans:
             span.parent = open_spans[-1]
             span.end = min(span.end, span.parent.end)
-        if span.works:
-            around = span.parent
-            while around is not None and not around.works:
-                around = around.parent
-            if around is not None:
-                around.inside += span.end - span.start
+        if span.works and (caller := next((around for around in span.around() if around.works), None)):
+            caller.inside += span.end - span.start
         open_spans.append(span)
 
 
@@ -213,7 +206,7 @@ def _document(work: Sequence[Span], window: _Window, steps: range, device: str) 
     categories = dict.fromkeys(PROFILE_CATEGORIES, 0)
     totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for span in work:
-        kind = category(span.name, tuple(span.callers()))
+        kind = category(span.name, [caller.name for caller in span.around()])
         categories[kind] += span.alone
         total = totals[_printable(span.name), kind]
         total[0] += 1

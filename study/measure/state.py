@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from study.measure.inventory import KINDS, PLACES, Inventory, gradients_of, tensors_in
+from study.measure.inventory import Inventory, gradients_of, tensors_in
+from study.record.schema import STATE_KINDS, STATE_PLACES
 
 
 def model_state_bytes(model: Any, optimizer: Any, *, scan: bool = True) -> dict[str, Any]:
@@ -36,10 +37,12 @@ def model_state_bytes(model: Any, optimizer: Any, *, scan: bool = True) -> dict[
             _claim_plain(inventory, engine.module, base)
         else:
             _claim_mixed_precision_wrapper(inventory, engine)
+        model = engine.module
+    inventory.claim("buffers", "model_buffers", list(model.buffers()))
     pieces = {key: count for key, count in inventory.pieces.items() if count}
     buffers = {f"{piece}.{place}": count for (kind, place, piece), count in pieces.items() if kind == "buffers"}
     return {
-        "state_bytes": {kind: {place: inventory.total(kind, place) for place in PLACES} for kind in KINDS},
+        "state_bytes": {kind: {place: inventory.total(kind, place) for place in STATE_PLACES} for kind in STATE_KINDS},
         "pieces": {".".join(key): count for key, count in pieces.items() if key[0] != "buffers"},
         "buffer_bytes": buffers,
         "kept_whole": _kept_whole(engine, inventory),
@@ -122,7 +125,6 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
     inventory.claim("params", "parameters", list(model.parameters()))
     inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
-    inventory.claim("buffers", "model_buffers", list(model.buffers()))
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
         # The C++ reducer holds a second copy of every gradient in buckets that Python cannot reach.
         logged = model._get_ddp_logging_data()
@@ -150,7 +152,6 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     for name in ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"):
         inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
     inventory.claim("buffers", "offload_staging", getattr(zero, "temp_grad_buffer_for_gpu_offload", None))
-    inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
 
 
 def _claim_zero3(inventory: Inventory, engine: Any) -> None:
@@ -186,7 +187,6 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("grads", "fp32_partition_gradient", fp32_gradients, offload_optimizer)
     inventory.claim("grads", "gradients", [p.grad for p in parameters])
     inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
-    inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
 
 
 def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
@@ -205,7 +205,6 @@ def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
     inventory.claim("optimizer", "fp32_masters", masters)
     inventory.claim("grads", "fp32_gradients", [master.grad for master in tensors_in(masters)])
     inventory.claim("optimizer", "states", list(wrapper.optimizer.state.values()))
-    inventory.claim("buffers", "model_buffers", list(engine.module.buffers()))
 
 
 def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
@@ -213,10 +212,14 @@ def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
         return model, model.optimizer
-    # accelerate's AcceleratedOptimizer keeps the real one in `.optimizer`.
-    while not type(optimizer).__module__.startswith("torch.") and hasattr(optimizer, "optimizer"):
+    return None, base_optimizer(optimizer)
+
+
+def base_optimizer(optimizer: Any) -> Any:
+    """The optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
+    while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    return None, optimizer
+    return optimizer
 
 
 def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -39,6 +39,8 @@ def audit(
     """engine.json from the live objects. Raises RunFailed where they differ from what was asked."""
     import torch
 
+    from study.measure.state import base_optimizer
+
     live = (
         _read_deepspeed(model)
         if launch.strategy.deepspeed is not None
@@ -128,13 +130,6 @@ def _expected_distributed_type(strategy: Strategy) -> str:
     if strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available():
         return "MULTI_CPU"
     return strategy.distributed_type
-
-
-def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
