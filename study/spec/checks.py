@@ -43,7 +43,11 @@ def check_values(config: RunConfig) -> None:
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
         raise _out_of_range("dropout", dropout, "use 0 up to below 1, or -1 for the model's own")
     parse_overrides(config.engine_override)
-    _check_virtual_rank(config)
+    if config.virtual_world_size is not None:
+        check_virtual_rank(config.virtual_world_size, config.virtual_rank)
+    elif config.virtual_rank is not None:
+        flag = f"--virtual_rank {config.virtual_rank}"
+        raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
 
 
 def _is_utf8(text: str) -> bool:
@@ -54,20 +58,17 @@ def _out_of_range(flag: str, value: float, fix: str) -> UserError:
     return UserError(f"--{flag} {value} is out of range", fix)
 
 
-def _check_virtual_rank(config: RunConfig) -> None:
-    ranks, rank = config.virtual_world_size, config.virtual_rank
-    if not ranks:
-        if ranks == 0 or rank is not None:
-            flag = "--virtual_world_size 0" if ranks == 0 else f"--virtual_rank {rank}"
-            raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
-        return
+def check_virtual_rank(
+    ranks: int, rank: int | None, ranks_flag: str = "--virtual_world_size", rank_flag: str = "--virtual_rank"
+) -> None:
+    """`study virtual` has both flags under names of its own."""
     if not 2 <= ranks <= LARGEST_WORLD:
-        raise _out_of_range(
-            "virtual_world_size", ranks,
+        raise UserError(
+            f"{ranks_flag} {ranks} is out of range",
             f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts without it",
-        )  # fmt: skip
+        )
     if rank is not None and not 0 <= rank < ranks:
-        raise UserError(f"--virtual_rank {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
+        raise UserError(f"{rank_flag} {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
 
 
 def refuse_what_no_virtual_run_has(config: RunConfig) -> None:

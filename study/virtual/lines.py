@@ -8,12 +8,12 @@ shows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from study.record.schema import PEAKS as PEAKS_OF_PHASES
-from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.record.schema import STATE_PLACES
 from study.virtual.summary import MOMENTS, PEAKS, Extrapolation, RankSummary
 from study.virtual.thresholds import STEP_TIMES, crossed
 
@@ -23,6 +23,11 @@ COUNTS = (
     "comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "grads_in_bucket_bytes", "kept_whole_bytes",
     "model_parameters",
 )  # fmt: skip
+# The fields of a summary whose figures are in groups, and what begins the names of these figures.
+_GROUPS = {
+    "state": "state_bytes_per_rank", "grads": "grads_by_moment", "phase": "memory_gib_by_phase",
+    "collective": "collectives",
+}  # fmt: skip
 
 
 def extrapolate(
@@ -87,34 +92,27 @@ def _figures_by_depth(summaries: Sequence[RankSummary]) -> dict[str, list[Any]]:
     by_depth = [_figures(summary) for summary in summaries]
     names = dict.fromkeys(name for figures in by_depth for name in figures)
     # A maximum is no line: where its parts are known, it is the maximum of their lines.
-    if any(name.startswith("phase.") for name in names):
-        names = dict.fromkeys(name for name in names if name not in PEAKS)
-    if any(name.startswith("grads.") for name in names):
-        names = dict.fromkeys(name for name in names if not name.startswith("state.grads."))
+    maxima = PEAKS if any(name.startswith("phase.") for name in names) else ()
+    maxima += ("state.grads.",) if any(name.startswith("grads.") for name in names) else ()
     found = {}
     for name in names:
         absent = 0 if name.startswith(("collective.", "buffer.")) else None
         values = [figures.get(name, absent) for figures in by_depth]
         # What cannot be measured on this box has no figure, and bends nothing.
-        if any(value is not None for value in values):
+        if not name.startswith(maxima) and any(value is not None for value in values):
             found[name] = values
     return found
 
 
 def _figures(summary: RankSummary) -> dict[str, Any]:
-    state = summary.state_bytes_per_rank
     groups: dict[str, Mapping[str, Any] | None] = {
-        "buffer": summary.buffer_bytes,
-        **{f"grads.{moment}": places for moment, places in summary.grads_by_moment.items()},
-        **{f"phase.{phase}": peaks for phase, peaks in summary.memory_gib_by_phase.items()},
-        **{f"collective.{name}": counts for name, counts in summary.collectives.items()},
+        f"{short}.{name}": held for short, field in _GROUPS.items() for name, held in getattr(summary, field).items()
     }
+    groups["buffer"] = summary.buffer_bytes
     return {
-        **{f"state.{kind}.{place}": state[kind][place] for kind in STATE_KINDS for place in STATE_PLACES},
-        **{peak: summary.run_figures.get(peak) for peak in PEAKS},
+        **{f"{group}.{name}": value for group, held in groups.items() for name, value in (held or {}).items()},
         **{count: getattr(summary, count) for count in COUNTS},
-        **{time: summary.run_figures.get(time) for time in STEP_TIMES},
-        **{f"{group}.{name}": value for group, values in groups.items() for name, value in (values or {}).items()},
+        **{name: summary.run_figures.get(name) for name in (*PEAKS, *STEP_TIMES)},
     }
 
 
@@ -149,28 +147,24 @@ def _larger_moment(figures: Mapping[str, list[Any]], line: dict[str, float], not
 
 def _fields(summaries: Sequence[RankSummary], known: Mapping[str, float | None]) -> dict[str, Any]:
     """The figures of a summary, from a line. What else summary.json says is kept where every depth says the same."""
-    first = summaries[0]
-    collectives = dict.fromkeys(key.rpartition(".")[0] for key in _group(known, "collective"))
     alike = {
         name: value if all(other.run_figures.get(name) == value for other in summaries) else None
-        for name, value in first.run_figures.items()
+        for name, value in summaries[0].run_figures.items()
+    }
+    groups = {
+        field: {
+            name: {part: known.get(f"{short}.{name}.{part}") for part in held or STATE_PLACES}
+            for summary in summaries
+            for name, held in getattr(summary, field).items()
+        }
+        for short, field in _GROUPS.items()
     }
     return {
         **{count: known.get(count) for count in COUNTS},
-        "run_figures": alike | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
-        "state_bytes_per_rank": {kind: _group(known, f"state.{kind}", STATE_PLACES) for kind in STATE_KINDS},
-        "grads_by_moment": {name: _group(known, f"grads.{name}", STATE_PLACES) for name in first.grads_by_moment},
-        "memory_gib_by_phase": {
-            phase: _group(known, f"phase.{phase}", peaks) for phase, peaks in first.memory_gib_by_phase.items()
+        **groups,
+        "buffer_bytes": {
+            name: known.get(f"buffer.{name}") for summary in summaries for name in summary.buffer_bytes or ()
         },
-        "buffer_bytes": _group(known, "buffer"),
-        "collectives": {name: _group(known, f"collective.{name}") for name in collectives},
+        "run_figures": alike | {name: known.get(name) for name in (*PEAKS, *STEP_TIMES)},
         "run_dir": None,
     }
-
-
-def _group(known: Mapping[str, float | None], group: str, names: Iterable[str] = ()) -> dict[str, float | None]:
-    """The figures of a group by what is left of their names; all of `names`, also without a figure."""
-    start = f"{group}."
-    found = {key.removeprefix(start): value for key, value in known.items() if key.startswith(start)}
-    return dict.fromkeys(names) | found

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from study.errors import UserError
-from study.host.box import Box
+from study.host.box import Box, this_box
 from study.launch.cell import Cell
-from study.models.presets import FAMILY_OF_TASK, Preset, find_model, preset_family, without_depth
-from study.spec.checks import LARGEST_WORLD, refuse_what_no_virtual_run_has
+from study.models.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
+from study.spec.checks import check_virtual_rank, refuse_what_no_virtual_run_has
 from study.spec.config import Precision, RunConfig, Task, resolved
 from study.spec.flags import add_flags, config_from_flags
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
@@ -27,31 +27,28 @@ OWN_FLAGS = {"task", "precision", "virtual_world_size", "virtual_rank", "output_
 @dataclasses.dataclass(frozen=True)
 class Request:
     strategies: tuple[str, ...]
-    world_size: int
-    rank: int
-    precision: str | None
+    # With --precision by its name here.
     config: RunConfig
     depths: tuple[int, int, int] | None
     runs_dir: Path
+    box: Box
 
-    def cell(self, strategy: str, box: Box, model: str | None = None) -> Cell:
+    def cell(self, strategy: str, model: str | None = None) -> Cell:
         """One virtual rank under `strategy`, of the model asked for or of `model`."""
         asked = dataclasses.replace(
             self.config,
-            virtual_world_size=self.world_size,
-            virtual_rank=self.rank,
-            precision=precision_of(self.precision, strategy) or self.config.precision,
+            precision=precision_of(self.config.precision, strategy),
             model_name_or_path=model or self.config.model_name_or_path,
         )
-        config = resolved(asked, accelerator_visible=box.gpus > 0)
+        config = resolved(asked, accelerator_visible=self.box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
         read_strategy(strategy).check_engine_flags(config)
-        config.batch_plan(self.world_size)
+        config.batch_plan(config.virtual_world_size or 1)
         asked = dataclasses.replace(asked, scale=config.scale)
         return Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
 
 
-def precision_of(asked: str | None, strategy: str) -> Precision | None:
+def precision_of(asked: str | None, strategy: str) -> Precision:
     """What study/train.py calls it. Without DeepSpeed the only bf16 is autocast."""
     if asked == "bf16":
         return "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
@@ -59,23 +56,24 @@ def precision_of(asked: str | None, strategy: str) -> Precision | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
-    parser.add_argument("--world-size", required=True, type=int, metavar="N", help="how many ranks the job has")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to be; shards are uneven")
-    parser.add_argument("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
+    add("--world-size", required=True, type=int, metavar="N", dest="virtual_world_size", help="ranks of the whole job")
+    add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="which of them to be; shards are uneven")
+    add("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
+    add(
         "--precision",
         choices=PRECISIONS,
         help="bf16: the papers' mixed precision where the strategy has it; bf16-autocast: fp32 weights under autocast",
     )
-    parser.add_argument(
+    add(
         "--layers-fit",
         type=_depths,
         metavar="A,B,C",
         help="run these depths; the line through the first two is extrapolated, the third checks it",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    parser.add_argument(
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+    add(
         "--runs-dir",
         type=Path,
         default=Path("runs/virtual"),
@@ -86,78 +84,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_request(options: argparse.Namespace) -> Request:
-    if options.model_name_or_path == "":
+    """Whatever is wrong with it is refused here, before the first of several runs."""
+    model = options.model_name_or_path
+    if model == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
-    # The same ranges as in study/spec/config.py, by the names that the flags have here.
-    if not 2 <= options.world_size <= LARGEST_WORLD:
-        raise UserError(
-            f"--world-size {options.world_size} is out of range",
-            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts",
-        )
-    if not 0 <= options.rank < options.world_size:
-        raise UserError(
-            f"--rank {options.rank} is none of {options.world_size} ranks", f"use 0 to {options.world_size - 1}"
-        )
-    options.task = options.task or task_of(options.model_name_or_path)
-    return Request(
-        strategies=_strategies(options.strategy),
-        world_size=options.world_size,
-        rank=options.rank,
-        precision=options.precision,
-        config=_with_absolute_paths(config_from_flags(options)),
-        depths=options.layers_fit,
-        runs_dir=options.runs_dir.absolute(),
-    )
+    check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world-size", "--rank")
+    preset = find_preset(model or "")
+    if options.task is None:
+        fits = (task for task, family in FAMILY_OF_TASK.items() if preset and family == preset.family)
+        options.task = next(fits, RunConfig.task)
+    config = _with_absolute_paths(config_from_flags(options))
+    runs_dir = options.runs_dir.absolute()
+    request = Request(_strategies(options.strategy), config, options.layers_fit, runs_dir, this_box())
+    for cell in map(request.cell, request.strategies):
+        if request.depths:
+            preset_of(cell)
+    return request
 
 
-def task_of(model: str | None) -> str:
-    """The task that a preset is for, else the default."""
-    family = preset_family(model) if model else None
-    return next((task for task, asked in FAMILY_OF_TASK.items() if asked == family), RunConfig.task)
-
-
-def base_model(config: RunConfig) -> str:
-    """A preset's name without its depth. Only a preset's number of layers can be changed."""
-    name = config.model_name_or_path
-    base = without_depth(name)
-    if base is None:
-        find_model(name)
-        raise UserError(f"{name} has one depth", "extrapolate a preset, whose number of layers can be changed")
-    return base
-
-
-def depth_of(config: RunConfig) -> int | None:
-    """How many layers a preset is asked for; None for any other model."""
-    model = find_model(config.model_name_or_path)
-    return model.layers if isinstance(model, Preset) else None
+def preset_of(cell: Cell) -> Preset:
+    """Only a preset's number of layers can be changed."""
+    model = find_model(cell.config.model_name_or_path)
+    if not isinstance(model, Preset):
+        raise UserError(f"{model} has one depth", "extrapolate a preset, whose number of layers can be changed")
+    return model
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Runs start in the repository, and a relative path starts where the command was typed."""
-    kept = {"hub", "builtin"}
-    if config.model_name_or_path and without_depth(config.model_name_or_path):
-        kept.add(config.model_name_or_path)
-    paths: dict[str, Any] = {}
+    changed = {}
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
+        is_no_path = value in (None, "", "hub", "builtin") or (name == "model_name_or_path" and find_preset(value))
         # The folder on the drive need not exist yet.
-        if value and value not in kept and (name == "nvme_path" or Path(value).expanduser().exists()):
-            paths[name] = str(Path(value).expanduser().absolute())
-    return dataclasses.replace(config, **paths)
+        if not is_no_path and (name == "nvme_path" or Path(value).expanduser().exists()):
+            changed[name] = str(Path(value).expanduser().absolute())
+    return dataclasses.replace(config, **changed)  # type: ignore[arg-type]  # a str each
 
 
 def _strategies(text: str) -> tuple[str, ...]:
     """Each once, however often it is named."""
-    every = tuple(name for name in STRATEGY_NAMES if name != "single")
-    names: list[str] = []
-    for name in text.split(","):
-        if name == "single":
-            raise UserError(
-                "--strategy single is one rank alone, and cannot be one of many", "use ddp, zero0 to zero3, or fsdp2"
-            )
-        if name != "all":
-            read_strategy(name)
-        names += every if name == "all" else [name]
+    every = [name for name in STRATEGY_NAMES if name != "single"]
+    names = [name for part in text.split(",") for name in (every if part == "all" else [part])]
+    if "single" in names:
+        raise UserError(
+            "--strategy single is one rank alone, and cannot be one of many", "use ddp, zero0 to zero3, or fsdp2"
+        )
+    for name in names:
+        read_strategy(name)
     return tuple(dict.fromkeys(names))
 
 

@@ -14,6 +14,14 @@ algorithm for each collective; payload counts an all-reduce once, and a gather b
 rank mean nothing and are not kept."""
 
 
+def page(summaries: Sequence[RankSummary]) -> Iterator[str]:
+    for summary in summaries:
+        yield from (*describe(summary), "")
+    if len(summaries) > 1:
+        yield from (*table(summaries), "")
+    yield LEGEND
+
+
 def describe(summary: RankSummary) -> Iterator[str]:
     micro, times = summary.per_device_train_batch_size, summary.gradient_accumulation_steps
     samples = f"{micro} x {times}" if times > 1 else f"{micro}"

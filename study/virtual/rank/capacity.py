@@ -11,7 +11,7 @@ from typing import Any
 from study.errors import CannotBeHeld
 from study.host.memory import GIB, host_memory
 from study.host.pinned import locked_bytes
-from study.models.presets import without_depth
+from study.models.presets import find_preset
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
@@ -64,10 +64,11 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
 
 def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
     """How deep the model could be; 0 where no layer fits, or where it is no preset whose depth can be changed."""
-    base = without_depth(config.model_name_or_path)
-    if base is None:
+    preset = find_preset(config.model_name_or_path)
+    if preset is None:
         return 0
-    shallow = [shape_of(dataclasses.replace(config, model_name_or_path=f"{base}-{depth}layers")) for depth in (1, 2)]
+    names = [preset.with_layers(depth).name for depth in (1, 2)]
+    shallow = [shape_of(dataclasses.replace(config, model_name_or_path=name)) for name in names]
     first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
     # Where every layer goes to the GPU, what the host needs is the same at any depth.
     return max(0, 1 + int((available - first) // (second - first))) if second > first else 0
