@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import nbconvert
 import nbformat
 import pandas as pd
-from jinja2 import DictLoader
+from jinja2 import FileSystemLoader
+from markupsafe import Markup
 
 from study.errors import UserError
 from study.report.questions import QUESTIONS, answers
@@ -29,36 +31,13 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
-# Code is one click away; figures side by side where there is room.
-_BODY = """
-{%- extends 'basic/index.html.j2' -%}
-{% block input_group -%}<details class="code"><summary>code</summary>{{ super() }}</details>{%- endblock %}
-{% block output %}
-<div class="{{ 'picture' if 'image/png' in output.get('data', {}) else 'words' }}">{{ super() }}</div>
-{% endblock %}
-"""
-
-
-class Built(NamedTuple):
-    page: Path
-    failures: dict[str, str]
-    refused: int
-
-
-class Content(NamedTuple):
-    """What the first page says."""
-
-    facts: list[str]
-    cards: list[page.Card]
-    unanswered: list[Question]
-    refused: tuple[str, ...]
 
 
 def build(
     records: Records, suite: str, output: Path, *, notebooks: Path = NOTEBOOKS, time_limit_s: float = TIME_LIMIT_S,
     say: Callable[[str], None] = lambda _line: None,
-) -> Built:  # fmt: skip
-    """Builds the report beside `output` and puts it there whole; `failures` are the notebooks that broke, and where."""
+) -> dict[str, str]:  # fmt: skip
+    """Builds the report beside `output` and then puts it there; returns the notebooks that broke, and where."""
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     found = answers(records)
@@ -73,17 +52,18 @@ def build(
         raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
     try:
         write_parquet(records, folder)
-        cards = [_card(question, answer, records) for question, answer in found.items()]
-        unanswered = [question for question in QUESTIONS if question not in found]
-        content = Content(_facts(records), cards, unanswered, records.refused)
-        # Each notebook reads its own.
-        del records
-        failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
-        _write_pages(names, content, suite, folder, failures)
+        content: dict[str, Any] = {
+            "facts": _facts(records),
+            "cards": [_card(question, answer, records) for question, answer in found.items()],
+            "unanswered": [question for question in QUESTIONS if question not in found],
+            "refused": records.refused,
+            "failures": _run_notebooks(names, notebooks, folder, time_limit_s, say),
+        }
+        _write_pages(names, suite, folder, content)
         put_in_place(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Built(output / "index.html", failures, len(content.refused))
+    return dict(content["failures"])
 
 
 def _wanted(names: Sequence[str]) -> set[str]:
@@ -94,58 +74,50 @@ def _wanted(names: Sequence[str]) -> set[str]:
 
 def _card(question: Question, answer: Answer, records: Records) -> page.Card:
     drawings = question.figures[question.first_figure](records) if question.first_figure else []
-    picture = page.Picture(as_png(drawings[0].figure), drawings[0].alt) if drawings else None
     tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
-    return page.Card(question, answer, picture, {name: table for name, table in tables.items() if not table.empty})
+    return page.Card(
+        question, answer, {name: table for name, table in tables.items() if not table.empty},
+        picture=base64.b64encode(as_png(drawings[0].figure)).decode() if drawings else "",
+        alt=drawings[0].alt if drawings else "",
+    )  # fmt: skip
 
 
 def _run_notebooks(
     names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]
 ) -> dict[str, str]:
-    parameters = {"records_dir": ".", "figures_dir": FIGURES}
-
     def run(name: str) -> str:
+        parameters = {"records_dir": ".", "figures_dir": FIGURES}
+        failure = ""
         try:
             execute(notebooks / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, folder, time_limit_s)
-        except NotebookFailed as failure:
-            return str(failure)
-        return ""
+        except NotebookFailed as error:
+            failure = str(error)
+        say(f"{name}: {f'failed in {failure}' if failure else 'done'}")
+        return failure
 
-    failures = {}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for name, failure in zip(names, pool.map(run, names), strict=True):
-            say(f"{name}: {f'failed in {failure}' if failure else 'done'}")
-            if failure:
-                failures[name] = failure
-    return failures
+        return {name: failure for name, failure in zip(names, pool.map(run, names), strict=True) if failure}
 
 
-def _write_pages(names: Sequence[str], content: Content, suite: str, folder: Path, failures: Mapping[str, str]) -> None:
+def _write_pages(names: Sequence[str], suite: str, folder: Path, content: Mapping[str, Any]) -> None:
     notebooks = {name: nbformat.read(folder / f"{name}.ipynb", as_version=4) for name in names}
     # The first line of the first cell.
     titles = {name: notebook.cells[0].source.partition("\n")[0].lstrip("# ") for name, notebook in notebooks.items()}
+    pages = {"index": suite, **titles}
     exporter = nbconvert.HTMLExporter(
-        template_name="basic", template_file="study.html.j2", extra_loaders=[DictLoader({"study.html.j2": _BODY})],
+        template_name="basic", template_file="cells.html.j2", extra_loaders=[FileSystemLoader(page.TEMPLATES)],
         exclude_input_prompt=True, exclude_output_prompt=True,
     )  # fmt: skip
+    texts = {
+        "index.html": page.page_html("index.html.j2", suite, pages, "index", **content),
+        "summary.md": page.summary_markdown(suite, **content),
+    }
     for name, notebook in notebooks.items():
-        body, _ = exporter.from_notebook_node(notebook)
-        text = page.notebook_page(
-            suite, titles[name], body, failure=failures.get(name, ""), notebook=f"{name}.ipynb",
-            pages=_pages(suite, titles, name),
-        )  # fmt: skip
-        (folder / f"{name}.html").write_text(text, encoding="utf-8")
-    index = page.index_page(
-        suite, **content._asdict(), failures=sorted(failures.items()), notebooks=names,
-        pages=_pages(suite, titles, "index"),
-    )  # fmt: skip
-    (folder / "index.html").write_text(index, encoding="utf-8")
-    (folder / "summary.md").write_text(page.summary_markdown(suite, *content, failures), encoding="utf-8")
-
-
-def _pages(suite: str, titles: Mapping[str, str], current: str) -> list[dict[str, Any]]:
-    places = {"index": suite, **titles}
-    return [{"href": f"{name}.html", "title": title, "current": name == current} for name, title in places.items()]
+        body = Markup(exporter.from_notebook_node(notebook)[0])
+        failure = content["failures"].get(name)
+        texts[f"{name}.html"] = page.page_html("notebook.html.j2", suite, pages, name, body=body, failure=failure)
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
 
 
 def _facts(records: Records) -> list[str]:

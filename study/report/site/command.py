@@ -40,28 +40,25 @@ def run(options: argparse.Namespace) -> int:
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     kept = _folder_of_parquet(name, output)
-    if any(next(root.glob("**/status.json"), None) is not None for root in roots):
+    has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
+    if kept is not None and not has_runs and not (plan and is_empty(kept)):
+        records = read_parquet(kept)
+    elif has_runs or plan or roots[0].is_dir():
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
         if kept is not None and kept == output and (lost := runs_only_in(kept, records)):
-            print(f"notice: {len(lost)} runs that {kept} held are not below {runs_dir} ({lost[0]}): the report goes on"
-                  " without them", file=sys.stderr)  # fmt: skip
-    elif kept is not None and not (plan and is_empty(kept)):
-        records = read_parquet(kept)
-    elif plan or roots[0].is_dir():
-        records = read_runs(runs_dir if plan else roots[0], roots, remaining)
+            say(f"notice: {len(lost)} runs that {kept} held are not below {runs_dir} ({lost[0]}): the report goes on"
+                " without them")  # fmt: skip
     else:
         parquet = Path(REPORTS) / name / RUNS_FILE
         raise UserError(
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
         )
-    built = build(records, name, output, say=say)
-    if built.refused:
-        print(f"{built.refused} records left out; the report says which and why", file=sys.stderr)
-    for notebook, failure in built.failures.items():
-        print(f"{notebook}.ipynb failed in {failure}", file=sys.stderr)
-    print(built.page)
-    return 1 if built.failures else 0
+    failures = build(records, name, output, say=say)
+    if records.refused:
+        say(f"{len(records.refused)} records left out; the report says which and why")
+    print(output / "index.html")
+    return 1 if failures else 0
 
 
 def say(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import html
 import itertools
@@ -32,33 +31,24 @@ _OUTCOMES = {
 }
 
 
-class Picture(NamedTuple):
-    """A figure inside a page."""
-
-    png: bytes
-    alt: str
-
-    @property
-    def source(self) -> str:
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
-
-
 class Card(NamedTuple):
-    """One question on the first page. `tables` are those that no notebook shows."""
+    """One question on the first page. `tables` are those that no notebook shows, `picture` is a PNG in base64."""
 
     question: Question
     answer: Answer
-    picture: Picture | None
     tables: Mapping[str, pd.DataFrame]
+    picture: str
+    alt: str
 
 
-def index_page(suite: str, **content: Any) -> str:
-    return _page("index.html.j2", suite, title=suite, refused_shown=_REFUSED_SHOWN, **content)
-
-
-def notebook_page(suite: str, title: str, body: str, **content: Any) -> str:
-    """`body` is HTML that nbconvert made of an executed notebook."""
-    return _page("notebook.html.j2", suite, title=title, body=Markup(body), **content)
+def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
+    """`pages` are the titles of all pages by name, this one among them."""
+    css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    return (
+        _templates()
+        .get_template(template)
+        .render(suite=suite, pages=pages, current=current, css=css, refused_shown=_REFUSED_SHOWN, **content)
+    )
 
 
 @functools.cache
@@ -69,11 +59,6 @@ def _templates() -> jinja2.Environment:
     )  # fmt: skip
     environment.filters |= {"code": code_html, "table": table_html}
     return environment
-
-
-def _page(template: str, suite: str, **content: Any) -> str:
-    css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    return _templates().get_template(template).render(suite=suite, css=css, **content)
 
 
 def code_html(text: str) -> Markup:
