@@ -23,7 +23,7 @@ from study.launch.verdict import cell_state
 from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
 from study.record.schema import State
 from study.sweep.execute import run_cells
-from study.sweep.notes import Durations, add_duration, append_attempt, expected_s
+from study.sweep.notes import append_attempt, earlier_durations, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
@@ -191,21 +191,30 @@ def test_a_time_budget_stops_between_cells_and_says_what_is_left(tmp_path):
 
 def test_what_the_next_cell_takes_is_judged_by_those_like_it(tmp_path):
     suite = write_suite(
-        tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},
+        tmp_path, {"strategy": ["single", "zero3"], "seed": [1, 2, 3, 4], "dropout": [0.0, 0.1]},
         overrides=[{"where": {"strategy": "zero3"}, "fixed": {"expected_s": 90}}],
     )  # fmt: skip
     planned: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
     cells = {(cell.strategy, cell.config.seed, cell.config.dropout): cell for cell in planned}
-    durations: Durations = {}
-    assert expected_s(cells["single", 1, 0.0], durations) == 0.0
-    assert expected_s(cells["zero3", 1, 0.0], durations) == 90.0, "what the suite says holds until a record is there"
-    for seconds in (10.0, 12.0, 50.0):
-        add_duration(durations, cells["single", 1, 0.0], seconds)
-    assert expected_s(cells["single", 2, 0.0], durations) == 12.0
-    assert expected_s(cells["single", 2, 0.1], durations) == 12.0
-    add_duration(durations, cells["zero3", 1, 0.1], 30.0)
-    assert expected_s(cells["zero3", 2, 0.1], durations) == 30.0
-    assert expected_s(cells["zero3", 2, 0.0], durations) == 90.0
+
+    def expected(*of: Any) -> float:
+        return expected_s(cells[of], earlier_durations(tmp_path))
+
+    def end(seconds: float, *of: Any) -> None:
+        directory = tmp_path / cells[of].id
+        directory.mkdir()
+        write_json(directory / "config.json", cells[of].config.to_dict())
+        append_attempt(directory, cells[of], ["accelerate"], {"state": "ok", "wall_s": seconds})
+
+    assert expected("single", 1, 0.0) == 0.0
+    assert expected("zero3", 1, 0.0) == 90.0, "what the suite says holds until a record is there"
+    for seed, seconds in enumerate((10.0, 12.0, 50.0), start=1):
+        end(seconds, "single", seed, 0.0)
+    assert expected("single", 4, 0.0) == 12.0
+    assert expected("single", 4, 0.1) == 12.0
+    end(30.0, "zero3", 1, 0.1)
+    assert expected("zero3", 2, 0.1) == 30.0
+    assert expected("zero3", 2, 0.0) == 90.0
 
 
 def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):

@@ -18,8 +18,7 @@ import psutil
 
 from study.errors import UserError
 from study.host.folders import refuse_unwritable
-from study.host.memory import GIB, host_memory
-from study.host.pinned import can_lock, locked_bytes
+from study.host.memory import GIB, can_lock, host_memory, locked_bytes
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, Strategy, read_strategy
 
 INSTALL = "make -B install"

@@ -74,12 +74,15 @@ def matmul_rates(box: Box) -> dict[str, Any]:
         return {"error": f"not measured ({type(error).__name__})"}
 
 
+def driver_version() -> str | None:
+    found = _nvml()
+    return str(found[0].nvmlSystemGetDriverVersion()) if found else None
+
+
 def _nvml() -> tuple[Any, list[Any]] | None:
-    """NVML and a handle for each GPU a run would see; None where there is no driver or no package for it."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+    """NVML and a handle for each GPU a run would see; None where there is no driver."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         return pynvml, [_handle(pynvml, name) for name in _visible(pynvml)]

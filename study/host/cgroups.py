@@ -8,12 +8,6 @@ from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True)
-class Limit:
-    total_bytes: int
-    available_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class OomCounts:
     """The kernel's counters. Inside a cgroup both grow when a process is killed, whoever's memory ran out."""
 
@@ -24,17 +18,18 @@ class OomCounts:
         return OomCounts(self.killed - before.killed, self.cgroup_limit_hit - before.cgroup_limit_hit)
 
 
-def memory_limits(root: Path) -> Iterator[Limit]:
-    """Of this process's cgroup and of those above it; version 1 shows a huge number where there is no limit."""
+def memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Bytes in all and bytes left, of this process's cgroup and of those above it."""
     for folder in _memory_cgroups(root):
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            if total := _number(folder / limit):  # "max" is no number
+            # "max" is no number, and without a limit version 1 shows a huge one.
+            if total := _number(folder / limit):
                 # The kernel drops cached files before it refuses memory.
                 used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
-                yield Limit(total, max(0, total - used))
+                yield total, max(0, total - used)
 
 
 def oom_counts(root: Path = Path("/")) -> OomCounts:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from study.host.box import driver_version
+from study.host.devices import available_cores
 from study.spec.strategies import REPOSITORY
 
 PACKAGES = (
@@ -28,7 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "platform": platform.platform(),
         "cpu": _cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": available_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
         "devices": [
@@ -39,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
             for index in range(torch.cuda.device_count())
         ],
         "cuda": torch.version.cuda,
-        "driver": _driver_version(),
+        "driver": driver_version(),
     }
 
 
@@ -66,13 +67,3 @@ def _cpu_model() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
-
-
-def _driver_version() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None

@@ -1,8 +1,10 @@
-"""How much memory this box has: the one answer for suites, for the doctor and for virtual ranks."""
+"""How much memory this box has, for suites, the doctor and virtual ranks, and how much of it may be locked in place."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
 import os
 from pathlib import Path
 
@@ -10,10 +12,13 @@ import psutil
 
 from study.errors import UserError
 from study.host.cgroups import memory_limits
+from study.spec.strategies import Strategy
 
 # Overrides how much memory the box seems to have.
 HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
 GIB = 2**30
+_MLOCK_ONFAULT = 1
+_FP32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +44,11 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     if (stated := _stated_bytes()) is not None:
         return HostMemory(stated, stated)
     box = psutil.virtual_memory()
-    limits = [limit for limit in memory_limits(root) if limit.total_bytes < box.total]
+    limits = [limit for limit in memory_limits(root) if limit[0] < box.total]
     if not limits:
         return HostMemory(box.total, box.available)
-    total = min(limit.total_bytes for limit in limits)
-    return HostMemory(total, min(box.available, *(limit.available_bytes for limit in limits)), total)
+    total, available = map(min, zip(*limits, strict=True))
+    return HostMemory(total, min(box.available, available), total)
 
 
 def _stated_bytes() -> float | None:
@@ -58,3 +63,26 @@ def _stated_bytes() -> float | None:
     if not 0 < stated < float("inf"):
         raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
     return stated * GIB
+
+
+def can_lock(size: int) -> bool:
+    """Tried, because root and CAP_IPC_LOCK stand above `ulimit -l`; locked on fault, so that it takes no memory."""
+    try:
+        with mmap.mmap(-1, size) as area:
+            start = ctypes.c_char.from_buffer(area)
+            lock = ctypes.CDLL(None).mlock2
+            refused = lock(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), _MLOCK_ONFAULT)
+            del start
+    except OSError:  # not even that much address space
+        return False
+    return not refused
+
+
+def locked_bytes(strategy: Strategy) -> int:
+    """What DeepSpeed locks for NVMe on each rank before it trains: its buffers for fp32 parameters, or little."""
+    if strategy.offload_device("param") == "nvme":
+        assert strategy.deepspeed is not None
+        section = strategy.deepspeed["zero_optimization"]["offload_param"]
+        return int(section["buffer_count"] * section["buffer_size"] * _FP32_BYTES)
+    # The optimizer's buffers grow with the model; a tiny one's were refused under a limit of 8 MiB.
+    return 16 * 2**20 if strategy.uses_nvme else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, RecordError
@@ -15,16 +15,15 @@ from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, RecordError
 if TYPE_CHECKING:
     from study.record.directory import Run
 
-Said = tuple[str, str, float | None]
-
 
 def check_agreement(run: Run) -> None:
-    for key, file, other in itertools.chain(_said_by_rows(run), _said_by_traffic(run), _said_by_ranks(run)):
-        value: Any = run.summary
-        for part in key.split("."):
-            value = value[part]
-        if value != other and (value is None or other is None or not math.isclose(value, other, rel_tol=1e-9)):
-            raise RecordError(run.path / "summary.json", f"{key} is {value}, and {file} says {other}")
+    for file, figures in _said_elsewhere(run).items():
+        for key, other in figures.items():
+            value: Any = run.summary
+            for part in key.split("."):
+                value = value[part]
+            if value != other and (value is None or other is None or not math.isclose(value, other, rel_tol=1e-9)):
+                raise RecordError(run.path / "summary.json", f"{key} is {value}, and {file} says {other}")
     for row in run.steps:
         if row["loss"] is None and not run.engine["virtual"]:
             raise RecordError(run.path / "steps.jsonl", f"step {row['step']} of a run that ended ok has no loss")
@@ -38,44 +37,40 @@ def check_agreement(run: Run) -> None:
         raise RecordError(run.path / "profile.json", reason[:300])
 
 
-def _said_by_rows(run: Run) -> Iterator[Said]:
+def _said_elsewhere(run: Run) -> dict[str, dict[str, float | None]]:
+    """By file, what it says of figures of summary.json."""
     first, last = (run.steps[0], run.steps[-1]) if run.steps else ({}, {})
     evaluation = run.evals[-1] if run.evals else {}
-    yield "steps", "steps.jsonl", len(run.steps)
-    yield "tokens", "steps.jsonl", sum(row["tokens"] for row in run.steps)
-    yield "train_loss_first", "steps.jsonl", first.get("loss")
-    yield "train_loss_final", "steps.jsonl", last.get("loss")
-    yield "eval_loss_final", "evals.jsonl", evaluation.get("eval_loss")
-    yield "eval_accuracy", "evals.jsonl", evaluation.get("accuracy")
-    yield "eval_perplexity", "evals.jsonl", evaluation.get("perplexity")
+    collectives, was_watched = run.traffic["collectives"].values(), run.traffic["step"] is not None
+    return {
+        "steps.jsonl": {
+            "steps": len(run.steps), "tokens": sum(row["tokens"] for row in run.steps),
+            "train_loss_first": first.get("loss"), "train_loss_final": last.get("loss"),
+        },
+        "evals.jsonl": {
+            "eval_loss_final": evaluation.get("eval_loss"), "eval_accuracy": evaluation.get("accuracy"),
+            "eval_perplexity": evaluation.get("perplexity"),
+        },
+        "traffic.json": {
+            key: sum(collective[figure] for collective in collectives) if was_watched else None
+            for key, figure in (("comm_bytes_per_step", "payload_bytes"), ("comm_calls_per_step", "calls"))
+        },
+        "memory.json": _said_by_ranks(run.memory["ranks"]),
+    }  # fmt: skip
 
 
-def _said_by_traffic(run: Run) -> Iterator[Said]:
-    collectives = run.traffic["collectives"].values()
-    for key, figure in (("comm_bytes_per_step", "payload_bytes"), ("comm_calls_per_step", "calls")):
-        total = sum(collective[figure] for collective in collectives)
-        yield key, "traffic.json", None if run.traffic["step"] is None else total
-
-
-def _said_by_ranks(run: Run) -> Iterator[Said]:
-    ranks = run.memory["ranks"]
+def _said_by_ranks(ranks: list[dict[str, Any]]) -> dict[str, float | None]:
     phases = [phase for rank in ranks for phase in rank["phases"].values()]
-    for key, figure in PEAKS.items():
-        yield key, "memory.json", _largest(phase[figure] for phase in phases)
+    said = {key: _largest(phase[figure] for phase in phases) for key, figure in PEAKS.items()}
     # The study's own loops keep the rest per rank; other writers need not.
     states = [rank["state"]["state_bytes"] for rank in ranks if rank["state"] is not None]
     if states and len(states) == len(ranks):
         for kind, place in itertools.product(STATE_KINDS, STATE_PLACES):
-            yield (
-                f"state_bytes_per_rank.{kind}.{place}",
-                "memory.json",
-                _largest(state[kind][place] for state in states),
-            )
+            said[f"state_bytes_per_rank.{kind}.{place}"] = _largest(state[kind][place] for state in states)
     time = (ranks[0].get("time") if ranks else None) or {}
-    for key in ("step_time_s_median", "step_time_s_p10", "step_time_s_p90"):
-        if key in time:
-            yield key, "memory.json", time[key]
+    measured = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90")
+    return said | {key: time[key] for key in measured if key in time}
 
 
-def _largest(values: Iterator[float | None]) -> float | None:
+def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)

@@ -17,9 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.record import strict_json
 from study.record.agreement import check_agreement
-from study.record.schema import PLAIN_STEP, SEAL, RecordError, State, check
+from study.record.schema import PLAIN_STEP, SEAL, RecordError, State, check, strictly_parsed
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
@@ -56,7 +55,7 @@ def is_part_of(name: str, document: str) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        document = strict_json.loads(path.read_text(encoding="utf-8"))
+        document = strictly_parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -96,9 +95,9 @@ class RunWriter:
         for leftover in path.iterdir():
             if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
                 leftover.unlink(missing_ok=True)
-        for name in ROW_FILES:
-            rows = _rows(rows_from / name, complete=True) if rows_from else ()
-            _replace(path / name, "".join(json.dumps(row) + "\n" for row in rows))
+        rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
+        for name, each in zip(ROW_FILES, rows, strict=True):
+            _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
         return writer
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
@@ -110,8 +109,8 @@ class RunWriter:
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
     def first_loss(self) -> float | None:
-        first = next(_rows(self.path / "steps.jsonl"), None)
-        return first["loss"] if first else None
+        steps, _ = read_rows(self.path)
+        return steps[0]["loss"] if steps else None
 
     def flush(self) -> None:
         for stream in self._streams.values():
@@ -238,38 +237,23 @@ def read_run(path: Path) -> Run:
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
-    return _steps(path / "steps.jsonl", complete), _evaluations(path / "evals.jsonl", complete)
+    steps, evals = (_rows(path / name, complete) for name in ROW_FILES)
+    return steps, evals
 
 
-def find_runs(root: Path) -> Iterator[Path]:
-    """Every run directory below `root`, in name order."""
-    yield from sorted(file.parent for file in root.glob("**/status.json"))
-
-
-def _steps(file: Path, complete: bool) -> list[dict[str, Any]]:
+def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
     lines = _lines(file, complete)
     plain = all(map(PLAIN_STEP.fullmatch, lines))
-    steps: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]") if plain else list(_parsed(file, lines))
-    for number, row in enumerate(steps, start=1):
+    rows: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]") if plain else list(_parsed(file, lines))
+    last = 0
+    for number, row in enumerate(rows, start=1):
         if not plain:
             check(file, row, number)
-        if row["step"] != number:
-            raise RecordError(file, f"row {number} says step {row['step']}")
-    return steps
-
-
-def _evaluations(file: Path, complete: bool) -> list[dict[str, Any]]:
-    evals, last = list(_rows(file, complete)), 0
-    for number, row in enumerate(evals, start=1):
-        check(file, row, number)
-        if row["step"] <= last:
+        # Every step has a row, and some of them are followed by an evaluation.
+        if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
             raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
         last = row["step"]
-    return evals
-
-
-def _rows(file: Path, complete: bool = False) -> Iterator[dict[str, Any]]:
-    yield from _parsed(file, _lines(file, complete))
+    return rows
 
 
 def _lines(file: Path, complete: bool) -> list[str]:
@@ -291,9 +275,14 @@ def _lines(file: Path, complete: bool) -> list[str]:
 def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
-            row = strict_json.loads(line)
+            row = strictly_parsed(line)
         except (ValueError, RecursionError) as error:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise RecordError(file, f"row {number} is not an object with a whole-numbered step")
         yield row
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Every run directory below `root`, in name order."""
+    yield from sorted(file.parent for file in root.glob("**/status.json"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from study.errors import Unsupported, UserError
 from study.host.folders import folder_named, refuse_unwritable
-from study.host.pinned import can_lock, locked_bytes
+from study.host.memory import can_lock, locked_bytes
 from study.record.directory import is_finished
 from study.record.folder import refuse_files_of_others
 from study.record.schema import RecordError

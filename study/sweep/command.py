@@ -93,14 +93,14 @@ def run(options: argparse.Namespace) -> int:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
-        outcome = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
+        sweep = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_tables(result_tables(part.cells, part.root))
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
         if len(counts) > 1:
             said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
             print(f"\n{said}; `study status {options.suite}` says why. What is fixed is run again with --retry.")
-        not_all_was_run |= outcome.stopped or outcome.refused > 0
-        if outcome.left:
+        not_all_was_run |= sweep.stopped or sweep.refused > 0
+        if sweep.left:
             break
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
@@ -158,12 +158,13 @@ def weights(options: argparse.Namespace) -> int:
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
-    for cell, root in _within(parts, options.time_budget):
-        for one in cell.distinct_models() if isinstance(cell, Search) else [cell]:
-            config = one.config
+    for item, root in _within(parts, options.time_budget):
+        places = range(len(item.rungs)) if isinstance(item, Search) and item.axis == "largest_model" else [0]
+        for cell in [item.probe_of(place) for place in places] if isinstance(item, Search) else [item]:
+            config = cell.config
             if not config.virtual_world_size:
                 key = (config.task, config.model_name_or_path, config.weights, str(config.seed))
-                sets.setdefault(key, (one, root))
+                sets.setdefault(key, (cell, root))
     if not sets:
         print(f"no cell that {plan.name} would run now starts from weights")
     command = [sys.executable, "-m", "study.models.draw"]

@@ -17,140 +17,116 @@ from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import run_cell
-from study.launch.verdict import attempt_of, cell_state, conclude, last_lines
+from study.launch.verdict import attempt_of, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
 from study.record.outcome import Ending
 from study.spec.strategies import REPOSITORY
-from study.sweep.notes import (
-    Durations,
-    add_duration,
-    append_attempt,
-    earlier_durations,
-    expected_s,
-    note_searches,
-    startup_s,
-)
+from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches, startup_s
 from study.sweep.progress import Progress, StepTail, show_duration
-from study.sweep.search import Search
+from study.sweep.search import Search, runs_left
 
 
 class Stopped(KeyboardInterrupt):
     """Ctrl-C, a signal that means the same, or a full disk: no further cell is begun."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What one call of `run_cells` did."""
-
-    finished: int
-    left: int
-    stopped: bool = False
-    # Cells whose folder is somebody else's: nothing was run or written there.
-    refused: int = 0
-
-
 def run_cells(
     cells: Sequence[Cell | Search], root: Path, box: Box, *, retry: bool = False, time_budget_s: float | None = None
-) -> Outcome:
+) -> Sweep:
     """Everything that is not answered yet, in the order given. `root` holds one directory per cell."""
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
         ended = end_leftovers(root)
-        to_do = [cell for cell in cells if not _is_answered(cell, root, retry)]
-        searches = sum(isinstance(cell, Search) for cell in to_do)
+        to_do = [item for item in cells if next(runs_left(item, root, retry), None)]
+        searches = sum(isinstance(item, Search) for item in to_do)
         with Progress(len(to_do), len(cells) - len(to_do), searches) as progress, _signals_stop():
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
-            sweep = _Sweep(root, box, progress, retry, deadline)
-            stopped = False
+            sweep = Sweep(root, box, progress, retry, deadline)
             try:
                 sweep.run(to_do)
             except Stopped as why:
                 progress.say(str(why))
-                stopped = True
+                sweep.stopped = True
             # The user knows by now that the disk is full.
             with suppress(OSError):
                 note_searches(cells, root)
-            left = len(to_do) - sweep.finished
-            if left:
-                what = "cells and searches" if any(isinstance(cell, Search) for cell in cells) else "cells"
-                progress.say(f"{left} of {len(cells)} {what} are left; the same command goes on with them")
-            return Outcome(sweep.finished, left, stopped, sweep.refused)
-
-
-def _is_answered(cell: Cell | Search, root: Path, retry: bool) -> bool:
-    if isinstance(cell, Search):
-        return next(cell.probes(root, retry), None) is None
-    return cell_state(root / cell.id).is_answered(retry)
+            sweep.left = len(to_do) - sweep.finished
+            if sweep.left:
+                what = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
+                progress.say(f"{sweep.left} of {len(cells)} {what} are left; the same command goes on with them")
+            return sweep
 
 
 @dataclasses.dataclass
-class _Sweep:
+class Sweep:
+    """One call of `run_cells`, and what it did."""
+
     root: Path
     box: Box
     progress: Progress
     retry: bool
     deadline: float | None
     finished: int = 0
+    left: int = 0
+    stopped: bool = False
+    # Cells whose folder is somebody else's: nothing was run or written there.
     refused: int = 0
-    _matmul_rates: dict[str, Any] | None = None
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
         """Counts what is finished: a cell when it has run, a search when it needs no further probe."""
-        durations = earlier_durations(self.root)
         ran: list[str] = []
         for item in to_do:
-            for turn, cell in enumerate(self._cells_of(item, ran)):
-                expected = expected_s(cell, durations)
-                if self.deadline is not None and time.monotonic() + expected > self.deadline:
-                    self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
+            ran_before = len(ran)
+            for cell in runs_left(item, self.root, self.retry):
+                if cell.id in ran:  # as some search's probe
+                    continue
+                if self._is_too_late_for(cell):
                     return
-                self.progress.begin(cell, one_more=turn > 0)
+                self.progress.begin(cell, one_more=len(ran) > ran_before)
+                started = time.monotonic()
                 ran.append(cell.id)
                 try:
-                    ending, seconds = self._timed(cell, len(ran) - 1, durations)
+                    ending = self.run_cell(cell, len(ran) - 1)
                 except UserError as refusal:
                     self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
                     self.refused += 1
                     # A search would ask for the same probe again.
                     break
+                except OSError as error:
+                    # A record that cannot be written: the next one could not be, either.
+                    place = self.root / cell.id
+                    raise Stopped(f"{place} cannot be written ({error.strerror}): make room, or fix it") from None
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
+                seconds = time.monotonic() - started
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
             if isinstance(item, Search):
                 finding = item.finding(self.root)
                 self.progress.searched(f"{item.id}: {finding.answer()} ({finding.reason()})")
             self.finished += 1
 
-    def _cells_of(self, item: Cell | Search, ran: Sequence[str]) -> Iterator[Cell]:
-        if isinstance(item, Search):
-            yield from item.probes(self.root, self.retry)
-        elif item.id not in ran:  # it may have been some search's probe by now
-            yield item
-
-    def _timed(self, cell: Cell, order: int, durations: Durations) -> tuple[Ending, float]:
-        started = time.monotonic()
-        try:
-            ending = self.run_cell(cell, order)
-        except OSError as error:
-            # A record that cannot be written: the next one could not be, either.
-            raise Stopped(f"{self.root / cell.id} cannot be written ({error.strerror}): make room, or fix it") from None
-        seconds = time.monotonic() - started
-        if ending.state == "ok":
-            add_duration(durations, cell, seconds)
-        return ending, seconds
+    def _is_too_late_for(self, cell: Cell) -> bool:
+        if self.deadline is None:
+            return False
+        expected = expected_s(cell, earlier_durations(self.root))
+        if time.monotonic() + expected <= self.deadline:
+            return False
+        self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
+        return True
 
     def run_cell(self, cell: Cell, order: int) -> Ending:
         """Raises UserError where the cell's folder is not a run's, or another run is at work there."""
         directory = self.root / cell.id
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
-        if lacks := self._what_the_box_lacks(cell):
+        if 0 < self.box.gpus < cell.world_size:
+            gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
+            ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
             with take_folder(directory, str(directory)):
-                conclude(directory, attempt_of(directory), lacks)
-            return lacks
-        if self._matmul_rates is None:
-            self._matmul_rates = matmul_rates(self.box)
+                conclude(directory, attempt_of(directory), ending)
+            return ending
+        rates = matmul_rates(self.box)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
         ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()))
@@ -168,7 +144,7 @@ class _Sweep:
                     "startup_s": startup_s(directory, ended.started),
                     "launcher_status": ended.evidence.launcher_status,
                     "foreign_gpu_processes": foreign,
-                    "matmul_rates": self._matmul_rates,
+                    "matmul_rates": rates,
                     "last_lines": [] if ending.state == "ok" else last_lines(ended.evidence.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
@@ -179,12 +155,6 @@ class _Sweep:
             if ended.was_stopped:
                 raise Stopped("stopped")
         return ending
-
-    def _what_the_box_lacks(self, cell: Cell) -> Ending | None:
-        if not 0 < self.box.gpus < cell.world_size:
-            return None
-        gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
-        return Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
         """Another process on a GPU disturbs what is measured: the user is told, and the cell's notes say it."""

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from study.errors import UserError
 from study.launch.cell import Cell
-from study.launch.verdict import cell_state
 from study.record.directory import read_json, write_json
 from study.record.schema import RecordError
 from study.spec.config import RunConfig
 from study.sweep.progress import show_duration
-from study.sweep.search import Search
+from study.sweep.search import Search, runs_left
 
 NOTES = "sweep.json"
 # For an estimate alone.
 PROBES_OF_A_SEARCH = 4
-# Wall times of cells that differ in seed and repeat alone, and of those of one task, model and strategy.
-Durations = dict[tuple[str, ...], list[float]]
+# By what `_alike` says.
+Durations = Mapping[tuple[str, ...], list[float]]
 
 
 def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def startup_s(directory: Path, started: float) -> float | None:
 
 def earlier_durations(root: Path) -> Durations:
     """How long the cells took that ended ok."""
-    durations: Durations = {}
+    durations = defaultdict(list)
     for file in root.glob(f"*/{NOTES}"):
         try:
             document = read_json(file)
@@ -86,22 +86,15 @@ def earlier_durations(root: Path) -> Durations:
             last = document["attempts"][-1]
             if last["state"] == "ok":
                 ranks = config.virtual_world_size or document["world_size"]
-                _add(durations, config, document.get("arm", document["strategy"]), ranks, float(last["wall_s"]))
+                for key in _alike(config, document.get("arm", document["strategy"]), ranks):
+                    durations[key].append(float(last["wall_s"]))
         except (RecordError, UserError, KeyError, IndexError, TypeError):
             continue
     return durations
 
 
-def add_duration(durations: Durations, cell: Cell, seconds: float) -> None:
-    _add(durations, cell.config, cell.arm, cell.ranks, seconds)
-
-
-def _add(durations: Durations, config: RunConfig, arm: str, ranks: int, seconds: float) -> None:
-    for key in _alike(config, arm, ranks):
-        durations.setdefault(key, []).append(seconds)
-
-
 def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What names the runs that differ in seed and repeat alone, and those of one task, model and strategy."""
     but_for_the_seed = dataclasses.replace(config, seed=0).run_id(arm, ranks)
     return (but_for_the_seed,), (config.task, config.model_name_or_path, arm)
 
@@ -122,11 +115,8 @@ def left_to_run(
     """What has no answer yet, each with the seconds it takes as far as records or the suite tell."""
     durations = earlier_durations(root)
     for item in cells:
-        if isinstance(item, Search):
-            if (probe := next(item.probes(root, retry), None)) is not None:
-                yield item, PROBES_OF_A_SEARCH * expected_s(probe, durations)
-        elif not cell_state(root / item.id).is_answered(retry):
-            yield item, expected_s(item, durations)
+        if (run := next(runs_left(item, root, retry), None)) is not None:
+            yield item, expected_s(run, durations) * (PROBES_OF_A_SEARCH if isinstance(item, Search) else 1)
 
 
 def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:

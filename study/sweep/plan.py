@@ -16,7 +16,7 @@ from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
-from study.sweep.search import Search
+from study.sweep.search import Search, example_of
 from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
@@ -34,7 +34,7 @@ def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | 
     _refuse_mixture(suite, (cell for cell in cells.values() if isinstance(cell, Cell)))
     blocks: dict[tuple[int, int], list[Cell | Search]] = {}
     for cell in cells.values():
-        example = cell.first if isinstance(cell, Search) else cell
+        example = example_of(cell)
         blocks.setdefault((example.repeat, example.config.seed), []).append(cell)
     order = random.Random(suite.order_seed)
     for block in blocks.values():
@@ -61,7 +61,7 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
     key, is_about_a_key, wanted = pattern.partition("=")
     if not is_about_a_key:
         return fnmatch(cell.id, pattern)
-    one = cell.first if isinstance(cell, Search) else cell
+    one = example_of(cell)
     values = one.config.to_dict() | {
         "strategy": one.strategy, "trainer": one.trainer, "world_size": one.world_size, "repeat": one.repeat,
     }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -60,9 +59,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def say(self, text: str) -> None:

@@ -105,11 +105,6 @@ class Search:
     def last(self) -> int:
         return len(self.rungs) - 1
 
-    def distinct_models(self) -> list[Cell]:
-        """One probe for every model that the search may ask for."""
-        places = range(len(self.rungs)) if self.axis == "largest_model" else [0]
-        return [self.probe_of(place) for place in places]
-
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
         """The probes that are still to run, one after another; each is chosen from the records of those before."""
         tried: set[int] = set()
@@ -181,6 +176,18 @@ class Finding:
 
     def _rung(self, place: int | None) -> int | str | None:
         return None if place is None else self.search.rungs[place]
+
+
+def example_of(item: Cell | Search) -> Cell:
+    return item.first if isinstance(item, Search) else item
+
+
+def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[Cell]:
+    """The cell, where it has no answer yet; of a search one probe after another, as long as it needs them."""
+    if isinstance(item, Search):
+        yield from item.probes(root, retry)
+    elif not cell_state(root / item.id).is_answered(retry):
+        yield item
 
 
 def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:

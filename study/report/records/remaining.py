@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from study.launch.cell import Cell
 from study.report.records.workloads import word_for
 from study.sweep.notes import left_to_run
-from study.sweep.search import Search, cell_states
+from study.sweep.search import Search, cell_states, example_of
 from study.sweep.slices import Plan
 
 
@@ -66,5 +66,5 @@ def _names(cells: Sequence[Cell | Search]) -> dict[str, str]:
 
 
 def _settings(cell: Cell | Search) -> dict[str, Any]:
-    one = cell.first if isinstance(cell, Search) else cell
+    one = example_of(cell)
     return {"arm": one.arm, **one.config.to_dict(), "repeat": one.repeat}

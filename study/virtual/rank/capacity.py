@@ -9,8 +9,7 @@ import dataclasses
 from typing import Any
 
 from study.errors import CannotBeHeld
-from study.host.memory import GIB, host_memory
-from study.host.pinned import locked_bytes
+from study.host.memory import GIB, host_memory, locked_bytes
 from study.models.presets import find_preset
 from study.spec.config import RunConfig
 from study.spec.overrides import override
