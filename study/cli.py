@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.report.site import command as report
+from study.spec.config import Parser
 from study.sweep import command as sweep
 from study.virtual import command as virtual
 
@@ -36,13 +37,8 @@ COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message, f"{self.prog} --help lists what there is")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog="study", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="study", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))

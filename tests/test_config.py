@@ -14,8 +14,7 @@ from transformers import SchedulerType
 
 from study.errors import UserError
 from study.spec import config as config_module
-from study.spec.config import RunConfig, resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.overrides import parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent

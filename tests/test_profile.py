@@ -30,8 +30,7 @@ from study.report.records.frames import Records, read_parquet, read_records, wri
 from study.report.site.page import table_html
 from study.report.site.show import as_png
 from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import RunConfig, resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import Launch, read_strategy
 from synthetic_records import told, write_run
 

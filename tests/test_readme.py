@@ -17,7 +17,7 @@ from study.cli import COMMANDS
 from study.report.records.frames import read_parquet
 from study.report.records.rows import STATE_COLUMNS
 from study.report.site.readme import DOCUMENTS, rewritten
-from study.spec.flags import parse_command_line
+from study.spec.config import parse_command_line
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
 from study.sweep.suite_file import find_suite
 

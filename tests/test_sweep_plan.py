@@ -15,8 +15,7 @@ from study.host.box import Box, _visible, gpu_processes, this_box
 from study.host.memory import host_memory
 from study.launch.cell import launch_command
 from study.measure.profiling import check_profiled_steps
-from study.spec.config import resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import parse_command_line, resolved
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s

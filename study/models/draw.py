@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from study.errors import Unsupported, UserError
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
-from study.spec.config import resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import parse_command_line, resolved
 from study.spec.strategies import read_strategy
 
 

@@ -14,8 +14,7 @@ from study.host.folders import cache_directory, folder_named
 from study.record.directory import write_json
 from study.record.folder import refuse_folder_at_work
 from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import BatchPlan, RunConfig, default_output_dir, resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.strategies import Launch, this_launch, virtual_launch
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
@@ -70,7 +69,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     notice = checks.check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size)
     own = "" if trainer == "study" else f"-{trainer}"
-    default = default_output_dir(config, f"{launch.strategy.name}{own}", launch.world_size)
+    default = Path("runs") / config.run_id(f"{launch.strategy.name}{own}", launch.world_size)
     output_dir = folder_named(str(config.output_dir or default))
     checks.check_output_dir(config, output_dir)
     if launch.is_main:

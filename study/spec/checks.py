@@ -20,7 +20,7 @@ def check_values(config: RunConfig) -> None:
     """What was given, whether or not the rest is resolved yet."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
-        if isinstance(value, str) and not _is_utf8(value):
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
             raise UserError(f"--{field.name} {value!r} is not UTF-8, as a record must be", "use another name")
         if isinstance(value, float) and not math.isfinite(value):
             raise _out_of_range(field.name, value, "use a finite number")
@@ -48,10 +48,6 @@ def check_values(config: RunConfig) -> None:
     elif config.virtual_rank is not None:
         flag = f"--virtual_rank {config.virtual_rank}"
         raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:

@@ -1,4 +1,4 @@
-"""RunConfig: one run as it was asked for, its batches, and its name.
+"""RunConfig: one run as it was asked for, its flags, its batches, and its name.
 
 Nothing here knows which strategy runs: only the launched Accelerate file decides that. No file in study/spec imports
 torch or transformers, so a wrong flag is refused before they are imported.
@@ -6,14 +6,13 @@ torch or transformers, so a wrong flag is refused before they are imported.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import types
 import typing
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from study.errors import UserError
@@ -105,18 +104,20 @@ class RunConfig:
         """How the global batch is cut over ranks and accumulation steps. Every cut has the same samples."""
         batch = self.global_batch_size
         forward = world_size * (self.per_device_train_batch_size or 1)
+        next_larger = -(-batch // forward) * forward
         if batch % world_size:
             raise UserError(
                 f"--global_batch_size {batch} does not divide over {world_size} ranks",
-                f"use a multiple of {forward}, such as {_next_multiple(batch, forward)}",
+                f"use a multiple of {forward}, such as {next_larger}",
             )
         per_rank = batch // world_size
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
+            smaller = next(size for size in range(min(micro, per_rank), 0, -1) if per_rank % size == 0)
             raise UserError(
                 f"--per_device_train_batch_size {micro} on {world_size} ranks"
                 f" does not divide --global_batch_size {batch}",
-                f"use {_divisor_up_to(micro, per_rank)}, or --global_batch_size {_next_multiple(batch, forward)}",
+                f"use {smaller}, or --global_batch_size {next_larger}",
             )
         return BatchPlan(batch, world_size, micro, per_rank // micro)
 
@@ -174,11 +175,46 @@ def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     return config
 
 
-def default_output_dir(config: RunConfig, strategy: str, world_size: int) -> Path:
-    return Path("runs") / config.run_id(strategy, world_size)
+class Parser(argparse.ArgumentParser):
+    """A wrong flag raises UserError, which ends in one line and exit status 2."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message, f"{self.prog} --help lists what there is")
 
 
-def inner_type(hint: Any) -> Any:
+def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
+    """What study/train.py was asked for, before any default."""
+    parser = Parser(prog="study/train.py", description="Train under one strategy.", allow_abbrev=False)
+    add_flags(parser)
+    config = config_from_flags(parser.parse_args(arguments))
+    check_values(config)
+    return config
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    hints = typing.get_type_hints(RunConfig)
+    for field in dataclasses.fields(RunConfig):
+        if field.name in without:
+            continue
+        kind = _inner_type(hints[field.name])
+        options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+        if typing.get_origin(kind) is Literal:
+            options["choices"] = typing.get_args(kind)
+        elif kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is tuple:
+            options |= {"action": "append", "default": [], "metavar": "KEY=JSON"}
+        else:
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        parser.add_argument(f"--{field.name}", **options)
+
+
+def config_from_flags(options: argparse.Namespace) -> RunConfig:
+    values = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(RunConfig)}
+    return RunConfig(**(values | {"engine_override": tuple(options.engine_override)}))
+
+
+def _inner_type(hint: Any) -> Any:
     """X of `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(member for member in typing.get_args(hint) if member is not type(None))
@@ -186,7 +222,7 @@ def inner_type(hint: Any) -> Any:
 
 
 def _of_type(hint: Any, value: Any, where: str) -> Any:
-    kind = inner_type(hint)
+    kind = _inner_type(hint)
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):
             return value
@@ -200,13 +236,3 @@ def _of_type(hint: Any, value: Any, where: str) -> Any:
     if type(value) is kind:
         return value
     raise UserError(f"{where} is {value!r}", f"use a value of type {kind.__name__}")
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return -(-value // of) * of
-
-
-def _divisor_up_to(limit: int, value: int) -> int:
-    """The largest divisor of `value` up to `limit`, without trying more than its square root's worth of numbers."""
-    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
-    return max(divisor for n in small for divisor in (n, value // n) if divisor <= limit)

@@ -52,16 +52,13 @@ class Strategy:
 
     def check_engine_flags(self, config: RunConfig) -> None:
         """Refuse flags that only DeepSpeed can serve, where it does not run."""
-        for is_asked, problem, fix in (
-            (
-                config.precision == "bf16-engine",
-                "--precision bf16-engine is DeepSpeed's own bf16",
-                "use --precision bf16",
-            ),
-            (bool(config.engine_override), "--engine_override sets DeepSpeed keys", "leave it out"),
-        ):
-            if is_asked and self.deepspeed is None:
-                raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
+        if self.deepspeed is None and config.precision == "bf16-engine":
+            problem, fix = "--precision bf16-engine is DeepSpeed's own bf16", "use --precision bf16"
+        elif self.deepspeed is None and config.engine_override:
+            problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
+        else:
+            return
+        raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ from study.host.box import Box, this_box
 from study.launch.cell import Cell
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
 from study.spec.checks import check_virtual_rank, refuse_what_no_virtual_run_has
-from study.spec.config import Precision, RunConfig, Task, resolved
-from study.spec.flags import add_flags, config_from_flags
+from study.spec.config import Precision, RunConfig, Task, add_flags, config_from_flags, resolved
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 
 TIME_LIMIT_S = 3600.0

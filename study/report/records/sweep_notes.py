@@ -12,8 +12,7 @@ from typing import Any
 from study.errors import UserError
 from study.record.directory import read_json
 from study.record.schema import RecordError
-from study.spec.config import RunConfig, resolved
-from study.spec.flags import parse_command_line
+from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.suite_file import SearchAxis
 
