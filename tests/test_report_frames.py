@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 
 from study.errors import UserError
@@ -168,7 +165,7 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
     with pytest.raises(UserError) as refusal:
         read_records(kept)
     assert "runs.parquet" in refusal.value.problem
-    assert refusal.value.fix.startswith("make it again: python -m study.report.records.frames")
+    assert refusal.value.fix.startswith("remove it, and make it again from its runs: study report ")
 
 
 def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:
@@ -216,16 +213,6 @@ def test_texts_are_texts_whatever_a_record_holds(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", "ddp", state="failed", reason="half a pair \ud83d, a bell \x07, <i>")
     write_parquet(read_records(tmp_path / "runs"), tmp_path)
     assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
-
-
-def test_the_command_writes_parquet_and_names_what_it_left_out(runs: Path, tmp_path: Path) -> None:
-    (next(runs.glob("*-ddp-*")) / "engine.json").unlink()
-    command = [sys.executable, "-m", "study.report.records.frames", str(runs), str(tmp_path / "kept")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert result.returncode == 1
-    assert "engine.json: is missing" in result.stderr
-    assert result.stdout.startswith("3 runs, 16 steps -> ")
-    assert b"engine.json" in pq.read_table(tmp_path / "kept" / "runs.parquet").schema.metadata[b"study.refused"]
 
 
 def test_the_committed_laptop_records_are_readable() -> None:

@@ -124,7 +124,7 @@ def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_tables_that_were_made_by_hand_are_replaced(tmp_path):
+def test_tables_without_a_list_are_replaced(tmp_path):
     """In a report, and where there is nothing else."""
     output = committed(tmp_path)
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)

@@ -145,11 +145,11 @@ def test_small_effects_are_called_noise_in_words() -> None:
     )
     floor = noise_floor(runs, "step_time_s_median")
     small = effect(runs, "step_time_s_median", "zero2", "ddp", floor)
-    assert small.words.startswith("inside noise: +0.98 %")
+    assert small.startswith("inside noise: +0.98 %")
     large = effect(runs, "step_time_s_median", "zero3", "ddp", floor)
-    assert large.words == "+50 % (n = 3)"
+    assert large == "+50 % (n = 3)"
     one = frame([("ddp", 1, 1, 1.0), ("zero3", 1, 1, 1.5)])
-    words = effect(one, "step_time_s_median", "zero3", "ddp", noise_floor(one, "step_time_s_median")).words
+    words = effect(one, "step_time_s_median", "zero3", "ddp", noise_floor(one, "step_time_s_median"))
     assert words == "+50 % (n = 1), no control and one run: no interval"
 
 

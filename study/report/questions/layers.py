@@ -13,13 +13,13 @@ from study.report.records.virtual_ranks import (
     GB,
     Summary,
     groups,
-    is_whole,
     line_over,
     sent,
     sent_bytes,
     setting_of,
     state_bytes,
     summaries,
+    whole,
 )
 
 
@@ -67,13 +67,13 @@ def lines_table(records: Records) -> pd.DataFrame:
     """Where a model ran both whole and at three depths, its line against it."""
     rows = []
     for depths in groups(records):
-        whole, line = next((one for one in depths.values() if is_whole(one)), None), line_over(depths)
-        if whole is not None and line is not None:
-            traffic = sent(line) / sent(whole) - 1
+        one, line = whole(depths), line_over(depths)
+        if one is not None and line is not None:
+            traffic = sent(line) / sent(one) - 1
             rows.append({
-                "Model": whole["model"], "Ranks": whole["world_size"], "Strategy": whole["strategy"],
-                "Setting": whole["setting"],
-                "State of the line, x whole": f"{state_bytes(line) / state_bytes(whole) - 1:+.2%}",
+                "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
+                "Setting": one["setting"],
+                "State of the line, x whole": f"{state_bytes(line) / state_bytes(one) - 1:+.2%}",
                 "Sent, x whole": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
             })  # fmt: skip
     return pd.DataFrame(rows)

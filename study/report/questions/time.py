@@ -66,7 +66,7 @@ def _figures(arm: Arm) -> Row:
 def _in_words(arm: Arm) -> str:
     if arm.baseline is None or arm.is_baseline:
         return "baseline" if arm.is_baseline else "no baseline"
-    return effect(arm.beside, STEP, arm.name, arm.baseline, noise_floor(arm.beside, STEP)).words
+    return effect(arm.beside, STEP, arm.name, arm.baseline, noise_floor(arm.beside, STEP))
 
 
 def _of_the_matmul_rate(arm: Arm) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -42,21 +43,21 @@ def each_once(found: list[Found]) -> tuple[list[Found], list[str]]:
             f"{entry.place}: two records of one run disagree ({places}), and nothing says which is right"
             for entry in disagreeing
         ]
-    named: list[Found] = []
-    for same in _grouped(kept, lambda entry: entry.place.name):
-        for entry in same:
-            name = entry.place.name if len(same) == 1 else entry.place.as_posix()
-            named.append(dataclasses.replace(entry, row=entry.row | {"run": name}))
-    return _numbered(sorted(named, key=lambda entry: entry.place)), refused
+    for same in _grouped(kept, lambda entry: entry.row["run"]):
+        for entry in same if len(same) > 1 else ():
+            entry.row["run"] = entry.place.as_posix()
+    kept.sort(key=lambda entry: entry.place)
+    _number_repeats(kept)
+    return kept, refused
 
 
 _CELL = (*CONFIG_COLUMNS, "strategy", "world_size", "trainer")
 
 
 def _grouped(found: list[Found], key: Callable[[Found], Hashable]) -> list[list[Found]]:
-    groups: dict[Hashable, list[Found]] = {}
+    groups: defaultdict[Hashable, list[Found]] = defaultdict(list)
     for entry in found:
-        groups.setdefault(key(entry), []).append(entry)
+        groups[key(entry)].append(entry)
     return list(groups.values())
 
 
@@ -69,7 +70,7 @@ def _identity(entry: Found) -> Hashable:
     """The same for two records of one run, and for two runs of one configuration that started in the same second."""
     if entry.steps is None:
         return entry.place
-    return entry.digests["config.json"], *(entry.row.get(key) for key in (*_CELL, "status_started_at"))
+    return entry.digests["config.json"], *(entry.row[key] for key in (*_CELL, "status_started_at"))
 
 
 def _disagreeing(group: list[Found]) -> list[Found]:
@@ -83,20 +84,13 @@ def _disagreeing(group: list[Found]) -> list[Found]:
     return list(disagreeing.values())
 
 
-def _numbered(found: list[Found]) -> list[Found]:
-    """Number the repeats of one configuration across folders: pairs are made by seed and repeat."""
-    taken: dict[Hashable, set[int]] = {}
-    numbered = []
+def _number_repeats(found: list[Found]) -> None:
+    """Of one configuration across folders: pairs are made by seed and repeat."""
+    taken: defaultdict[Hashable, set[int]] = defaultdict(set)
     for entry in found:
-        if entry.row.get("probe"):
-            # Two searches may ask the same, and neither answer is a repeat of the other.
-            numbered.append(entry)
-            continue
-        cell = tuple(entry.row.get(key) for key in _CELL)
-        used = taken.setdefault(cell, set())
-        repeat = entry.row["repeat"]
-        while repeat in used:
-            repeat += 1
-        used.add(repeat)
-        numbered.append(dataclasses.replace(entry, row=entry.row | {"repeat": repeat}))
-    return numbered
+        # Two searches may ask the same, and neither answer is a repeat of the other.
+        if not entry.row["probe"]:
+            used = taken[tuple(entry.row[key] for key in _CELL)]
+            while entry.row["repeat"] in used:
+                entry.row["repeat"] += 1
+            used.add(entry.row["repeat"])

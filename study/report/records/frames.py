@@ -1,14 +1,9 @@
-"""Run directories as two tables, one row per run and one per step, and those tables as parquet files in git.
-
-python -m study.report.records.frames runs/laptop reports/laptop
-"""
+"""Run directories as two tables, one row per run and one per step, and those tables as parquet files in git."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,7 +179,7 @@ def _names_of_runs(folder: Path) -> list[str] | None:
 
 
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
-    fix = f"make it again: python -m study.report.records.frames RUNS_DIR {file.parent}"
+    fix = f"remove it, and make it again from its runs: study report {file.parent.name} --runs-dir DIR"
     try:
         table = pq.read_table(file)
         frame = table.to_pandas()
@@ -196,23 +191,3 @@ def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, M
     if wrong:
         raise UserError(f"{file} has other columns than this version reads ({', '.join(sorted(wrong)[:3])})", fix)
     return frame[list(columns)], table.schema.metadata or {}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs_dir", type=Path)
-    parser.add_argument("output", type=Path)
-    options = parser.parse_args()
-    records = read_runs(options.runs_dir)
-    for reason in records.refused:
-        print(f"left out: {reason}", file=sys.stderr)
-    if records.runs.empty:
-        print(f"error: {options.runs_dir} holds no readable run", file=sys.stderr)
-        return 2
-    write_parquet(records, options.output)
-    print(f"{len(records.runs)} runs, {len(records.steps)} steps -> {options.output}")
-    return 1 if records.refused else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from study.launch.cell import Cell
 from study.report.records.workloads import word_for
@@ -27,44 +28,29 @@ class Remaining(NamedTuple):
 
 def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
     found = []
-    names = {part.suite.name: _names([cell for each in plan.slices if each.root == part.root for cell in each.cells])
+    names = {part.root: _names([cell for each in plan.slices if each.root == part.root for cell in each.cells])
              for part in plan.slices}  # fmt: skip
     for part in plan.slices:
         states = [record.state for _, record in cell_states(part.cells, part.root)]
-        ok, to_do = states.count("ok"), states.count("to do")
+        ok, other = states.count("ok"), len(states) - states.count("ok") - states.count("to do")
         left = list(left_to_run(part.cells, part.root))
-        found.append(
-            Remaining(
-                suite=part.suite.name,
-                only=" ".join(part.only),
-                planned=len(part.cells),
-                ok=ok,
-                other=len(states) - ok - to_do,
-                seconds=sum(seconds for _, seconds in left),
-                left=tuple(names[part.suite.name][cell.id] for cell, _ in left),
-            )
-        )
+        seconds = sum(seconds for _, seconds in left)
+        cells_left = [names[part.root][cell.id] for cell, _ in left]
+        planned = len(part.cells)
+        found.append(Remaining(part.suite.name, " ".join(part.only), planned, ok, other, seconds, cells_left))
     return tuple(found)
 
 
 def _names(cells: Sequence[Cell | Search]) -> dict[str, str]:
     """By id, the strategy and whatever differs among the cells of one suite."""
-    settings = {cell.id: _settings(cell) for cell in cells}
-    differing = {
-        key for each in settings.values() for key in each
-        if len({str(other.get(key)) for other in settings.values()}) > 1
-    }  # fmt: skip
+    ones = {cell.id: example_of(cell) for cell in cells}
+    settings = {name: {**one.config.to_dict(), "repeat": one.repeat} for name, one in ones.items()}
+    values: defaultdict[str, set[str]] = defaultdict(set)
+    for each in settings.values():
+        for key, value in each.items():
+            values[key].add(str(value))
     return {
-        name: ", ".join(
-            [
-                each["arm"],
-                *(word_for(key, value) for key, value in each.items() if key in differing - {"arm"} and value),
-            ]
-        )
+        name: ", ".join([ones[name].arm, *(word_for(key, value) for key, value in each.items()
+                                           if len(values[key]) > 1 and value)])
         for name, each in settings.items()
-    }
-
-
-def _settings(cell: Cell | Search) -> dict[str, Any]:
-    one = example_of(cell)
-    return {"arm": one.arm, **one.config.to_dict(), "repeat": one.repeat}
+    }  # fmt: skip

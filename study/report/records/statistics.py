@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -171,9 +172,7 @@ def equivalence(values: Sequence[float], baselines: Sequence[float], margin: flo
     bound = margin * abs(float(np.mean(baselines)))
     mean, largest = float(differences.mean()), float(np.abs(differences).max())
 
-    def result(p: float | None, verdict: Literal["equivalent", "not shown", "no test"], reason: str) -> Equivalence:
-        return Equivalence(n, bound, mean, largest, p, verdict, reason)
-
+    result = functools.partial(Equivalence, n, bound, mean, largest)
     if n < 2:
         return result(None, "no test", "one run each: no test")
     if np.ptp(differences) <= 1e-12 * max(abs(mean), bound):
@@ -187,33 +186,22 @@ def equivalence(values: Sequence[float], baselines: Sequence[float], margin: flo
     return result(p, "equivalent" if shown else "not shown", "equivalent" if shown else "equivalence is not shown")
 
 
-@dataclasses.dataclass(frozen=True)
-class Effect:
-    """A paired difference, and in words whether it is more than noise."""
-
-    ratio: Interval
-    words: str
-
-
-def effect(runs: pd.DataFrame, figure: str, arm: str, baseline: str, floor: NoiseFloor) -> Effect:
-    """How much an arm differs from the baseline, and whether that is more than runs differ by themselves."""
+def effect(runs: pd.DataFrame, figure: str, arm: str, baseline: str, floor: NoiseFloor) -> str:
+    """In words, how much an arm differs from the baseline, and whether that is more than runs differ by themselves."""
     ratio = paired_ratio(runs, figure, arm, baseline)
-    return Effect(ratio, _in_words(ratio, floor) if ratio.n else "no run to pair with")
+    if not ratio.n:
+        return "no run to pair with"
+    change = percent(ratio.center - 1, signed=True)
+    if floor.share is not None and abs(ratio.center - 1) <= floor.share:
+        return f"inside noise: {change}, and like runs differ by {percent(floor.share)}"
+    if ratio.low is None or ratio.high is None:
+        return f"{change} (n = {ratio.n}), {'no control and ' if floor.share is None else ''}{ratio.note}"
+    if ratio.low <= 1 <= ratio.high:
+        return f"inside noise: {change}, and the interval holds no difference (n = {ratio.n})"
+    return f"{change} (n = {ratio.n})"
 
 
-def _in_words(ratio: Interval, floor: NoiseFloor) -> str:
-    change = ratio.center - 1
-    if floor.share is not None and abs(change) <= floor.share:
-        return f"inside noise: {percent(change, signed=True)}, and like runs differ by {percent(floor.share)}"
-    if ratio.low is not None and ratio.high is not None and ratio.low <= 1 <= ratio.high:
-        return f"inside noise: {percent(change, signed=True)}, and the interval holds no difference (n = {ratio.n})"
-    told = f"{percent(change, signed=True)} (n = {ratio.n})"
-    if ratio.low is not None:
-        return told
-    return f"{told}, {'no control and ' if floor.share is None else ''}{ratio.note}"
-
-
-def seeds_needed(claim: float, spread: float, power: float = POWER, significance: float = SIGNIFICANCE) -> int | None:
+def seeds_needed(claim: float, spread: float) -> int | None:
     """How many pairs of runs a paired t-test needs to see a change of `claim`, where pairs scatter by `spread`.
 
     Both are shares of the figure. None where ten thousand are not enough.
@@ -223,13 +211,13 @@ def seeds_needed(claim: float, spread: float, power: float = POWER, significance
     if spread == 0:
         return 2
     choices = range(2, _MOST_SEEDS + 1)
-    place = bisect.bisect_left(choices, power, key=lambda n: _power(n, claim / spread, significance))
+    place = bisect.bisect_left(choices, POWER, key=lambda n: _power(n, claim / spread))
     return choices[place] if place < len(choices) else None
 
 
-def _power(n: int, effect_size: float, significance: float) -> float:
+def _power(n: int, effect_size: float) -> float:
     shift = effect_size * math.sqrt(n)
-    critical = stats.t.ppf(1 - significance / 2, n - 1)
+    critical = stats.t.ppf(1 - SIGNIFICANCE / 2, n - 1)
     with warnings.catch_warnings():
         # Far out the other tail underflows, which is 0 as it should be.
         warnings.simplefilter("ignore", RuntimeWarning)

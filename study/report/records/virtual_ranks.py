@@ -36,7 +36,7 @@ BOOKKEEPING = 0.005
 
 def summaries(records: Records) -> list[Summary]:
     """One per model, strategy, world and setting; three depths of one model become one that is extrapolated."""
-    found = [_whole_or_line(depths) for depths in groups(records)]
+    found = [whole(depths) or line_over(depths) for depths in groups(records)]
     return sorted(
         (summary for summary in found if summary is not None),
         key=lambda one: (one["model_parameters"], one["world_size"], one["strategy"], one["setting"] != AS_SHIPPED,
@@ -50,19 +50,19 @@ def groups(records: Records) -> list[dict[int, Summary]]:
     ended = virtual(records).runs
     ended = ended[(ended["status_state"] == "ok") & ended["collectives"].notna() & ended["model_layers"].notna()]
     for row in ended.to_dict("records"):
-        model = _base(str(row["model_name_or_path"]))
-        summary = _summary(row, model)
+        summary = _summary(row)
         found[(*summary["alike"], summary["setting"])][summary["model_layers"]] = summary
     return list(found.values())
 
 
-def is_whole(summary: Summary) -> bool:
-    return bool(summary["model_layers"] == summary["preset_layers"])
+def whole(depths: Mapping[int, Summary]) -> Summary | None:
+    """The run of the model at its own depth."""
+    return next((one for one in depths.values() if one["model_layers"] == one["preset_layers"]), None)
 
 
 def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     """The line over the three smallest depths that are not the model's own; None of fewer."""
-    partial = sorted(layers for layers, summary in depths.items() if not is_whole(summary))[:3]
+    partial = sorted(layers for layers, one in depths.items() if layers != one["preset_layers"])[:3]
     if len(partial) < 3:
         return None
     chosen = [depths[layers] for layers in partial]
@@ -71,12 +71,9 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     return first | line.document() | {"held": line}
 
 
-def _whole_or_line(depths: Mapping[int, Summary]) -> Summary | None:
-    return next((summary for summary in depths.values() if is_whole(summary)), None) or line_over(depths)
-
-
-def _summary(row: Mapping[Any, Any], model: str) -> Summary:
+def _summary(row: Mapping[Any, Any]) -> Summary:
     """What a row of the table of runs says of its rank, and what the report calls it."""
+    model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
     held = RankSummary.of_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
         **held.document(),
@@ -93,10 +90,6 @@ def _summary(row: Mapping[Any, Any], model: str) -> Summary:
 
 def setting_of(overrides: str) -> str:
     return ", ".join(item.removeprefix("zero_optimization.") for item in json.loads(overrides)) or AS_SHIPPED
-
-
-def _base(model: str) -> str:
-    return re.sub(r"-\d+layers$", "", model.rsplit("/", 1)[-1])
 
 
 def table1_rows(records: Records) -> list[Summary]:
@@ -127,7 +120,7 @@ def sent_bytes(collectives: Any) -> float:
 
 def sent(summary: Summary) -> float:
     """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
-    return _sum([summary["sent_bytes_per_step"]]) / _weights(summary)
+    return known(summary, "sent_bytes_per_step") / _weights(summary)
 
 
 def known(summary: Summary, figure: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,35 +11,33 @@ from study.spec.strategies import STRATEGY_NAMES
 
 # What a comparison is measured against, best first; without any of these the first strategy in the usual order.
 BASELINES = ("single", "ddp", "zero0")
-# Runs that differ in one of these are two experiments: a model, its data and the amount of work.
-_SUBJECT = ("virtual", "task", "model_name_or_path", "data", "dataset_config_name", "weights", "seq_length")
-_WORK = (
-    "precision", "global_batch_size", "per_device_train_batch_size", "train_samples", "num_train_epochs", "max_steps",
-    "gradient_checkpointing", "attn_implementation", "torch_compile", "tokenizer_name", "device_memory_cap_gib",
-)  # fmt: skip
-# Runs that differ in one of these should have been one experiment.
-_RULES = (
-    "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "dropout", "eval_samples",
-)  # fmt: skip
-_WORDS = {
+# Runs that differ in one of these are two experiments: a model, its data and the amount of work. With their words.
+_SUBJECT = {
     "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "data {}", "dataset_config_name": "{}",
-    "weights": "{} weights", "seq_length": "{} tokens", "precision": "{}", "global_batch_size": "batch {}",
-    "per_device_train_batch_size": "micro-batch {}", "train_samples": "{} samples", "num_train_epochs": "{} epochs",
-    "max_steps": "{} steps", "gradient_checkpointing": "checkpointing {}", "attn_implementation": "{} attention",
-    "torch_compile": "compile {}", "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB",
+    "weights": "{} weights", "seq_length": "{} tokens",
+}  # fmt: skip
+_WORK = {
+    "precision": "{}", "global_batch_size": "batch {}", "per_device_train_batch_size": "micro-batch {}",
+    "train_samples": "{} samples", "num_train_epochs": "{} epochs", "max_steps": "{} steps",
+    "gradient_checkpointing": "checkpointing {}", "attn_implementation": "{} attention", "torch_compile": "compile {}",
+    "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB",
+}  # fmt: skip
+# Runs that differ in one of these should have been one experiment.
+_RULES = {
     "learning_rate": "learning rate {}", "lr_scheduler_type": "{} schedule", "warmup_ratio": "warm-up {}",
     "weight_decay": "decay {}", "max_grad_norm": "clipping {}", "dropout": "dropout {}",
     "eval_samples": "{} eval samples",
 }  # fmt: skip
+_WORDS = _SUBJECT | _WORK | _RULES
 
 
 Row = Mapping[str, Any]
-Values = tuple[tuple[str, Any], ...]
+Values = Sequence[tuple[str, Any]]
 
 
 def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Every run with its `workload`, `workload_key` and `arm`. A None in a row is not recorded."""
-    exact = [tuple((field, row[field]) for field in (*_SUBJECT, *_WORK, *_RULES)) for row in rows]
+    exact = [tuple((field, row[field]) for field in _WORDS) for row in rows]
     experiments = _experiments(rows, exact)
     keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
     texts = _texts(sorted(set(keys.values())))
@@ -46,15 +45,20 @@ def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {**row, "workload_key": keys[values], "workload": texts[keys[values]]}
         for row, values in zip(rows, exact, strict=True)
     ]
-    arms = _arms(named, [_differences(values, experiments[values]) for values in exact])
-    return [row | {"arm": arm} for row, arm in zip(named, arms, strict=True)]
+    worlds: defaultdict[Any, set[Any]] = defaultdict(set)
+    for row in named:
+        worlds[row["workload_key"], row["strategy"]].add(row["world_size"])
+    return [
+        row | {"arm": _arm(row, worlds[row["workload_key"], row["strategy"]], _differing(values, experiments[values]))}
+        for row, values in zip(named, exact, strict=True)
+    ]
 
 
 def _experiments(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, Values]:
     """The experiment of each set of settings: its own, or the nearest that has the baseline which its own lacks."""
-    members: dict[Values, set[str]] = {}
+    members: defaultdict[Values, set[str]] = defaultdict(set)
     for values, row in zip(exact, rows, strict=True):
-        members.setdefault(values, set()).add(row["strategy"] or "")
+        members[values].add(row["strategy"] or "")
     with_baseline = [values for values, strategies in members.items() if strategies & set(BASELINES)]
     experiments = {}
     for values, strategies in members.items():
@@ -70,15 +74,11 @@ def _experiments(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, V
 
 
 def _same(one: Values, other: Values, fields: Iterable[str]) -> bool:
-    return not {field for field, *_ in _differing(one, other)} & set(fields)
+    return not {field for field, _ in _differing(one, other)} & set(fields)
 
 
 def _differing(one: Values, other: Values) -> list[tuple[str, Any]]:
     return [(field, value) for (field, value), (_, there) in zip(one, other, strict=True) if value != there]
-
-
-def _differences(values: Values, experiment: Values) -> str:
-    return ", ".join(word_for(field, value) for field, value in _differing(values, experiment))
 
 
 def word_for(field: str, value: Any) -> str:
@@ -94,9 +94,9 @@ def word_for(field: str, value: Any) -> str:
 def _texts(keys: Sequence[str]) -> dict[str, str]:
     """The names of workloads: task and model, and what else differs among the workloads of that model."""
     parsed = {key: json.loads(key) for key in keys}
-    alike: dict[tuple[Any, Any], list[str]] = {}
+    alike: defaultdict[tuple[Any, Any], list[str]] = defaultdict(list)
     for key, values in parsed.items():
-        alike.setdefault((values["task"], values["model_name_or_path"]), []).append(key)
+        alike[values["task"], values["model_name_or_path"]].append(key)
     texts = {}
     for (task, _), group in alike.items():
         for key in group:
@@ -108,23 +108,18 @@ def _texts(keys: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def _arms(rows: Sequence[Row], differences: list[str]) -> list[str]:
-    worlds: dict[Any, set[Any]] = {}
-    for row in rows:
-        worlds.setdefault((row["workload_key"], row["strategy"]), set()).add(row["world_size"])
-    arms = []
-    for row, difference in zip(rows, differences, strict=True):
-        name = row["strategy"] or "unknown"
-        if len(worlds[row["workload_key"], row["strategy"]] - {None}) > 1 and row["world_size"] is not None:
-            name += f" x{row['world_size']}"
-        trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
-        if row["virtual_rank"]:
-            name += f", rank {row['virtual_rank']}"
-        # The profiler slowed its last steps, so it is no repeat of a run without it.
-        profiled = "profiled" if row["profile_steps"] else ""
-        overrides = json.loads(row["engine_override"] or "[]")
-        arms.append(", ".join(part for part in (name, trainer, profiled, *overrides, difference) if part))
-    return arms
+def _arm(row: Row, worlds: set[Any], differing: Values) -> str:
+    name = row["strategy"] or "unknown"
+    if len(worlds - {None}) > 1 and row["world_size"] is not None:
+        name += f" x{row['world_size']}"
+    if row["virtual_rank"]:
+        name += f", rank {row['virtual_rank']}"
+    trainer = "" if row["trainer"] in (None, "study") else row["trainer"]
+    # The profiler slowed its last steps, so it is no repeat of a run without it.
+    profiled = "profiled" if row["profile_steps"] else ""
+    overrides = json.loads(row["engine_override"] or "[]")
+    words = (word_for(field, value) for field, value in differing)
+    return ", ".join(part for part in (name, trainer, profiled, *overrides, *words) if part)
 
 
 def strategy_order(strategy: Any) -> int:

@@ -44,11 +44,8 @@ class Card(NamedTuple):
 def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
     """`pages` are the titles of all pages by name, this one among them."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
-    return (
-        _templates()
-        .get_template(template)
-        .render(suite=suite, pages=pages, current=current, css=css, refused_shown=_REFUSED_SHOWN, **content)
-    )
+    content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
+    return _templates().get_template(template).render(content)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from study.report.records.frames import RUNS_FILE, STEPS_FILE
 FIGURES = "figures"
 LIST = "files.json"
 _MADE_BY = "study report"
-# Tables are made by hand too, with `python -m study.report.records.frames`: these columns tell them.
+# A report is made again from its tables alone, wherever they were copied to: these columns tell them.
 _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step_time_s"}}
 # By a file's name, its sha256; several with spaces between while a report is replaced.
 Digests = Mapping[str, str]
