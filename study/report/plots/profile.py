@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
+from study.record.schema import PROFILE_CATEGORIES
 from study.report.plots.canvas import (
     Drawing,
     beside_bar,
@@ -16,11 +19,15 @@ from study.report.plots.canvas import (
 )
 from study.report.plots.palette import INK, PROFILE
 from study.report.plots.select import MOST_WORKLOADS, arms_of, notes_of
-from study.report.records.arms import Arm
-from study.report.records.frames import Records
-from study.report.records.profiles import LABELS, parts_ms, profiled_arms
+from study.report.records.arms import Arm, arms
+from study.report.records.frames import Records, real
 
 Profiled = tuple[Arm, dict[str, Any]]
+LABELS = {
+    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
+    "optimizer": "optimizer", "copies": "copies, casts, fills", "collectives": "collectives", "other": "other",
+    "idle": "idle",
+}  # fmt: skip
 _ROW_IN, _FRAME_IN = 0.36, 0.75
 _DEVICES = {
     "cuda": "Kernels of one GPU; idle is the GPU without one, waiting for the host.",
@@ -28,6 +35,20 @@ _DEVICES = {
 }
 # As a share of the step; less than this nobody sees.
 _OVERLAP_THAT_SHOWS = 0.01
+
+
+def profiled_arms(records: Records) -> Iterator[Profiled]:
+    """Each with the profile of its first run that has one: profiles are looked at, and not averaged."""
+    for arm in arms(real(records).runs):
+        profiled = arm.ended["profile"].dropna()
+        if len(profiled):
+            yield arm, json.loads(profiled.iloc[0])
+
+
+def parts_ms(profile: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step by kind of work, and those in which nothing ran."""
+    seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
+    return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
 
 
 @in_house_style

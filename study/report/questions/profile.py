@@ -7,12 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from study.report.plots.profile import step_profile
+from study.report.plots.profile import LABELS, parts_ms, profiled_arms, step_profile
 from study.report.questions.cells import span
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, frame, one_value
 from study.report.records.frames import Records
-from study.report.records.profiles import LABELS, parts_ms, profiled_arms
 from study.report.records.statistics import percent
 from study.theory.hardware import peak_flops
 

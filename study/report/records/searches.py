@@ -34,22 +34,12 @@ class Fit:
     last: int
     rungs: dict[int, Row]
     bracket: Bracket
-    # What tells it from other searches of its kind, beside the strategy and the memory limit.
-    setting: str = ""
+    # What it is about, and what tells it from other searches of its kind, beside the strategy and the memory limit.
+    subject: str
 
     @property
     def any(self) -> Row:
         return next(iter(self.rungs.values()))
-
-    @property
-    def kind(self) -> str:
-        model = f", {self.any['model_name_or_path']}" if self.axis == _MICRO_BATCH else ""
-        return f"{self.any['task']}{model}: {_WHAT[self.axis]}"
-
-    @property
-    def subject(self) -> str:
-        """What its answer may be compared with: the same ladder on the same task in the same setting."""
-        return f"{self.kind}, {self.setting}" if self.setting else self.kind
 
     @property
     def repeat(self) -> str:
@@ -124,37 +114,25 @@ def fits(records: Records) -> list[Fit]:
         for search in json.loads(row["searches"]):
             rungs[search["id"]][search["place"]] = row
             about[search["id"]] = search
-    found = [_fit(about[name], known) for name, known in rungs.items()]
-    return sorted(
-        _with_settings(found),
-        key=lambda fit: (
-            fit.subject,
-            fit.cap_gib or float("inf"),
-            strategy_order(fit.any["strategy"]),
-            fit.arm,
-            fit.id,
-        ),
-    )
+    kinds: defaultdict[str, list[tuple[Row, Row]]] = defaultdict(list)
+    for name, search in about.items():
+        row = rungs[name][min(rungs[name])]
+        model = f", {row['model_name_or_path']}" if search["axis"] == _MICRO_BATCH else ""
+        kinds[f"{row['task']}{model}: {_WHAT[search['axis']]}"].append((search, row))
+    found = []
+    for kind, searches in kinds.items():
+        settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
+        differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
+        for search, row in searches:
+            words = [word_for(key, row[key]) for key in differing if not pd.isna(row[key])]
+            found.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
+    return sorted(found, key=lambda fit: (
+        fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm, fit.id,
+    ))  # fmt: skip
 
 
-def _fit(search: Row, rungs: dict[int, Row]) -> Fit:
+def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
     # What was cut off says nothing.
     states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
-    return Fit(
-        search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), examine(states, search["last"])
-    )
-
-
-def _with_settings(found: list[Fit]) -> list[Fit]:
-    """Each with the settings in which the searches of its kind differ."""
-    kinds: defaultdict[str, list[Fit]] = defaultdict(list)
-    for fit in found:
-        kinds[fit.kind].append(fit)
-    named = []
-    for alike in kinds.values():
-        keys = [key for key in _SETTINGS if key != _VALUE[alike[0].axis]]
-        differing = [key for key in keys if len({str(fit.any[key]) for fit in alike}) > 1]
-        for fit in alike:
-            words = (word_for(key, fit.any[key]) for key in differing if not pd.isna(fit.any[key]))
-            named.append(dataclasses.replace(fit, setting=", ".join(words)))
-    return named
+    bracket = examine(states, search["last"])
+    return Fit(search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), bracket, subject)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from study.record.schema import STATE_PLACES
-from study.report.records.arms import arms
+from study.report.records.arms import NAN, arms
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import paired_ratio
 
@@ -47,4 +47,4 @@ def parameters(beside: pd.DataFrame) -> float:
     whole = beside[(beside["status_state"] == "ok") & (beside["strategy"] != "fsdp2")]
     whole = whole[whole["zero_stage"].fillna(0) < 3]
     held = whole[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
-    return float((held / whole["param_dtype"].map(_BYTES)).max()) if len(whole) else float("nan")
+    return float((held / whole["param_dtype"].map(_BYTES)).max()) if len(whole) else NAN
