@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
-from study.sweep.slices import missing_here
+from study.sweep.slices import missing_here, plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 from sweeps import ROOT, TINY, write_suite
 
@@ -35,7 +36,8 @@ def box_with(gpus: int) -> Box:
 
 
 def plan(file, box=CPU_BOX, only=()):
-    return plan_cells(read_suite(file), box, only)
+    (part,) = plan_suite(str(file), box, Path("runs"), only).slices
+    return part.cells
 
 
 HEAD = "name: x\ndescription: y\n"
@@ -281,8 +283,8 @@ def kind_of(cell):
     return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
 
 
-def estimated_minutes(name, only=()):
-    cells = plan_cells(read_suite(find_suite(name)), box_with(1), only)
+def estimated_minutes(name):
+    cells = plan_cells(read_suite(find_suite(name)), box_with(1))
     seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
     seconds += sum(PROBES_OF_A_SEARCH * expected_s(cell.first, {}) for cell in cells if isinstance(cell, Search))
     return round(seconds / 60)

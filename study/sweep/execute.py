@@ -142,17 +142,17 @@ class Sweep:
                     "started_at": started_at,
                     "wall_s": ended.wall_s,
                     "startup_s": startup_s(directory, ended.started),
-                    "launcher_status": ended.evidence.launcher_status,
+                    "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": rates,
-                    "last_lines": [] if ending.state == "ok" else last_lines(ended.evidence.text),
+                    "last_lines": [] if ending.state == "ok" else last_lines(ended.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
-            if ended.was_stopped:
+            if ended.stopped_by == "user":
                 raise Stopped("stopped")
         return ending
 

@@ -24,11 +24,11 @@ RANKS_WITHOUT_A_GPU = 2
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 
 
-def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | Search]:
+def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     """Blocks of a repeat and a seed, each holding every arm once in an order of its own.
 
     So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
-    is one cell. The order is the suite's: what `only` leaves out leaves the rest as it was.
+    is one cell.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(grid, box)}
     _refuse_mixture(suite, (cell for cell in cells.values() if isinstance(cell, Cell)))
@@ -39,21 +39,12 @@ def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | 
     order = random.Random(suite.order_seed)
     for block in blocks.values():
         order.shuffle(block)
-    planned = list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
-    chosen = chosen_of(planned, only)
-    if not chosen:
-        raise nothing_chosen(suite, only, planned[0])
-    return chosen
+    return list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
 
 
 def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
+    """Those that every pattern means, in the order of all."""
     return [cell for cell in cells if all(_is_meant(cell, pattern) for pattern in only)]
-
-
-def nothing_chosen(suite: Suite, only: Sequence[str], example: Cell | Search) -> UserError:
-    return UserError(
-        f"--only {' --only '.join(only)} matches no cell of {suite.name}", f"an id looks like {example.id}"
-    )
 
 
 def _is_meant(cell: Cell | Search, pattern: str) -> bool:
@@ -118,7 +109,7 @@ def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: 
     # Both ends now: a probe that could not run is refused before anything starts.
     first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
     named = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
-    model = ladder.axis if ladder.axis == "largest_model" else f"{_short(first)}-{ladder.axis}"
+    model = ladder.axis if ladder.axis == "largest_model" else f"{first.config.model_name}-{ladder.axis}"
     digest = hashlib.sha256(f"{first.id} {list(ladder.rungs)}".encode()).hexdigest()[:8]
     return Search(
         id=f"{first.config.task}-{model}-{first.arm}-{first.ranks}x-{digest}-r{repeat}",
@@ -137,10 +128,6 @@ def _probe_values(values: Mapping[str, Any], ladder: Ladder, place: int) -> dict
         probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
         probe["train_samples"] = max(probe.get("train_samples", 0), probe["global_batch_size"])
     return probe
-
-
-def _short(cell: Cell) -> str:
-    return cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: str) -> bool:
