@@ -87,8 +87,8 @@ def test_the_sweep_s_own_cost_is_recorded_with_each_cell(swept):
         summary = read_run(cell).summary
         assert attempt["state"] == "ok"
         assert attempt["launcher_status"] == 0
-        # From the launch it takes longer than from the script's first line, and not longer than the whole.
-        assert summary["startup_s"] < attempt["startup_s"] < attempt["wall_s"]
+        # From the launch it takes longer than from the script's first line.
+        assert summary["startup_s"] + summary["runtime_s"] < attempt["wall_s"]
         assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}
         assert attempt["matmul_rates"] == {}
     assert {read_json(cell_of(runs, name) / "sweep.json")["attempts"][0]["order"] for name in ("single", "zero2")} == {

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+import pynvml
 import pytest
 import yaml
 
@@ -321,9 +322,8 @@ def test_the_user_may_say_how_much_memory_a_box_that_grows_will_have(monkeypatch
 
 
 def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
-    pynvml = pytest.importorskip("pynvml")
     # Asked without nvmlInit, or of no GPU, NVML itself refuses.
-    monkeypatch.setattr("study.host.box._nvml", lambda: (pynvml, [None]))
+    monkeypatch.setattr("study.host.box._handles", lambda: [None])
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)
     assert gpu_processes() == []
@@ -334,7 +334,7 @@ def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
 )
 def test_the_gpus_counted_are_those_a_run_would_see(monkeypatch, visible, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _visible(None) == gpus
+    assert _visible() == gpus
 
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):

@@ -38,7 +38,6 @@ class Ended(Evidence):
 
     command: list[str]
     attempt_before: int
-    started: float
     wall_s: float
 
     @functools.cached_property
@@ -104,7 +103,6 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
             ooms=oom_counts() - ooms,
             command=command,
             attempt_before=attempt_before,
-            started=started,
             wall_s=wall_s,
         )
 

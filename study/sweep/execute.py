@@ -22,7 +22,7 @@ from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
 from study.record.outcome import Ending
 from study.spec.strategies import REPOSITORY
-from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches, startup_s
+from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
 from study.sweep.progress import Progress, StepTail, show_duration
 from study.sweep.search import Search, runs_left
 
@@ -141,7 +141,6 @@ class Sweep:
                     "order": order,
                     "started_at": started_at,
                     "wall_s": ended.wall_s,
-                    "startup_s": startup_s(directory, ended.started),
                     "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": rates,
