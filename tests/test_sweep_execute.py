@@ -159,7 +159,7 @@ def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_pat
     cells: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
     for cell, state in zip(cells, states, strict=False):
-        RunWriter.open(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
+        RunWriter(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
     answered = {cell.id: cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
     assert [answered[cell.id] for cell in cells] == [False, False, True, True, True, False]
     retried = [cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=True) for cell in cells]

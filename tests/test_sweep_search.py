@@ -43,7 +43,7 @@ def search_of(file: Path) -> Search:
 def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
     """A record as a run leaves one that ended before its first step."""
     place = list(search.rungs).index(value)
-    RunWriter.open(root / search.probe_of(place).id).close(state, reason)
+    RunWriter(root / search.probe_of(place).id).close(state, reason)
 
 
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])

@@ -115,7 +115,7 @@ class OpenRun:
         console.say(self._headline())
         self._held.enter_context(raise_on_termination())
         if launch.is_main:
-            self.record = RunWriter.open(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            self.record = RunWriter(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", describe_environment())
         if launch.strategy.uses_nvme:
