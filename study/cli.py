@@ -27,7 +27,7 @@ COMMANDS = {
     "run": Command("run a suite: every cell that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
     "weights": Command(
         "draw the initial weights of what a suite has still to run, so that no run's time pays for it",
-        sweep.add_weights_arguments,
+        sweep.add_timed_arguments,
         sweep.weights,
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),

@@ -84,7 +84,7 @@ SUMMARY: dict[str, Any] = {
 
 
 def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
-    writer = RunWriter.open(path)
+    writer = RunWriter(path)
     writer.write("config.json", CONFIG)
     writer.write("environment.json", ENVIRONMENT)
     writer.write("engine.json", ENGINE)
@@ -219,7 +219,7 @@ import sys
 from pathlib import Path
 import test_records
 from study.record.directory import RunWriter
-writer = RunWriter.open(Path(sys.argv[1]))
+writer = RunWriter(Path(sys.argv[1]))
 writer.write("config.json", test_records.CONFIG)
 writer.write("engine.json", test_records.ENGINE)
 print("ready", flush=True)
@@ -255,9 +255,9 @@ def test_a_row_that_was_cut_off_is_dropped_unless_the_run_ended_well(tmp_path: P
 
 
 def test_an_attempt_is_counted_and_starts_from_nothing(run_directory: Path) -> None:
-    writer = RunWriter.open(run_directory)
+    writer = RunWriter(run_directory)
     run = read_run(run_directory)
-    assert (writer.attempt, run.state, run.status["attempt"]) == (2, "interrupted", 2)
+    assert (writer.status["attempt"], run.state, run.status["attempt"]) == (2, "interrupted", 2)
     assert (run.steps, run.evals, run.engine, run.summary, run.memory, run.traffic) == ([], [], {}, {}, {}, {})
 
 
@@ -274,7 +274,7 @@ def test_an_attempt_starts_over_whatever_the_one_before_left(run_directory: Path
 def test_a_resumed_attempt_goes_on_from_the_rows_of_its_checkpoint(run_directory: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     write_run(checkpoint, steps=4, end=False)
-    writer = RunWriter.open(run_directory, rows_from=checkpoint)
+    writer = RunWriter(run_directory, rows_from=checkpoint)
     assert read_rows(run_directory) == (ROWS[:4], EVALS[:1])
     for row in ROWS[4:]:
         writer.append("steps.jsonl", row)

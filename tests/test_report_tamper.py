@@ -269,7 +269,7 @@ def test_a_dropped_seal_is_said_and_a_half_of_one_is_refused(study: Path) -> Non
 
 
 def test_the_writer_seals_what_it_closes(tmp_path: Path, study: Path) -> None:
-    writer = RunWriter.open(tmp_path / "again" / "run")
+    writer = RunWriter(tmp_path / "again" / "run")
     for name in ("config", "environment", "engine", "memory", "traffic", "summary"):
         writer.write(f"{name}.json", json.loads((study / "zero3" / f"{name}.json").read_text()))
     for name in ("steps.jsonl", "evals.jsonl"):

@@ -87,8 +87,8 @@ def test_the_sweep_s_own_cost_is_recorded_with_each_cell(swept):
         summary = read_run(cell).summary
         assert attempt["state"] == "ok"
         assert attempt["launcher_status"] == 0
-        # From the launch it takes longer than from the script's first line, and not longer than the whole.
-        assert summary["startup_s"] < attempt["startup_s"] < attempt["wall_s"]
+        # From the launch it takes longer than from the script's first line.
+        assert summary["startup_s"] + summary["runtime_s"] < attempt["wall_s"]
         assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}
         assert attempt["matmul_rates"] == {}
     assert {read_json(cell_of(runs, name) / "sweep.json")["attempts"][0]["order"] for name in ("single", "zero2")} == {
@@ -159,7 +159,7 @@ def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_pat
     cells: list[Any] = plan_cells(read_suite(suite), Box((), 16.0))
     states: tuple[State, ...] = ("interrupted", "failed", "oom", "timeout", "unsupported")
     for cell, state in zip(cells, states, strict=False):
-        RunWriter.open(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
+        RunWriter(tmp_path / "runs" / "tiny" / cell.id).close(state, f"why {state}", "do that")
     answered = {cell.id: cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=False) for cell in cells}
     assert [answered[cell.id] for cell in cells] == [False, False, True, True, True, False]
     retried = [cell_state(tmp_path / "runs" / "tiny" / cell.id).is_answered(retry=True) for cell in cells]

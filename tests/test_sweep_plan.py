@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from pathlib import Path
 
+import pynvml
 import pytest
 import yaml
 
@@ -22,7 +24,7 @@ from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
-from study.sweep.slices import missing_here
+from study.sweep.slices import missing_here, plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
 from sweeps import ROOT, TINY, write_suite
 
@@ -35,7 +37,8 @@ def box_with(gpus: int) -> Box:
 
 
 def plan(file, box=CPU_BOX, only=()):
-    return plan_cells(read_suite(file), box, only)
+    (part,) = plan_suite(str(file), box, Path("runs"), only).slices
+    return part.cells
 
 
 HEAD = "name: x\ndescription: y\n"
@@ -281,8 +284,8 @@ def kind_of(cell):
     return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
 
 
-def estimated_minutes(name, only=()):
-    cells = plan_cells(read_suite(find_suite(name)), box_with(1), only)
+def estimated_minutes(name):
+    cells = plan_cells(read_suite(find_suite(name)), box_with(1))
     seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
     seconds += sum(PROBES_OF_A_SEARCH * expected_s(cell.first, {}) for cell in cells if isinstance(cell, Search))
     return round(seconds / 60)
@@ -319,9 +322,8 @@ def test_the_user_may_say_how_much_memory_a_box_that_grows_will_have(monkeypatch
 
 
 def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
-    pynvml = pytest.importorskip("pynvml")
     # Asked without nvmlInit, or of no GPU, NVML itself refuses.
-    monkeypatch.setattr("study.host.box._nvml", lambda: (pynvml, [None]))
+    monkeypatch.setattr("study.host.box._handles", lambda: [None])
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)
     assert gpu_processes() == []
@@ -332,7 +334,7 @@ def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
 )
 def test_the_gpus_counted_are_those_a_run_would_see(monkeypatch, visible, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert _visible(None) == gpus
+    assert _visible() == gpus
 
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):

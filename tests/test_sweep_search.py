@@ -24,6 +24,7 @@ from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search, cell_states, examine
+from study.sweep.slices import plan_suite
 from study.sweep.suite_file import find_suite, read_suite
 from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
 from synthetic_records import write_run
@@ -42,7 +43,7 @@ def search_of(file: Path) -> Search:
 def end_probe(search: Search, root: Path, value: int, state: State, reason: str = "") -> None:
     """A record as a run leaves one that ended before its first step."""
     place = list(search.rungs).index(value)
-    RunWriter.open(root / search.probe_of(place).id).close(state, reason)
+    RunWriter(root / search.probe_of(place).id).close(state, reason)
 
 
 @pytest.mark.parametrize("rungs", [2, 3, 7, 16, 100, 512])
@@ -95,7 +96,7 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
     searches: list[Any] = plan_cells(read_suite(file), CPU_BOX)
     assert len({search.id for search in searches}) == 6
     assert {search.label for search in searches} == {"seq_length 16", "seq_length 32"}
-    chosen: list[Any] = plan_cells(read_suite(file), CPU_BOX, only=["*-zero2-*"])
+    chosen: list[Any] = plan_suite(str(file), CPU_BOX, tmp_path, ["*-zero2-*"]).slices[0].cells
     assert {search.first.strategy for search in chosen} == {"zero2"}
     assert len(chosen) == 2
 

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 from study.host.memory import host_memory
 from study.spec.strategies import REPOSITORY
 
@@ -31,27 +33,19 @@ class Box:
 
 def this_box(root: Path = Path("/")) -> Box:
     """`root` is where `proc` and `sys` are."""
-    found = _nvml()
-    memory: list[float] = []
-    if found is not None:
-        nvml, handles = found
-        memory = [nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles]
+    memory = (pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in _handles())
     return Box(tuple(memory), host_memory(root).total_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:
     """The processes on the visible GPUs now. Between two runs there should be none."""
-    found = _nvml()
-    if found is None:
-        return []
-    nvml, handles = found
     try:
         return [
             {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
-            for gpu, handle in enumerate(handles)
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            for gpu, handle in enumerate(_handles())
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         ]
-    except nvml.NVMLError:
+    except pynvml.NVMLError:
         # Some boxes do not let a guest ask, and no run depends on the answer.
         return []
 
@@ -75,22 +69,24 @@ def matmul_rates(box: Box) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    found = _nvml()
-    return str(found[0].nvmlSystemGetDriverVersion()) if found else None
-
-
-def _nvml() -> tuple[Any, list[Any]] | None:
-    """NVML and a handle for each GPU a run would see; None where there is no driver."""
-    import pynvml
-
     try:
         pynvml.nvmlInit()
-        return pynvml, [_handle(pynvml, name) for name in _visible(pynvml)]
+        return str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError:
         return None
 
 
-def _visible(pynvml: Any) -> list[str]:
+def _handles() -> list[Any]:
+    """One for each GPU that a run would see; none where there is no driver."""
+    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+    try:
+        pynvml.nvmlInit()
+        return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in _visible()]
+    except pynvml.NVMLError:
+        return []
+
+
+def _visible() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -101,7 +97,3 @@ def _visible(pynvml: Any) -> list[str]:
             break
         names.append(name)
     return names
-
-
-def _handle(pynvml: Any, name: str) -> Any:
-    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
+from pathlib import Path
 
 from study.host.imports import importing
 from study.spec.strategies import Launch
@@ -40,6 +42,17 @@ def prepare_devices(launch: Launch) -> int:
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def processor() -> dict[str, str]:
+    """What Linux says of the first one."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in rows}
 
 
 def _keep_freed_memory() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from study.host.box import driver_version
-from study.host.devices import available_cores
+from study.host.devices import available_cores, processor
 from study.spec.strategies import REPOSITORY
 
 PACKAGES = (
@@ -28,7 +27,7 @@ def describe_environment() -> dict[str, Any]:
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": processor().get("model name") or platform.processor(),
         "cpu_cores": available_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
@@ -59,11 +58,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip()
-
-
-def _cpu_model() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import Unsupported
+from study.host.devices import processor
 from study.record.directory import read_json, write_json
 from study.record.schema import RecordError
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
@@ -61,7 +62,9 @@ def _remember_the_processor(cache: Path) -> None:
 
     @functools.cache
     def get_cpu_info() -> dict[str, Any]:
-        file = cache / "operators" / f"processor-{_processor_key()}.json"
+        # Several machines may share a cache.
+        kind = [platform.platform(), platform.machine(), *map(processor().get, ("model name", "flags"))]
+        file = cache / "operators" / f"processor-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.json"
         try:
             return read_json(file)
         except RecordError:
@@ -71,16 +74,6 @@ def _remember_the_processor(cache: Path) -> None:
             return answer
 
     cpuinfo.get_cpu_info = get_cpu_info
-
-
-def _processor_key() -> str:
-    """Names the kind of processor: several machines may share a cache."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    said = [next((line for line in lines if line.startswith(name)), name) for name in ("model name", "flags")]
-    return hashlib.sha256("\n".join([platform.platform(), platform.machine(), *said]).encode()).hexdigest()[:12]
 
 
 def _last_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ class Cell:
     # What the suite says of it, without the defaults of study/train.py.
     asked: RunConfig
     repeat: int
-    time_limit_s: float
+    time_limit_s: float = 3600.0
     # The suite's own estimate, which holds until a record says better.
     expected_s: float | None = None
     trainer: Trainer = "study"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.cgroups import oom_counts
@@ -33,19 +33,16 @@ _ANOTHER_LAUNCH = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class Ended(Evidence):
     """A cell whose last process is gone. Nothing is written yet: `write_end` does that."""
 
-    ending: Ending
-    evidence: Evidence
     command: list[str]
     attempt_before: int
-    started: float
     wall_s: float
 
-    @property
-    def was_stopped(self) -> bool:
-        return self.evidence.stopped_by == "user"
+    @functools.cached_property
+    def ending(self) -> Ending:
+        return judge(self)
 
     def write_end(self, directory: Path) -> None:
         """Make the record say how the run ended, where its own processes could not.
@@ -54,45 +51,7 @@ class Ended:
         """
         conclude(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
-            stream.write(self.evidence.printed)
-
-
-@dataclasses.dataclass
-class _CellProcess:
-    """The running cell. Its printed output waits in a nameless file: the run directory is the run's to open."""
-
-    supervisor: subprocess.Popen[bytes]
-    output: IO[bytes]
-
-    @classmethod
-    def start(cls, command: Sequence[str], environment: dict[str, str]) -> _CellProcess:
-        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `collect`
-        supervisor = subprocess.Popen(
-            # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
-            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
-            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        return cls(supervisor, output)
-
-    def end(self) -> int:
-        """End every process of the run; returns when none is left."""
-        assert self.supervisor.stdin is not None
-        self.supervisor.stdin.close()
-        try:
-            return self.supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
-        except subprocess.TimeoutExpired:
-            self.supervisor.send_signal(signal.SIGKILL)
-            return self.supervisor.wait()
-
-    def collect(self) -> str:
-        """What the launcher and the ranks printed before they had a log."""
-        self.output.seek(0)
-        text = self.output.read().decode(errors="replace")
-        self.output.close()
-        assert self.supervisor.stdin is not None
-        self.supervisor.stdin.close()
-        return text
+            stream.write(self.printed)
 
 
 def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
@@ -109,48 +68,66 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
 
     def watch_the_new_run() -> None:
         # Before the run has opened its directory what lies there is an earlier attempt's.
-        if _opened_since(directory, started):
-            watch()
+        with contextlib.suppress(OSError):
+            if (directory / "status.json").stat().st_mtime >= started:
+                watch()
 
     with tempfile.TemporaryDirectory() as scratch:
-        refusal_file = Path(scratch) / "refusal.json"
-        process = _CellProcess.start(command, clean_environment(root, refusal_file))
-        try:
-            launcher_status, stopped_by = _until_its_end(process, cell.time_limit_s, watch_the_new_run)
-        except KeyboardInterrupt:
-            launcher_status, stopped_by = process.end(), "user"
-        except BaseException:
-            process.end()
-            raise
+        # What is printed waits here: the run directory is the run's to open.
+        refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
+        with printed_file.open("wb") as output, subprocess.Popen(
+            # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
+            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
+            cwd=REPOSITORY, env=clean_environment(root, refusal_file), stdin=subprocess.PIPE, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        ) as supervisor:  # fmt: skip
+            try:
+                launcher_status, stopped_by = _until_its_end(supervisor, cell.time_limit_s, watch_the_new_run)
+            except KeyboardInterrupt:
+                launcher_status, stopped_by = _end(supervisor), "user"
+            except BaseException:
+                _end(supervisor)
+                raise
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
             # The supervisor itself was killed, and has ended nobody.
             end_leftovers(root)
-        refusal = refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None
-        printed = process.collect()
-    evidence = Evidence(
-        launcher_status=launcher_status,
-        stopped_by=stopped_by,
-        time_limit_s=cell.time_limit_s,
-        status=read_status(directory) if attempt_of(directory) > attempt_before else None,
-        refusal=refusal,
-        printed=printed,
-        log=_tail(log_file, log_size_before),
-        ooms=oom_counts() - ooms,
-    )
-    return Ended(judge(evidence), evidence, command, attempt_before, started, wall_s)
+        return Ended(
+            launcher_status=launcher_status,
+            stopped_by=stopped_by,
+            time_limit_s=cell.time_limit_s,
+            status=read_status(directory) if attempt_of(directory) > attempt_before else None,
+            refusal=refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None,
+            printed=printed_file.read_text(encoding="utf-8", errors="replace"),
+            log=_tail(log_file, log_size_before),
+            ooms=oom_counts() - ooms,
+            command=command,
+            attempt_before=attempt_before,
+            wall_s=wall_s,
+        )
 
 
 def _until_its_end(
-    process: _CellProcess, time_limit_s: float, watch: Callable[[], None]
+    supervisor: subprocess.Popen[bytes], time_limit_s: float, watch: Callable[[], None]
 ) -> tuple[int, StoppedBy | None]:
     deadline = time.monotonic() + time_limit_s
     while time.monotonic() < deadline:
         try:
-            return process.supervisor.wait(_POLL_S), None
+            return supervisor.wait(_POLL_S), None
         except subprocess.TimeoutExpired:
             watch()
-    return process.end(), "time limit"
+    return _end(supervisor), "time limit"
+
+
+def _end(supervisor: subprocess.Popen[bytes]) -> int:
+    """End every process of the run; returns when none is left."""
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    try:
+        return supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        return supervisor.wait()
 
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
@@ -158,13 +135,6 @@ def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return {**kept, MARKER: str(directory.resolve()), REFUSAL_FILE_VARIABLE: str(refusal_file)}
-
-
-def _opened_since(directory: Path, started: float) -> bool:
-    try:
-        return (directory / "status.json").stat().st_mtime >= started
-    except OSError:
-        return False
 
 
 def _tail(file: Path, start: int) -> str:

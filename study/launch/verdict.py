@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from study.errors import Unsupported, UserError
 from study.host.cgroups import OomCounts
-from study.record.directory import RunWriter, read_run, read_status, utc_now, write_json
+from study.record.directory import RunWriter, change_ending, read_run, read_status
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
 from study.record.schema import RecordError, State
 
@@ -121,12 +121,11 @@ def attempt_of(directory: Path) -> int:
 def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
     """Make status.json say how the attempt ended. Nobody else writes it any more: the processes are gone."""
     if attempt_of(directory) <= attempt_before:
-        RunWriter.open(directory).close(ending.state, ending.reason, ending.hint)
+        RunWriter(directory).close(ending.state, ending.reason, ending.hint)
         return
     status = read_status(directory)
     if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
-        ended = {"state": ending.state, "reason": ending.reason, "hint": ending.hint, "ended_at": utc_now()}
-        write_json(directory / "status.json", status | ended)
+        change_ending(directory, ending.state, ending.reason, ending.hint)
 
 
 def cell_state(directory: Path) -> CellState:

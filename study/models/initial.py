@@ -57,7 +57,7 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     config = dataclasses.replace(config, dropout=-1.0, attn_implementation="eager")
     made_from = _made_from(config)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    name = config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
+    name = config.model_name
     folder = cache_dir / "initial_weights" / f"{config.task}-{name}-{config.weights}-seed{config.seed}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):

@@ -73,22 +73,21 @@ def number_or_none(value: float | None) -> float | None:
 class RunWriter:
     """For the main process: opens a run directory, appends rows, closes it with a status."""
 
-    def __init__(self, path: Path, attempt: int, started_at: str):
-        self.path, self.attempt, self.started_at = path, attempt, started_at
-        self._streams: dict[str, IO[str]] = {}
-
-    @classmethod
-    def open(cls, path: Path, *, rows_from: Path | None = None) -> RunWriter:
+    def __init__(self, path: Path, *, rows_from: Path | None = None):
         """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
+        self.path = path
+        self._streams: dict[str, IO[str]] = {}
         path.mkdir(parents=True, exist_ok=True)
         try:
             attempt = read_status(path)["attempt"] + 1
         except RecordError:
             attempt = 1
-        writer = cls(path, attempt, utc_now())
         # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
-        not_ended = writer._status("interrupted", "the run has not ended, or was killed", "run it again", None)
-        writer.write("status.json", not_ended)
+        self.status = {
+            "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
+            "attempt": attempt, "started_at": utc_now(), "ended_at": None,
+        }  # fmt: skip
+        self.write("status.json", self.status)
         for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
             (path / name).unlink(missing_ok=True)
         # By name: what else lies in the folder is its owner's.
@@ -98,7 +97,6 @@ class RunWriter:
         rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
         for name, each in zip(ROW_FILES, rows, strict=True):
             _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
-        return writer
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         write_json(self.path / name, document)
@@ -122,19 +120,18 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
-        self.write("status.json", seal(self.path, self._status(state, reason, hint, utc_now())))
+        self.write("status.json", seal(self.path, _ended(self.status, state, reason, hint)))
 
-    def _status(self, state: State, reason: str, hint: str, ended_at: str | None) -> dict[str, Any]:
-        return {
-            "state": state, "reason": reason, "hint": hint, "attempt": self.attempt, "started_at": self.started_at,
-            "ended_at": ended_at,
-        }  # fmt: skip
+
+def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> dict[str, Any]:
+    return {**status, "state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
 
 
 def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
     """The status of a closed record, with what every file of it then held."""
     sealed = {**status, "files_sha256": digests(path)}
-    return sealed | {"status_sha256": _status_sha256(sealed)}
+    said = json.dumps(sealed, sort_keys=True).encode()
+    return sealed | {"status_sha256": hashlib.sha256(said).hexdigest()}
 
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
@@ -148,18 +145,13 @@ def digests(path: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
-def _status_sha256(status: Mapping[str, Any]) -> str:
-    said = {key: value for key, value in status.items() if key != "status_sha256"}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
 def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
     """Many figures stand in one place only, and nothing else would show that one of them was changed."""
-    sealed, found = status["files_sha256"], digests(path)
-    changed = ["status.json"] if status["status_sha256"] != _status_sha256(status) else []
-    changed += [name for name in sorted({*found, *sealed}) if found.get(name) != sealed.get(name)]
-    if changed:
-        raise RecordError(path / changed[0], "was changed after the run had closed its record")
+    now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
+    if now != status:
+        found, sealed = now["files_sha256"], status["files_sha256"]
+        changed = [name for name in sorted({*found, *sealed}) if found.get(name) != sealed.get(name)]
+        raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
 
 
 def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
@@ -173,12 +165,14 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
     except FileExistsError:
         return
     try:
-        status = read_status(path)
-        if status["ended_at"] is None:
-            ended = {"state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
-            write_json(path / "status.json", status | ended)
+        if read_status(path)["ended_at"] is None:
+            change_ending(path, state, reason, hint)
     finally:
         ending.unlink()
+
+
+def change_ending(path: Path, state: State, reason: str, hint: str) -> None:
+    write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,15 +45,20 @@ class Terminated(BaseException):
 
 
 @contextmanager
-def raise_on_termination() -> Iterator[None]:
-    def terminate(number: int, frame: Any) -> None:
-        raise Terminated
+def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]:
+    """Any of these signals is this exception. A second one changes nothing."""
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    def stop(number: int, frame: Any) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        raise error
+
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ending_of_text(text: str) -> Ending | None:

@@ -28,7 +28,7 @@ from study.errors import RunFailed, UserError
 from study.host.folders import folder_named
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
-from study.record.outcome import ending_of, raise_on_termination
+from study.record.outcome import Terminated, ending_of, raising_on
 from study.run.console import Console
 from study.run.request import Refuse, Request, checked, read_request, refused
 
@@ -113,9 +113,9 @@ class OpenRun:
         if self._notice:
             console.say(f"notice: {self._notice}")
         console.say(self._headline())
-        self._held.enter_context(raise_on_termination())
+        self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
-            self.record = RunWriter.open(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            self.record = RunWriter(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", describe_environment())
         if launch.strategy.uses_nvme:

@@ -129,8 +129,12 @@ class RunConfig:
             if key not in _NOT_IDENTITY and (key not in _LATER_FLAGS or value != _LATER_FLAGS[key])
         }
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        model = self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
-        return f"{self.task}-{model}-{strategy}-{world_size}x-{digest}"
+        return f"{self.task}-{self.model_name}-{strategy}-{world_size}x-{digest}"
+
+    @property
+    def model_name(self) -> str:
+        """Without its owner or its folder."""
+        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
 
     def scalars(self) -> dict[str, Any]:
         """For trackers, which take neither null nor lists."""

@@ -49,20 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     parser.add_argument(
-        "--time-budget", type=duration, metavar="TIME", help="start no cell that would end later, such as 9m or 1h30m"
+        "--time-budget", type=duration, metavar="TIME", help="only cells that end in this time, such as 9m or 1h30m"
     )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_timed_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the command of every cell, and run nothing")
     parser.add_argument("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
-
-
-def add_weights_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
-    parser.add_argument(
-        "--time-budget", type=duration, metavar="TIME", help="only what `study run` would start in this time"
-    )
 
 
 def duration(text: str) -> float:

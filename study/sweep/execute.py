@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ from study.launch.run import run_cell
 from study.launch.verdict import attempt_of, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
-from study.record.outcome import Ending
+from study.record.outcome import Ending, raising_on
 from study.spec.strategies import REPOSITORY
-from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches, startup_s
+from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
 from study.sweep.progress import Progress, StepTail, show_duration
 from study.sweep.search import Search, runs_left
+
+# Ctrl-C, `kill` and a closed terminal all end the current run in order.
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
@@ -40,7 +43,10 @@ def run_cells(
         ended = end_leftovers(root)
         to_do = [item for item in cells if next(runs_left(item, root, retry), None)]
         searches = sum(isinstance(item, Search) for item in to_do)
-        with Progress(len(to_do), len(cells) - len(to_do), searches) as progress, _signals_stop():
+        with (
+            Progress(len(to_do), len(cells) - len(to_do), searches) as progress,
+            raising_on(Stopped("stopped"), *_STOPS),
+        ):
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
             sweep = Sweep(root, box, progress, retry, deadline)
@@ -141,18 +147,17 @@ class Sweep:
                     "order": order,
                     "started_at": started_at,
                     "wall_s": ended.wall_s,
-                    "startup_s": startup_s(directory, ended.started),
-                    "launcher_status": ended.evidence.launcher_status,
+                    "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": rates,
-                    "last_lines": [] if ending.state == "ok" else last_lines(ended.evidence.text),
+                    "last_lines": [] if ending.state == "ok" else last_lines(ended.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
-            if ended.was_stopped:
+            if ended.stopped_by == "user":
                 raise Stopped("stopped")
         return ending
 
@@ -166,21 +171,3 @@ class Sweep:
         for process in found:
             self.progress.say(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
         return found
-
-
-@contextmanager
-def _signals_stop() -> Iterator[None]:
-    """Ctrl-C, `kill` and a closed terminal all end the current run in order. A second one changes nothing."""
-
-    def stop(number: int, frame: Any) -> None:
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)
-        raise Stopped("stopped")
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

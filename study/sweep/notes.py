@@ -67,15 +67,6 @@ def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
             write_json(file, document | said)
 
 
-def startup_s(directory: Path, started: float) -> float | None:
-    """From the launch to the training loop: engine.json is the last thing written before it."""
-    try:
-        written = (directory / "engine.json").stat().st_mtime
-    except OSError:
-        return None
-    return written - started if written >= started else None
-
-
 def earlier_durations(root: Path) -> Durations:
     """How long the cells took that ended ok."""
     durations = defaultdict(list)

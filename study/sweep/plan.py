@@ -17,21 +17,32 @@ from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.search import Search, example_of
-from study.sweep.suite_file import CELL_KEYS, DEFAULT_TIME_LIMIT_S, Grid, Ladder, Suite
+from study.sweep.suite_file import CELL_KEYS, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
 # A probe asks what fits: it does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
+# What each trainer runs.
+_STRATEGIES: dict[Trainer, Sequence[str]] = {
+    "study": STRATEGY_NAMES,
+    "hf_trainer": [name for name in STRATEGY_NAMES if name != "fsdp2"],
+    "bare_loop": ("single", "ddp"),
+}
 
 
-def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | Search]:
+def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     """Blocks of a repeat and a seed, each holding every arm once in an order of its own.
 
     So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
-    is one cell. The order is the suite's: what `only` leaves out leaves the rest as it was.
+    is one cell.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(grid, box)}
-    _refuse_mixture(suite, (cell for cell in cells.values() if isinstance(cell, Cell)))
+    # Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs.
+    if len({bool(cell.config.virtual_world_size) for cell in cells.values() if isinstance(cell, Cell)}) > 1:
+        raise UserError(
+            f"the suite {suite.name} mixes virtual ranks with real runs",
+            "put the cells with virtual_world_size in a suite of their own",
+        )
     blocks: dict[tuple[int, int], list[Cell | Search]] = {}
     for cell in cells.values():
         example = example_of(cell)
@@ -39,21 +50,12 @@ def plan_cells(suite: Suite, box: Box, only: Sequence[str] = ()) -> list[Cell | 
     order = random.Random(suite.order_seed)
     for block in blocks.values():
         order.shuffle(block)
-    planned = list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
-    chosen = chosen_of(planned, only)
-    if not chosen:
-        raise nothing_chosen(suite, only, planned[0])
-    return chosen
+    return list(itertools.chain.from_iterable(block for _, block in sorted(blocks.items())))
 
 
 def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
+    """Those that every pattern means, in the order of all."""
     return [cell for cell in cells if all(_is_meant(cell, pattern) for pattern in only)]
-
-
-def nothing_chosen(suite: Suite, only: Sequence[str], example: Cell | Search) -> UserError:
-    return UserError(
-        f"--only {' --only '.join(only)} matches no cell of {suite.name}", f"an id looks like {example.id}"
-    )
 
 
 def _is_meant(cell: Cell | Search, pattern: str) -> bool:
@@ -101,15 +103,6 @@ def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:
         raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave single out")
 
 
-def _refuse_mixture(suite: Suite, cells: Iterable[Cell]) -> None:
-    """Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs."""
-    if len({bool(cell.config.virtual_world_size) for cell in cells}) > 1:
-        raise UserError(
-            f"the suite {suite.name} mixes virtual ranks with real runs",
-            "put the cells with virtual_world_size in a suite of their own",
-        )
-
-
 def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str) -> Search:
     @functools.cache
     def probe_of(place_on_ladder: int) -> Cell:
@@ -118,7 +111,7 @@ def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: 
     # Both ends now: a probe that could not run is refused before anything starts.
     first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
     named = {"strategy", "trainer", "task", "model_name_or_path", "world_size"}
-    model = ladder.axis if ladder.axis == "largest_model" else f"{_short(first)}-{ladder.axis}"
+    model = ladder.axis if ladder.axis == "largest_model" else f"{first.config.model_name}-{ladder.axis}"
     digest = hashlib.sha256(f"{first.id} {list(ladder.rungs)}".encode()).hexdigest()[:8]
     return Search(
         id=f"{first.config.task}-{model}-{first.arm}-{first.ranks}x-{digest}-r{repeat}",
@@ -139,47 +132,28 @@ def _probe_values(values: Mapping[str, Any], ladder: Ladder, place: int) -> dict
     return probe
 
 
-def _short(cell: Cell) -> str:
-    return cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
-
-
 def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: str) -> bool:
     for key, options in rule.items():
         if key not in values:
-            raise UserError(
-                f"{place}: a rule looks at {key}, which the grid does not set", f"set {key}, or drop the rule"
-            )
-        if values.get(key) not in options:
+            raise UserError(f"{place}: a rule looks at {key}, which the grid does not set", "set it, or drop the rule")
+        if values[key] not in options:
             return False
     return True
 
 
 def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
-    strategy, world_size = values["strategy"], values["world_size"]
+    own = {key: values[key] for key in CELL_KEYS & values.keys()}
     try:
-        asked = RunConfig.from_dict({key: value for key, value in values.items() if key not in CELL_KEYS}, place)
+        asked = RunConfig.from_dict({key: value for key, value in values.items() if key not in own}, place)
         config = resolved(asked, accelerator_visible=box.gpus > 0)
-        config.batch_plan(config.virtual_world_size or world_size)
-        read_strategy(strategy).check_engine_flags(config)
-        _check_trainer(strategy, values.get("trainer", "study"))
-        cell = Cell(
-            strategy=strategy,
-            world_size=world_size,
-            config=config,
-            # What `auto` means is settled here once, for the id and for the run.
-            asked=dataclasses.replace(asked, scale=config.scale),
-            repeat=repeat,
-            time_limit_s=float(values.get("time_limit_s", DEFAULT_TIME_LIMIT_S)),
-            expected_s=values.get("expected_s"),
-            trainer=values.get("trainer", "study"),
-        )
+        # What `auto` means is settled here once, for the id and for the run.
+        cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
+        config.batch_plan(cell.ranks)
+        read_strategy(cell.strategy).check_engine_flags(config)
+        if cell.strategy not in _STRATEGIES[cell.trainer]:
+            raise UserError(f"trainer: {cell.trainer} does not run {cell.strategy}", "exclude the combination")
         cell.total_steps  # noqa: B018 - refuses a batch larger than the samples
     except UserError as refusal:
-        raise UserError(f"{place}: {strategy} on {world_size} ranks: {refusal.problem}", refusal.fix) from None
+        what = f"{own['strategy']} on {own['world_size']} ranks"
+        raise UserError(f"{place}: {what}: {refusal.problem}", refusal.fix) from None
     return cell
-
-
-def _check_trainer(strategy: str, trainer: Trainer) -> None:
-    runs = {"hf_trainer": set(STRATEGY_NAMES) - {"fsdp2"}, "bare_loop": {"single", "ddp"}}.get(trainer)
-    if runs is not None and strategy not in runs:
-        raise UserError(f"trainer: {trainer} does not run {strategy}", "exclude the combination")

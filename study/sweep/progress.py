@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingColumn
@@ -39,21 +36,22 @@ class StepTail:
         return self.steps
 
 
-class Progress(AbstractContextManager["Progress"]):
+class Progress:
     """Cells done, failed and left; the current one with its step and the time it still needs."""
 
-    def __init__(self, cells_to_do: int, already_done: int, searches: int = 0, stream: TextIO | None = None):
-        self._stream = stream or sys.stderr
+    _cell: TaskID
+    _step: int
+
+    def __init__(self, cells_to_do: int, already_done: int, searches: int):
         # A search counts as one cell until it asks for a further probe.
         self._total, self._already_done, self._searches = cells_to_do, already_done, searches
         self._done = self._failed = 0
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self._bars = Bars(
-            "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(),
-            console=Console(file=self._stream, markup=False, highlight=False), transient=True,
-            disable=not self._stream.isatty(),
+            "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+            transient=True, disable=not console.is_terminal,
         )  # fmt: skip
         self._all = self._bars.add_task(self._counts(), total=cells_to_do)
-        self._cell: TaskID | None = None
 
     def __enter__(self) -> Progress:
         self._bars.start()
@@ -63,10 +61,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._bars.stop()
 
     def say(self, text: str) -> None:
-        if self._bars.disable:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._bars.console.print(text)
+        self._bars.console.print(text)
 
     def begin(self, cell: Cell, one_more: bool = False) -> None:
         """`one_more` is a search's further probe, which nobody had counted."""
@@ -77,7 +72,6 @@ class Progress(AbstractContextManager["Progress"]):
             self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
 
     def step(self, cell: Cell, step: int) -> None:
-        assert self._cell is not None
         if step and not self._step:
             # The time left is judged by the steps alone, without the start.
             self._bars.reset(self._cell)
@@ -90,8 +84,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._done += 1
         self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
         self._bars.update(self._all, completed=self._done, description=self._counts())
-        if self._cell is not None:
-            self._bars.remove_task(self._cell)
+        self._bars.remove_task(self._cell)
         why = f": {ending.why}" if ending.state != "ok" else ""
         name = "    " if self._bars.disable else f"{cell.id} "
         self.say(f"{name}{ending.state} after {show_duration(seconds)}{why}")

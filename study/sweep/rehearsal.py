@@ -7,7 +7,7 @@ suite's, and its records stand in a folder of their own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from study.sweep.suite_file import Grid, Ladder, Override, Requirements, Suite
@@ -37,10 +37,12 @@ def rehearsed(suite: Suite) -> Suite:
 
 def _small_grid(grid: Grid) -> Grid:
     fixed = {"max_steps": _AT_MOST["max_steps"], **_small_values(grid.fixed), "scale": "laptop"}
-    if profiled := _profiled_steps(grid):
+    given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
+    profiled = max([*(values.get("profile_steps", 0) for values in given), *grid.axes.get("profile_steps", [0])])
+    if profiled:
         # The profiler needs steps of its own, after those that are timed.
         fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
-    axes = {key: _small_options(key, options) for key, options in grid.axes.items() if key not in _DROPPED}
+    axes = _small_choices(grid.axes)
     if "seed" in axes:
         axes["seed"] = axes["seed"][:1]
     return dataclasses.replace(
@@ -48,28 +50,23 @@ def _small_grid(grid: Grid) -> Grid:
         fixed=fixed,
         axes=axes,
         repeats=1,
-        overrides=tuple(Override(_small_rule(rule.where), _small_values(rule.fixed)) for rule in grid.overrides),
-        exclude=tuple(_small_rule(rule) for rule in grid.exclude),
+        overrides=tuple(Override(_small_choices(rule.where), _small_values(rule.fixed)) for rule in grid.overrides),
+        exclude=tuple(map(_small_choices, grid.exclude)),
         ladder=_small_ladder(grid.ladder),
     )
-
-
-def _profiled_steps(grid: Grid) -> int:
-    given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
-    return max([*(values.get("profile_steps", 0) for values in given), *grid.axes.get("profile_steps", [0])])
 
 
 def _small_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _small(key, value) for key, value in values.items() if key not in _DROPPED}
 
 
-def _small_rule(rule: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {key: _small_options(key, options) for key, options in rule.items() if key not in _DROPPED}
-
-
-def _small_options(key: str, options: Sequence[Any]) -> list[Any]:
+def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Values that become the same are one."""
-    return list(dict.fromkeys(_small(key, option) for option in options))
+    return {
+        key: list(dict.fromkeys(_small(key, option) for option in options))
+        for key, options in choices.items()
+        if key not in _DROPPED
+    }
 
 
 def _small(key: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from study.errors import UserError
 from study.host.box import Box
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.launch.cell import Cell
-from study.sweep.plan import chosen_of, nothing_chosen, plan_cells
+from study.sweep.plan import chosen_of, plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
 from study.sweep.suite_file import Suite, find_suite, read_suite
@@ -65,17 +65,18 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
         member = part.suite.name
         taken = chosen_of(planned[member], part.only)
         if not taken:
-            raise UserError(
-                f"{part.place}: only {list(part.only)} matches no cell of {member}",
-                f"an id looks like {planned[member][0].id}",
-            )
+            raise _matches_nothing(f"{part.place}: only {list(part.only)}", member, planned[member])
         cells = [cell for cell in taken if (member, cell.id) not in seen]
         seen |= {(member, cell.id) for cell in cells}
         if chosen := chosen_of(cells, only):
             slices.append(Slice(part.suite, part.only, chosen, (runs_dir / member).absolute()))
     if not slices:
-        raise nothing_chosen(suite, only, next(iter(planned.values()))[0])
+        raise _matches_nothing(f"--only {' --only '.join(only)}", suite.name, next(iter(planned.values())))
     return Plan(suite.name, is_series, slices)
+
+
+def _matches_nothing(only: str, suite: str, planned: Sequence[Cell | Search]) -> UserError:
+    return UserError(f"{only} matches no cell of {suite}", f"an id looks like {planned[0].id}")
 
 
 class _Part(NamedTuple):

@@ -17,7 +17,6 @@ from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
-DEFAULT_TIME_LIMIT_S = 3600.0
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
 CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,11 @@ def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[Table]:
     """One row per cell that has a record, and per search what it has found, from the records alone."""
     if plain := [cell for cell in cells if isinstance(cell, Cell)]:
-        rows = sorted(_result_rows(plain, root), key=lambda row: row[:4])
+        rows = []
+        for cell in plain:
+            with suppress(RecordError):
+                rows.append(_result_row(cell, read_run(root / cell.id)))
+        rows.sort(key=lambda row: row[:4])
         yield table_of(_RESULT_COLUMNS, rows) if rows else table_of(["no cell has a record yet"], [])
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
         yield _search_table(searches, root)
@@ -109,7 +114,7 @@ def _search_table(searches: Sequence[Search], root: Path) -> Table:
     for search in searches:
         finding = search.finding(root)
         cell = search.first
-        model = "-" if search.axis == "largest_model" else _model(cell)
+        model = "-" if search.axis == "largest_model" else cell.config.model_name
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
              finding.state, finding.answer(), str(len(finding.states)), finding.reason() or "-"]
@@ -117,41 +122,22 @@ def _search_table(searches: Sequence[Search], root: Path) -> Table:
     return table_of(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
-def _result_rows(cells: Sequence[Cell], root: Path) -> Iterator[list[str]]:
-    for cell in cells:
-        try:
-            yield _result_row(cell, read_run(root / cell.id))
-        except RecordError:
-            continue
-
-
 def _result_row(cell: Cell, run: Run) -> list[str]:
     # A run that did not end ok may still have a summary of what it measured; it is not a result.
     summary = run.summary if run.state == "ok" else {}
+    accuracy = summary.get("eval_accuracy")
     places = summary.get("state_bytes_per_rank", {}).values()
     state_bytes = [size for place in places for size in place.values() if size is not None]
-    accuracy, perplexity = summary.get("eval_accuracy"), summary.get("eval_perplexity")
-    return [
-        cell.arm,
-        cell.config.task,
-        _model(cell),
-        str(cell.ranks),
-        run.state,
-        _figure(summary.get("train_loss_final"), "{:.4f}"),
-        _figure(summary.get("eval_loss_final"), "{:.4f}"),
-        _figure(accuracy, "{:.1%}") if accuracy is not None else _figure(perplexity, "{:.1f}"),
-        _figure(summary.get("tokens_per_s"), "{:,.0f}"),
-        _figure(summary.get("step_time_s_median"), "{:.0f}", 1000),
-        _figure(summary.get("peak_memory_gib_device"), "{:.2f}"),
-        _figure(summary.get("host_peak_rss_gib"), "{:.2f}"),
-        _figure(sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / _MIB),
-        _figure(summary.get("comm_bytes_per_step"), "{:.1f}", 1 / _MIB),
+    figures: list[tuple[Any, str, float]] = [
+        (summary.get("train_loss_final"), "{:.4f}", 1),
+        (summary.get("eval_loss_final"), "{:.4f}", 1),
+        (accuracy, "{:.1%}", 1) if accuracy is not None else (summary.get("eval_perplexity"), "{:.1f}", 1),
+        (summary.get("tokens_per_s"), "{:,.0f}", 1),
+        (summary.get("step_time_s_median"), "{:.0f}", 1000),
+        (summary.get("peak_memory_gib_device"), "{:.2f}", 1),
+        (summary.get("host_peak_rss_gib"), "{:.2f}", 1),
+        (sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / _MIB),
+        (summary.get("comm_bytes_per_step"), "{:.1f}", 1 / _MIB),
     ]
-
-
-def _model(cell: Cell) -> str:
-    return cell.config.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
-
-
-def _figure(value: Any, form: str, factor: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * factor)
+    texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
+    return [cell.arm, cell.config.task, cell.config.model_name, str(cell.ranks), run.state, *texts]

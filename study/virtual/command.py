@@ -148,11 +148,11 @@ def _measured(request: Request, cell: Cell) -> RankSummary:
     """One virtual rank, run anew; raises UserError where it is refused."""
     directory = request.runs_dir / cell.id
     ended = run_cell(cell, request.runs_dir)
-    if ended.evidence.refusal is not None:
-        raise ended.evidence.refusal
+    if ended.refusal is not None:
+        raise ended.refusal
     with take_folder(directory, str(directory)):
         ended.write_end(directory)
-    if ended.was_stopped:
+    if ended.stopped_by == "user":
         raise KeyboardInterrupt
     if ended.ending.state == "oom":
         raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over layers: --layers-fit A,B,C"))
