@@ -8,7 +8,7 @@ import time
 
 import cpuinfo
 
-from study.host.operators import _build_folder, _clear_dead_build, _remember_the_processor
+from study.host.operators import _clear_dead_build, _remember_the_processor, build_folder
 from study.record.directory import read_json
 
 LOAD = """
@@ -20,7 +20,7 @@ build_operators(read_strategy("zero0"), cache_directory())
 
 
 def test_a_lock_that_a_killed_run_left_holds_up_nobody():
-    folder = _build_folder("deepspeed_shm_comm")
+    folder = build_folder("deepspeed_shm_comm")
     (folder / "lock").touch()
     subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=240)
     assert not (folder / "lock").exists()

@@ -13,21 +13,23 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import INSTALL, MIB, Check, needed, shown
+from study.errors import first_line
 from study.host.folders import cache_directory
 from study.host.memory import GIB
-from study.host.operators import builders, use_own_build
+from study.host.operators import build_folder, builders, libaio_is_there, use_own_build
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
 TRANSFER_S = 2.0
+ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local drive"
 BUILD = "python -m study.host.operators"
 REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt torch"
-ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local drive"
 
 
 def main() -> None:
@@ -48,18 +50,13 @@ def main() -> None:
             "hub": functools.partial(_hub, options.hub),
             "libaio": _libaio,
             "operators": _operators,
+            "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
         }
-        if options.measure_in:
-            sections["nvme bandwidth"] = functools.partial(_nvme_bandwidth, options.measure_in)
-        else:
-            why = options.not_measured
-            sections["nvme bandwidth"] = lambda: Check("nvme bandwidth", "none", why, ANOTHER_DRIVE)
         for name, section in sections.items():
             try:
                 check = section()
             except Exception as error:  # whatever a library here raises is what the doctor found
-                first_line = (str(error).strip().splitlines() or [""])[0]
-                check = Check(name, "missing", f"{type(error).__name__}: {first_line[:200]}", INSTALL)
+                check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
             print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)
 
 
@@ -118,9 +115,7 @@ def _matmul() -> Check:
 
 
 def _libaio() -> Check:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    links = bool(AsyncIOBuilder().is_compatible(verbose=False))
+    links = libaio_is_there()
     found = f"a program that calls it {'links' if links else 'does not link'}"
     return needed("libaio", links, found, "libaio or a C compiler is missing", "apt-get install gcc libaio-dev")
 
@@ -134,16 +129,14 @@ def _operators() -> Check:
     for name, builder in needed.items():
         names.setdefault(_operator_state(builder), []).append(name)
     found = "; ".join(f"{state}: {', '.join(its)}" for state, its in names.items())
-    if set(names) <= {"built", "not buildable here"}:
-        return Check("operators", "ok", found)
-    return Check("operators", "none", found, BUILD)
+    is_settled = set(names) <= {"built", "not buildable here"}
+    return Check("operators", "ok", found) if is_settled else Check("operators", "none", found, BUILD)
 
 
 def _operator_state(builder: Any) -> str:
     from deepspeed.git_version_info import installed_ops
-    from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(_get_build_directory(builder.name, verbose=False))
+    folder = build_folder(builder.name)
     if (folder / "lock").exists():
         return "being built, or left half-built"
     if installed_ops.get(builder.name, False) or (folder / f"{builder.name}.so").exists():
@@ -151,7 +144,7 @@ def _operator_state(builder: Any) -> str:
     return "to be built on first use" if builder.is_compatible(verbose=False) else "not buildable here"
 
 
-def _nvme_bandwidth(folder: Path) -> Check:
+def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
     """Through DeepSpeed's own asynchronous I/O, with the settings that the strategies use and locked buffers as there.
 
     It opens with O_DIRECT, so the page cache is not what is measured.
@@ -162,6 +155,8 @@ def _nvme_bandwidth(folder: Path) -> Check:
     from study.spec.strategies import read_strategy
 
     name = "nvme bandwidth"
+    if folder is None:
+        return Check(name, "none", why_not, ANOTHER_DRIVE)
     # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
     if _operator_state(AsyncIOBuilder()) != "built":
         return Check(name, "none", "not measured: the operator async_io is not built yet", f"{BUILD} && study doctor")
@@ -198,10 +193,23 @@ def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
 
 
 def _hub(ask: bool) -> Check:
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import HfApi, constants, get_token, try_to_load_from_cache
 
-    offline = constants.is_offline_mode()
-    absent = [title for title, is_there in _pinned_data() if not is_there]
+    from study.models.hub import PROBE_TIMEOUT_S
+    from study.tasks.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
+
+    # Each data set at the revision that runs use, and its files.
+    pinned = [(IMDB, IMDB, IMDB_REVISION, [*chain(*IMDB_FILES.values())])]
+    for name, splits in WIKITEXT_FILES.items():
+        files = [f"{name}/{file}" for file in chain(*splits.values())]
+        pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
+    absent = []
+    for title, name, revision, files in pinned:
+        found = [try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files]
+        if not all(isinstance(file, str) for file in found):
+            absent.append(title)
+
+    offline, is_needed = constants.is_offline_mode(), bool(absent)
     # The addresses of a mirror or a proxy, and the token, stay private.
     said = [
         f"HF_HOME {shown(Path(constants.HF_HOME))}",
@@ -209,47 +217,19 @@ def _hub(ask: bool) -> Check:
         f"a login {'is there' if get_token() else 'is not there'}",
         f"pinned data that is not in the cache: {', '.join(absent)}" if absent else "all pinned data is in the cache",
     ]
-    if ask and not offline:
-        answers = _hub_answers()
-        said.append(answers or "the hub answers")
-        if not answers:
-            return Check("hub", "ok", "; ".join(said))
-    else:
+    if offline or not ask:
         said.append("the hub was not asked")
-    if not absent:
+    else:
+        try:
+            HfApi().dataset_info(IMDB, revision=IMDB_REVISION, timeout=PROBE_TIMEOUT_S)
+            said.append("the hub answers")
+            is_needed = False
+        except Exception as error:  # name resolution, proxy, HTTP; its text names hosts
+            said.append(f"the hub does not answer ({type(error).__name__})")
+    if not is_needed:
         return Check("hub", "ok", "; ".join(said))
     said.append("--data hub needs the hub, --data builtin does not")
-    return Check("hub", "none", "; ".join(said), "study doctor --hub" if not ask and not offline else "")
-
-
-def _pinned_data() -> Iterator[tuple[str, bool]]:
-    """Each data set at the revision that runs use, and whether all of its files are in the cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    from study.tasks.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
-
-    def is_there(name: str, revision: str, files: list[str]) -> bool:
-        found: Any = [try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files]
-        return all(isinstance(file, str) for file in found)
-
-    yield IMDB, is_there(IMDB, IMDB_REVISION, [file for files in IMDB_FILES.values() for file in files])
-    for name, splits in WIKITEXT_FILES.items():
-        files = [f"{name}/{file}" for files in splits.values() for file in files]
-        yield f"{WIKITEXT} {name}", is_there(WIKITEXT, WIKITEXT_REVISION, files)
-
-
-def _hub_answers() -> str:
-    """Empty where it does."""
-    from huggingface_hub import HfApi
-
-    from study.models.hub import PROBE_TIMEOUT_S
-    from study.tasks.sources import IMDB, IMDB_REVISION
-
-    try:
-        HfApi().dataset_info(IMDB, revision=IMDB_REVISION, timeout=PROBE_TIMEOUT_S)
-    except Exception as error:  # name resolution, proxy, HTTP; its text names hosts
-        return f"the hub does not answer ({type(error).__name__})"
-    return ""
+    return Check("hub", "none", "; ".join(said), "" if ask or offline else "study doctor --hub")
 
 
 if __name__ == "__main__":

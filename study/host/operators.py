@@ -31,7 +31,7 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     use_own_build(cache)
     _remember_the_processor(cache)
     for builder in builders(strategy):
-        folder = _build_folder(builder.name)
+        folder = build_folder(builder.name)
         # Beside the folder it guards, so that all who share the folder share the lock.
         with FileLock(folder.with_suffix(".build.lock")):
             _clear_dead_build(folder)
@@ -101,7 +101,7 @@ def builders(strategy: Strategy) -> list[Any]:
     return [accelerator.create_op_builder(name) for name in names]
 
 
-def _build_folder(name: str) -> Path:
+def build_folder(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, verbose=False))
@@ -131,7 +131,7 @@ def main() -> None:
     from study.host.folders import cache_directory
 
     for name in STRATEGY_NAMES:
-        if read_strategy(name).uses_nvme and not _libaio_is_there():
+        if read_strategy(name).uses_nvme and not libaio_is_there():
             continue
         try:
             seconds = build_operators(read_strategy(name), cache_directory())
@@ -142,7 +142,7 @@ def main() -> None:
             print(f"{name}: operators built in {seconds:.0f} s")
 
 
-def _libaio_is_there() -> bool:
+def libaio_is_there() -> bool:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible(verbose=False))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,28 +134,16 @@ def check_steps_are_left(config: RunConfig, checkpoint: tuple[Path, dict[str, An
         )
 
 
-def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> int:
-    """Put everything back; returns the step after which the run goes on."""
-    with _tensors_only(with_deepspeed=manifest["strategy"].startswith("zero")):
-        accelerator.load_state(str(folder))
-    schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
-    return int(manifest["step"])
-
-
-@contextmanager
-def _tensors_only(with_deepspeed: bool) -> Iterator[None]:
+def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> None:
+    """Put everything back, and let nothing in but tensors and plain values."""
     import torch
 
-    previous = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
+    # For the whole process from here on: what else it may load holds no code either.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    try:
-        with torch.serialization.safe_globals(_engine_classes() if with_deepspeed else []):
-            yield
-    finally:
-        if previous is None:
-            del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
-        else:
-            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = previous
+    classes = _engine_classes() if manifest["strategy"].startswith("zero") else []
+    with torch.serialization.safe_globals(classes):
+        accelerator.load_state(str(folder))
+    schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 
 
 def _engine_classes() -> list[Any]:

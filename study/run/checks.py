@@ -7,6 +7,7 @@ from pathlib import Path
 from study.errors import Unsupported, UserError
 from study.host.folders import folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
+from study.host.operators import libaio_is_there
 from study.record.directory import is_finished
 from study.record.folder import refuse_files_of_others
 from study.record.schema import RecordError
@@ -55,32 +56,25 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if config.precision == "fp16" and not on_gpu:
         raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
     strategy.check_engine_flags(config)
-    if (
-        config.precision in ("bf16", "bf16-engine")
-        and on_gpu
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.precision in ("bf16", "bf16-engine") and not has_bf16:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
-    if config.device_memory_cap_gib is not None and not on_gpu:
-        raise Unsupported("--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out")
+    if (cap_gib := config.device_memory_cap_gib) is not None:
+        if not on_gpu:
+            raise Unsupported(
+                "--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out"
+            )
+        total_gib = torch.cuda.get_device_properties(launch.local_rank).total_memory / 2**30
+        if cap_gib > total_gib:
+            raise Unsupported(
+                f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
+            )
     if strategy.deepspeed is not None:
         override(strategy.deepspeed, config.engine_override)
-    if config.device_memory_cap_gib is not None:
-        _check_cap(config.device_memory_cap_gib, launch.local_rank)
     if config.report_to != "none":
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
         _check_nvme(strategy, folder_named(config.nvme_path))
-
-
-def _check_cap(cap_gib: float, local_rank: int) -> None:
-    import torch
-
-    total_gib = torch.cuda.get_device_properties(local_rank).total_memory / 2**30
-    if cap_gib > total_gib:
-        raise Unsupported(
-            f"--device_memory_cap_gib {cap_gib} is more than the GPU's {total_gib:.0f} GiB", "use a smaller cap"
-        )
 
 
 def _check_tracker(name: str) -> None:
@@ -93,9 +87,7 @@ def _check_tracker(name: str) -> None:
 
 
 def _check_nvme(strategy: Strategy, folder: Path) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
+    if not libaio_is_there():
         raise Unsupported(
             "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
         )
