@@ -36,7 +36,7 @@ class RecordedTrainer(Trainer):
             callbacks=[StepRecorder(self)],
         )
         self.remove_callback(PrinterCallback)
-        self.log_rows = StepLog(self.accelerator, run.record, config.global_batch_size * config.seq_length)
+        self.log_rows = StepLog(run, self.accelerator)
         self.step_losses: list[torch.Tensor] = []
         self.step_batches: list[dict[str, torch.Tensor]] = []
         self.step_grad_norm: Any = None
@@ -61,8 +61,7 @@ class RecordedTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float | None]:
         run = self.run
         with self.meters.interruption("eval"):
-            batch_size = run.plan.per_device_train_batch_size
-            self.evaluation = evaluate(self.accelerator, self.model_wrapped, run.config.task, run.data.eval, batch_size)
+            self.evaluation = evaluate(run, self.accelerator, self.model_wrapped)
         run.write_evaluation(self.state.global_step, self.evaluation)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.evaluation)
         return self.evaluation
@@ -78,9 +77,7 @@ class RecordedTrainer(Trainer):
         run, plan = self.run, self.run.plan
         if run.launch.strategy.deepspeed is None:
             plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
-        live = audit(
-            self.accelerator, self.model_wrapped, self.optimizer, run.config, run.launch, plan, run.swap_folder
-        )
+        live = audit(run, self.accelerator, self.model_wrapped, self.optimizer, plan)
         return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
 
 

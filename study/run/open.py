@@ -5,7 +5,7 @@
         run.begin(data, initial_weights)     # from here on there is a record
         for step, micro_batches in run.steps():
             ...
-        run.finish(log, measurements)
+        run.finish(accelerator, meters, log, evaluation)
     return run.exit_status
 
 The loop asks the run; the run calls nothing back.
@@ -34,11 +34,12 @@ from study.run.request import Refuse, Request, checked, read_request, refused
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import Tensor
 
+    from study.measure import Meters
     from study.models.initial import InitialWeights
     from study.run.steps import StepLog
-    from study.run.summary import Measurements
     from study.tasks.blocks import TaskData
 
 
@@ -201,20 +202,23 @@ class OpenRun:
             self.record.append("evals.jsonl", {"step": step, **evaluation})
             self.record.flush()
 
-    def finish(self, log: StepLog, evaluation: dict[str, float | None], measured: Measurements) -> None:
-        """The documents of a run that ended well."""
-        from study.run.summary import summarize
+    def finish(
+        self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
+    ) -> None:
+        """The documents of a run that ended well. On every rank: what each has measured is gathered."""
+        from study.run.summary import gather_ranks, summarize
 
+        ranks = gather_ranks(self, accelerator, meters)
         if self.record is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
         unwatched: dict[str, Any] = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
-        self.record.write("memory.json", {"unit": "GiB", "ranks": measured.ranks})
-        self.record.write("traffic.json", measured.traffic or unwatched)
-        if measured.profile is not None:
-            self.record.write("profile.json", measured.profile)
-        summary = summarize(self.launch.world_size, self.config, measured, log, evaluation, timing)
+        self.record.write("memory.json", {"unit": "GiB", "ranks": ranks})
+        self.record.write("traffic.json", meters.traffic or unwatched)
+        if meters.profile is not None:
+            self.record.write("profile.json", meters.profile)
+        summary = summarize(self.launch.world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
         self.record.write("summary.json", summary)
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}

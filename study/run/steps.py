@@ -9,12 +9,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
-from study.record.directory import RunWriter, number_or_none
+from study.record.directory import number_or_none
 from study.tasks.blocks import sample_hashes
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from study.run.open import OpenRun
 
 DIVERGED_FIX = "lower --learning_rate, or use another --precision"
 _PART_BITS = 22
@@ -24,13 +26,14 @@ _PARTS = 3
 class StepLog:
     """Collects what each step left behind, and writes it as rows of steps.jsonl."""
 
-    def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int, virtual: bool = False):
-        self._accelerator, self._record, self._tokens_per_step = accelerator, record, tokens_per_step
+    def __init__(self, run: OpenRun, accelerator: Accelerator):
+        self._accelerator, self._record = accelerator, run.record
+        self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
         # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
-        self._virtual = virtual
+        self._virtual = run.launch.virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
         # A resumed run's first loss is in the rows it goes on from.
-        self.first_loss: float | None = record.first_loss() if record else None
+        self.first_loss: float | None = run.record.first_loss() if run.record else None
         self.last_loss: float | None = None
         self.last_step = 0
         self.tokens_per_s: float | None = None
