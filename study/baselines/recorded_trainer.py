@@ -72,14 +72,6 @@ class RecordedTrainer(Trainer):
         self.step_losses, self.step_grad_norm, self.step_batches = [], None, []
         return taken
 
-    def audited_engine(self) -> dict[str, Any]:
-        """engine.json. The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there."""
-        run, plan = self.run, self.run.plan
-        if run.launch.strategy.deepspeed is None:
-            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
-        live = audit(run, self.accelerator, self.model_wrapped, self.optimizer, plan)
-        return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
-
 
 class StepRecorder(TrainerCallback):
     """The study's meters and rows, at the moments where study/train.py has them."""
@@ -93,7 +85,12 @@ class StepRecorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, run = self.trainer, self.run
-        run.write_engine(trainer.audited_engine())
+        plan = run.plan
+        if run.launch.strategy.deepspeed is None:
+            # The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there.
+            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
+        live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
+        run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
         self.progress = run.console.progress(run.total_steps, 0)
         run.loop_starts()
         trainer.model_wrapped.train()
@@ -111,9 +108,9 @@ class StepRecorder(TrainerCallback):
         loss, grad_norm, micro_batches = trainer.take_step()
         trainer.log_rows.add(step, loss, self.learning_rate, grad_norm, micro_batches)
         if run.flushes_after(step):
+            log = trainer.log_rows
             with trainer.meters.paused():
-                trainer.log_rows.flush(dict(trainer.meters.flush()))
-                log = trainer.log_rows
+                log.flush(dict(trainer.meters.flush()))
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
         control.should_evaluate = run.evaluates_after(step)
 

@@ -29,8 +29,8 @@ from study.host.folders import folder_named
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import ending_of, raise_on_termination
+from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
 from study.run.console import Console
-from study.run.request import Refuse, Request, checked, read_request, refused
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ class OpenRun:
         from study.host.swap import swap_folder
         from study.measure.profiling import check_profiled_steps
         from study.run.checkpoint import check_steps_are_left
-        from study.run.checks import check_output_dir
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from study.run.open import OpenRun
 
 DIVERGED_FIX = "lower --learning_rate, or use another --precision"
-_PART_BITS = 22
-_PARTS = 3
 
 
 class StepLog:
@@ -56,14 +54,15 @@ class StepLog:
 
         if not self._pending:
             return
-        rows = torch.stack(
-            [torch.cat([loss.reshape(1).double(), _parts(key, loss)]) for _, loss, _, _, key in self._pending]
-        )
+        losses = torch.stack([loss.reshape(()).double() for _, loss, _, _, _ in self._pending])
+        # A 64-bit hash as two numbers, whose sums over ranks are exact in float64.
+        halves = [divmod(samples_hash % 2**64, 2**32) for *_, samples_hash in self._pending]
+        rows = torch.column_stack([losses, torch.tensor(halves, dtype=torch.float64, device=losses.device)])
         loss_is_on_host = rows.device.type == "cpu"
         reduced = self._accelerator.reduce(rows, reduction="sum").tolist()
         pending, self._pending = self._pending, []
         not_finite = None
-        for (step, _, learning_rate, grad_norm, _), (loss_sum, *hash_parts) in zip(pending, reduced, strict=True):
+        for (step, _, learning_rate, grad_norm, _), (loss_sum, high, low) in zip(pending, reduced, strict=True):
             loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
             if loss is None and not_finite is None and not self._virtual:
                 not_finite = (step, loss_sum)
@@ -77,7 +76,7 @@ class StepLog:
                 # Without a GPU a virtual rank's time is that of copies in memory more than of computing.
                 "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,
-                "samples_hash": _joined(hash_parts),
+                "samples_hash": f"{(int(high) * 2**32 + int(low)) % 2**64:016x}",
             }
             if self._record is not None:
                 self._record.append("steps.jsonl", row)
@@ -92,16 +91,3 @@ class StepLog:
             step, value = not_finite
             name = "NaN" if math.isnan(value) else "infinite"
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
-
-
-def _parts(key: int, like: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash as three small numbers, whose sum over ranks stays exact in float64."""
-    import torch
-
-    mask = (1 << _PART_BITS) - 1
-    parts = [float(key >> (_PART_BITS * place) & mask) for place in range(_PARTS)]
-    return torch.tensor(parts, dtype=torch.float64, device=like.device)
-
-
-def _joined(parts: list[float]) -> str:
-    return f"{sum(int(part) << (_PART_BITS * place) for place, part in enumerate(parts)) % 2**64:016x}"
