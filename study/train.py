@@ -34,19 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.checkpoint import load_checkpoint, save_checkpoint
         from study.run.evaluation import evaluate
         from study.run.steps import StepLog
-        from study.run.summary import gather_measurements
         from study.tasks import load_data
         from study.virtual.rank.data import load_virtual_data
 
-        config, launch, plan = run.config, run.launch, run.plan
+        config, launch = run.config, run.launch
 
         # Data and initial weights that cannot be had are refused too. The weights are one set for every arm, made
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
-        data = load_virtual_data(config, plan, run.cache) if launch.virtual else load_data(config, run.cache)
+        data = load_virtual_data(config, run.plan, run.cache) if launch.virtual else load_data(config, run.cache)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
-        accelerator = engine.make_accelerator(config, launch, plan, run.output_dir, run.swap_folder)
+        accelerator = engine.make_accelerator(run)
         accelerator.wait_for_everyone()
         run.keep_log()
         set_seed(config.seed)
@@ -61,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, optimizer = engine.prepare(accelerator, model, optimizer, config)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
-        run.write_engine(audit(accelerator, model, optimizer, config, launch, plan, run.swap_folder))
+        run.write_engine(audit(run, accelerator, model, optimizer))
         accelerator.init_trackers("zero-study", config=config.scalars())
         if run.checkpoint:
             load_checkpoint(accelerator, schedule, *run.checkpoint)
 
-        log = StepLog(accelerator, run.record, config.global_batch_size * config.seq_length, launch.virtual)
+        log = StepLog(run, accelerator)
         progress = run.console.progress(run.total_steps, run.first_step)
         evaluation: dict[str, float | None] = {}
         model.train()
@@ -86,17 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     accelerator.log({"loss": log.last_loss, "lr": learning_rate}, step=step)
             if run.evaluates_after(step):
                 with meters.interruption("eval"):
-                    evaluation = evaluate(accelerator, model, config.task, data.eval, plan.per_device_train_batch_size)
+                    evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
                     accelerator.log(evaluation, step=step)
             if run.saves_after(step):
                 with meters.paused():
-                    save_checkpoint(accelerator, schedule, config, launch, run.output_dir, step)
+                    save_checkpoint(run, accelerator, schedule, step)
         meters.finish()
         progress.close()
 
-        audit_end(accelerator, model, config, launch.strategy, run.swap_folder)
-        run.finish(log, evaluation, gather_measurements(accelerator, meters, launch.virtual))
+        audit_end(run, accelerator, model)
+        run.finish(accelerator, meters, log, evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, model)
     return run.exit_status

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,7 @@ from study.measure.clock import WARMUP_STEPS
 from study.models.presets import find_preset
 from study.record.outcome import Ending, Terminated, ending_of
 from study.record.schema import STATE_KINDS, STATE_PLACES
-from study.run.steps import StepLog
-from study.run.summary import Measurements, summarize
+from study.run.summary import summarize
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, Launch, read_strategy
@@ -188,7 +189,8 @@ def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> N
     time = dict.fromkeys(("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps"))
     phases = {"steady": figures}
     rank = {"rank": 0, "phases": phases, "device_mean_over_steps": None, "time": time, "state": None}
-    log, timing = StepLog(None, None, 64, virtual=True), {"runtime_s": 1.0, "startup_s": 1.0}
-    summary = summarize(4, config, Measurements([rank]), log, {}, timing)
+    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0)
+    timing = {"runtime_s": 1.0, "startup_s": 1.0}
+    summary = summarize(4, config, [rank], None, log, {}, timing)
     assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
     assert summary["host_peak_rss_gib"] == 1.0

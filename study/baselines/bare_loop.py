@@ -58,15 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.audit import audit, check_compute_dtype
         from study.run.evaluation import evaluate
         from study.run.steps import StepLog
-        from study.run.summary import gather_measurements
         from study.tasks import load_data
 
-        config, launch, plan = run.config, run.launch, run.plan
+        config, launch = run.config, run.launch
         data = load_data(config, run.cache)
         initial = materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
-        accelerator = engine.make_accelerator(config, launch, plan, run.output_dir, run.swap_folder)
+        accelerator = engine.make_accelerator(run)
         device = accelerator.device
         accelerator.wait_for_everyone()
         run.keep_log()
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if launch.world_size > 1:
             model = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
         # Before it is compiled: to look inside, Accelerate takes the DDP out of the compiled module.
-        run.write_engine(audit(accelerator, model, optimizer, config, launch, plan, run.swap_folder))
+        run.write_engine(audit(run, accelerator, model, optimizer))
         if config.torch_compile:
             model = torch.compile(model)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
@@ -91,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
-        log = StepLog(accelerator, run.record, config.global_batch_size * config.seq_length)
+        log = StepLog(run, accelerator)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
         done: list[tuple[int, Any, float, Any, list[Any]]] = []
@@ -135,14 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.show(step, log.last_loss, None, meters.peak_gib())
                 if run.evaluates_after(step):
                     with autocast, meters.memory.phase("eval"):
-                        evaluation = evaluate(
-                            accelerator, model, config.task, data.eval, plan.per_device_train_batch_size
-                        )
+                        evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
                 started = time_when_done(device)
         progress.close()
 
-        run.finish(log, evaluation, gather_measurements(accelerator, meters))
+        run.finish(accelerator, meters, log, evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, model)
     return run.exit_status

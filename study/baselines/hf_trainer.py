@@ -39,7 +39,7 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
     deepspeed = None
     if launch.strategy.deepspeed is not None:
         # As an argument: the engine's plugin is built while TrainingArguments is, and never again.
-        deepspeed = engine.deepspeed_settings(launch.strategy, config, plan, run.swap_folder)
+        deepspeed = engine.deepspeed_settings(run)
     # DeepSpeed's torch_autocast, in its settings, is what `bf16` means there.
     autocast = config.precision == "bf16" and deepspeed is None
     arguments = TrainingArguments(
@@ -87,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.models.initial import load_initial_model, materialize_initial_weights
         from study.run import engine
         from study.run.audit import audit_end, check_compute_dtype
-        from study.run.summary import gather_measurements
         from study.tasks import load_data
 
         config, launch = run.config, run.launch
@@ -117,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer.train()
 
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
-        audit_end(accelerator, wrapped, config, launch.strategy, run.swap_folder)
-        run.finish(trainer.log_rows, trainer.evaluation, gather_measurements(accelerator, meters))
+        audit_end(run, accelerator, wrapped)
+        run.finish(accelerator, meters, trainer.log_rows, trainer.evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, wrapped)
     return run.exit_status

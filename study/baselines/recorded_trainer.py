@@ -36,7 +36,7 @@ class RecordedTrainer(Trainer):
             callbacks=[StepRecorder(self)],
         )
         self.remove_callback(PrinterCallback)
-        self.log_rows = StepLog(self.accelerator, run.record, config.global_batch_size * config.seq_length)
+        self.log_rows = StepLog(run, self.accelerator)
         self.step_losses: list[torch.Tensor] = []
         self.step_batches: list[dict[str, torch.Tensor]] = []
         self.step_grad_norm: Any = None
@@ -61,8 +61,7 @@ class RecordedTrainer(Trainer):
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float | None]:
         run = self.run
         with self.meters.interruption("eval"):
-            batch_size = run.plan.per_device_train_batch_size
-            self.evaluation = evaluate(self.accelerator, self.model_wrapped, run.config.task, run.data.eval, batch_size)
+            self.evaluation = evaluate(run, self.accelerator, self.model_wrapped)
         run.write_evaluation(self.state.global_step, self.evaluation)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.evaluation)
         return self.evaluation
@@ -72,16 +71,6 @@ class RecordedTrainer(Trainer):
         taken = torch.stack(self.step_losses).sum(), self.step_grad_norm, self.step_batches
         self.step_losses, self.step_grad_norm, self.step_batches = [], None, []
         return taken
-
-    def audited_engine(self) -> dict[str, Any]:
-        """engine.json. The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there."""
-        run, plan = self.run, self.run.plan
-        if run.launch.strategy.deepspeed is None:
-            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
-        live = audit(
-            self.accelerator, self.model_wrapped, self.optimizer, run.config, run.launch, plan, run.swap_folder
-        )
-        return live | {"gradient_accumulation_steps": self.args.gradient_accumulation_steps}
 
 
 class StepRecorder(TrainerCallback):
@@ -96,7 +85,12 @@ class StepRecorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, run = self.trainer, self.run
-        run.write_engine(trainer.audited_engine())
+        plan = run.plan
+        if run.launch.strategy.deepspeed is None:
+            # The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there.
+            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
+        live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
+        run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
         self.progress = run.console.progress(run.total_steps, 0)
         run.loop_starts()
         trainer.model_wrapped.train()
@@ -114,9 +108,9 @@ class StepRecorder(TrainerCallback):
         loss, grad_norm, micro_batches = trainer.take_step()
         trainer.log_rows.add(step, loss, self.learning_rate, grad_norm, micro_batches)
         if run.flushes_after(step):
+            log = trainer.log_rows
             with trainer.meters.paused():
-                trainer.log_rows.flush(dict(trainer.meters.flush()))
-                log = trainer.log_rows
+                log.flush(dict(trainer.meters.flush()))
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
         control.should_evaluate = run.evaluates_after(step)
 

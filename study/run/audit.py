@@ -7,7 +7,6 @@ record.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
@@ -15,11 +14,13 @@ from study.host.environment import package_version
 from study.models.presets import preset_layers
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
-from study.spec.strategies import Launch, Strategy
+from study.spec.strategies import Launch
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+    from study.run.open import OpenRun
 
 BUCKET_KEYS = (
     "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
@@ -28,24 +29,19 @@ BUCKET_KEYS = (
 
 
 def audit(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: RunConfig,
-    launch: Launch,
-    plan: BatchPlan,
-    swap_folder: Path | None,
+    run: OpenRun, accelerator: Accelerator, model: Any, optimizer: Any, plan: BatchPlan | None = None
 ) -> dict[str, Any]:
-    """engine.json from the live objects. Raises RunFailed where they differ from what was asked."""
+    """engine.json from the live objects. Raises RunFailed where they differ from what was asked.
+
+    `plan` is the engine's, where that is not the run's.
+    """
     import torch
 
     from study.measure.state import base_optimizer
 
-    live = (
-        _read_deepspeed(model)
-        if launch.strategy.deepspeed is not None
-        else _read_plain(accelerator, model, config, plan)
-    )
+    config, launch, plan = run.config, run.launch, plan or run.plan
+    is_deepspeed = launch.strategy.deepspeed is not None
+    live = _read_deepspeed(model) if is_deepspeed else _read_plain(accelerator, model, config, plan)
     base = base_optimizer(optimizer)
     live |= {
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
@@ -55,15 +51,15 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
     }
-    asked = _asked(config, launch, plan, swap_folder)
+    asked = _asked(run, plan)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
     if differences:
         raise RunFailed(
             f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
-    live["warnings"] = _forced_differences(launch.strategy, live, model) + _stand_ins(config, launch)
-    _check_swapped(launch.strategy, swap_folder)
+    live["warnings"] = _warnings(config, launch, live, model)
+    _check_swapped(run)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
@@ -78,11 +74,20 @@ def audit(
     }
 
 
-def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
-    """What of this run was not the thing itself."""
+def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model: Any) -> list[str]:
+    """What the engine insists on, which bears on the comparison; and what of this run was not the thing itself."""
     import torch
 
     warnings = []
+    if "DeepSpeedCPUAdam" in live["optimizer_class"]:
+        warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
+    if launch.strategy.offload_device("param") == "nvme":
+        swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.module.parameters()]
+        swapped = _name(next(swapper.dtype for swapper in swappers if swapper is not None))
+        if swapped != live["param_dtype"]:
+            warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
+    if live["world_size"] == 1 and live["zero_stage"]:
+        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
@@ -98,11 +103,18 @@ def _stand_ins(config: RunConfig, launch: Launch) -> list[str]:
     return warnings
 
 
-def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, swap_folder: Path | None) -> dict[str, Any]:
-    strategy = launch.strategy
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
+    import torch
+
+    config, strategy = run.config, run.launch.strategy
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available()
     asked: dict[str, Any] = {
-        "distributed_type": _expected_distributed_type(strategy),
-        "world_size": launch.world_size,
+        "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
+        "world_size": run.launch.world_size,
         "zero_stage": strategy.zero_stage,
         "offload_optimizer": strategy.offload_device("optimizer"),
         "offload_param": strategy.offload_device("param"),
@@ -110,7 +122,7 @@ def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, swap_folder: Path
         "gradient_clipping": config.max_grad_norm,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
-        "nvme_path": str(swap_folder) if strategy.uses_nvme else None,
+        "nvme_path": str(run.swap_folder) if strategy.uses_nvme else None,
         "optimizer_settings": {
             "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
             "decoupled_weight_decay": True,
@@ -122,14 +134,6 @@ def _asked(config: RunConfig, launch: Launch, plan: BatchPlan, swap_folder: Path
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
     return asked
-
-
-def _expected_distributed_type(strategy: Strategy) -> str:
-    import torch
-
-    if strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available():
-        return "MULTI_CPU"
-    return strategy.distributed_type
 
 
 def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -153,15 +157,13 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         device = getattr(section.device, "value", section.device) if section is not None else "none"
         offload[what] = (None if device == "none" else device, section)
     paths = {str(section.nvme_path) for device, section in offload.values() if device == "nvme"}
-    parameters = list(engine.module.parameters())
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
     elif engine.fp16_enabled():
         precision = "fp16"
     elif engine.torch_autocast_enabled():
-        precision = {"torch.bfloat16": "bf16"}.get(
-            str(engine.torch_autocast_dtype()), str(engine.torch_autocast_dtype())
-        )
+        autocast = _name(engine.torch_autocast_dtype())
+        precision = "bf16" if autocast == "bfloat16" else autocast
     else:
         precision = "fp32"
     return {
@@ -170,7 +172,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "offload_param": offload["param"][0],
         "nvme_path": paths.pop() if len(paths) == 1 else (sorted(paths) or None),
         "precision": precision,
-        "param_dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "param_dtype": _name(next(engine.module.parameters()).dtype),
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
@@ -178,22 +180,19 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
     }
 
 
-def _read_plain(accelerator: Accelerator, model: torch.nn.Module, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
-    buckets: dict[str, Any] = {}
-    if isinstance(model, DistributedDataParallel):
-        buckets = {"ddp_bucket_bytes": int(model.bucket_bytes_cap)}
     return {
         "zero_stage": None,
         "offload_optimizer": None,
         "offload_param": None,
         "nvme_path": None,
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        "param_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "param_dtype": _name(next(model.parameters()).dtype),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "buckets": buckets,
+        "buckets": {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {},
         "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
@@ -201,55 +200,29 @@ def _read_plain(accelerator: Accelerator, model: torch.nn.Module, config: RunCon
     }
 
 
-def _forced_differences(strategy: Strategy, live: Mapping[str, Any], model: Any) -> list[str]:
-    """What the engine insists on, said aloud: it bears on the comparison and cannot be switched off."""
-    warnings = []
-    if "DeepSpeedCPUAdam" in live["optimizer_class"]:
-        warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
-    if strategy.offload_device("param") == "nvme":
-        swapped = _nvme_parameter_dtype(model)
-        if swapped != live["param_dtype"]:
-            warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-    if live["world_size"] == 1 and live["zero_stage"]:
-        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
-    return warnings
-
-
-def _nvme_parameter_dtype(engine: Any) -> str:
-    swappers = [getattr(parameter, "nvme_swapper", None) for parameter in engine.module.parameters()]
-    return next(str(swapper.dtype).removeprefix("torch.") for swapper in swappers if swapper is not None)
-
-
-def audit_end(
-    accelerator: Accelerator, model: Any, config: RunConfig, strategy: Strategy, swap_folder: Path | None
-) -> None:
+def audit_end(run: OpenRun, accelerator: Accelerator, model: Any) -> None:
     """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
     accelerator.wait_for_everyone()
-    _check_stepped(model, config.precision)
-    _check_swapped(strategy, swap_folder)
+    # DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
+    # Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
+    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
+    if skipped and (run.config.precision != "fp16" or skipped == steps):
+        raise RunFailed(
+            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
+            "lower --learning_rate, or use a precision with more range",
+        )
+    _check_swapped(run)
 
 
-def _check_swapped(strategy: Strategy, folder: Path | None) -> None:
+def _check_swapped(run: OpenRun) -> None:
     """NVMe offload that leaves no file where it was asked to did not happen."""
+    strategy, folder = run.launch.strategy, run.swap_folder
     for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
         if strategy.offload_device(what) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
             raise RunFailed(
                 f"{strategy.name} swapped no {what} to {folder}",
                 "DeepSpeed keeps tensors in host memory whose shard is under 1 MiB: use a larger model or fewer ranks",
             )
-
-
-def _check_stepped(model: Any, precision: str) -> None:
-    """DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
-
-    Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
-    """
-    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
-    if skipped and (precision != "fp16" or skipped == steps):
-        raise RunFailed(
-            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
-            "lower --learning_rate, or use a precision with more range",
-        )
 
 
 def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:

@@ -21,6 +21,8 @@ from study.spec.strategies import Launch
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from study.run.open import OpenRun
+
 FOLDER = "checkpoints"
 MANIFEST = "checkpoint.json"
 # A resumed run may differ in these: where it writes and how often, not what it computes.
@@ -36,11 +38,9 @@ _OF_A_CHECKPOINT = re.compile(
 )
 
 
-def save_checkpoint(
-    accelerator: Accelerator, schedule: Any, config: RunConfig, launch: Launch, output_dir: Path, step: int
-) -> None:
+def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step: int) -> None:
     """Model, optimizer, RNG and schedule after `step`; the manifest is written last and makes it whole."""
-    folder = output_dir / FOLDER / f"step_{step:07d}"
+    folder = run.output_dir / FOLDER / f"step_{step:07d}"
     if accelerator.is_main_process:
         _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def save_checkpoint(
     if accelerator.is_main_process:
         # The rows that led here travel along, so that a resumed run's record is whole wherever it is written.
         for name in ROW_FILES:
-            shutil.copyfile(output_dir / name, folder / name)
+            shutil.copyfile(run.output_dir / name, folder / name)
         manifest = {
             "step": step,
-            "strategy": launch.strategy.name,
-            "world_size": launch.world_size,
-            "config": config.to_dict(),
+            "strategy": run.launch.strategy.name,
+            "world_size": run.launch.world_size,
+            "config": run.config.to_dict(),
             "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
         }
         write_json(folder / MANIFEST, manifest)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.run.audit import check_compute_dtype
-from study.spec.config import BatchPlan, RunConfig
+from study.spec.config import RunConfig
 from study.spec.overrides import override
-from study.spec.strategies import Launch, Strategy
+from study.spec.strategies import Launch
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
 
 if TYPE_CHECKING:
@@ -17,14 +16,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
+    from study.run.open import OpenRun
 
-def deepspeed_settings(
-    strategy: Strategy, config: RunConfig, plan: BatchPlan, swap_folder: Path | None
-) -> dict[str, Any]:
+
+def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     """The strategy's DeepSpeed JSON with the run's own values: batch, clipping, precision, and where to swap to.
 
     DeepSpeed empties the folder it is given, so that is one which nobody else knows.
     """
+    config, plan, strategy = run.config, run.plan, run.launch.strategy
     assert strategy.deepspeed is not None
     settings = copy.deepcopy(dict(strategy.deepspeed))
     settings["train_batch_size"] = plan.global_batch_size
@@ -39,17 +39,16 @@ def deepspeed_settings(
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":
             # The Accelerate YAML's own NVMe keys never reach the workers; the JSON's do.
-            section["nvme_path"] = str(swap_folder)
+            section["nvme_path"] = str(run.swap_folder)
     return override(settings, config.engine_override)
 
 
-def make_accelerator(
-    config: RunConfig, launch: Launch, plan: BatchPlan, output_dir: Path, swap_folder: Path | None
-) -> Accelerator:
+def make_accelerator(run: OpenRun) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
     from accelerate import Accelerator, DistributedType, PartialState
 
+    config, launch = run.config, run.launch
     if launch.virtual:
         join_virtual_group(launch)
     if not torch.cuda.is_available():
@@ -66,10 +65,10 @@ def make_accelerator(
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)
     arguments: dict[str, Any] = {
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
         "mixed_precision": {"fp32": "no", "bf16": "bf16", "bf16-engine": "bf16", "fp16": "fp16"}[config.precision],
         "log_with": None if config.report_to == "none" else config.report_to,
-        "project_dir": str(output_dir),
+        "project_dir": str(run.output_dir),
         "dynamo_backend": "inductor" if config.torch_compile else "no",
         # The study's loop steps its schedule itself, once per optimizer step.
         "step_scheduler_with_optimizer": False,
@@ -77,8 +76,7 @@ def make_accelerator(
     if launch.strategy.deepspeed is not None:
         from accelerate import DeepSpeedPlugin
 
-        settings = deepspeed_settings(launch.strategy, config, plan, swap_folder)
-        arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=settings)
+        arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(run))
         if config.precision == "bf16":
             # DeepSpeed's own bf16 is another training (bf16 weights, fp32 masters); autocast is in the settings.
             arguments["mixed_precision"] = "no"

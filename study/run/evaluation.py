@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.run.steps import DIVERGED_FIX
-from study.tasks.blocks import Split
 from study.tasks.metrics import summarize_evaluation
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
 
+    from study.run.open import OpenRun
 
-def evaluate(
-    accelerator: Accelerator, model: torch.nn.Module, task: str, split: Split, batch_size: int
-) -> dict[str, float | None]:
+
+def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
     """Loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others."""
     import torch
 
+    task, split, batch_size = run.config.task, run.data.eval, run.plan.per_device_train_batch_size
     was_training = model.training
     model.eval()
     world_size, rank = accelerator.num_processes, accelerator.process_index

@@ -5,7 +5,7 @@
         run.begin(data, initial_weights)     # from here on there is a record
         for step, micro_batches in run.steps():
             ...
-        run.finish(log, measurements)
+        run.finish(accelerator, meters, log, evaluation)
     return run.exit_status
 
 The loop asks the run; the run calls nothing back.
@@ -29,16 +29,17 @@ from study.host.folders import folder_named
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import Terminated, ending_of, raising_on
+from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
 from study.run.console import Console
-from study.run.request import Refuse, Request, checked, read_request, refused
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import Tensor
 
+    from study.measure import Meters
     from study.models.initial import InitialWeights
     from study.run.steps import StepLog
-    from study.run.summary import Measurements
     from study.tasks.blocks import TaskData
 
 
@@ -99,7 +100,6 @@ class OpenRun:
         from study.host.swap import swap_folder
         from study.measure.profiling import check_profiled_steps
         from study.run.checkpoint import check_steps_are_left
-        from study.run.checks import check_output_dir
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
@@ -201,20 +201,23 @@ class OpenRun:
             self.record.append("evals.jsonl", {"step": step, **evaluation})
             self.record.flush()
 
-    def finish(self, log: StepLog, evaluation: dict[str, float | None], measured: Measurements) -> None:
-        """The documents of a run that ended well."""
-        from study.run.summary import summarize
+    def finish(
+        self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
+    ) -> None:
+        """The documents of a run that ended well. On every rank: what each has measured is gathered."""
+        from study.run.summary import gather_ranks, summarize
 
+        ranks = gather_ranks(self, accelerator, meters)
         if self.record is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
         unwatched: dict[str, Any] = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
-        self.record.write("memory.json", {"unit": "GiB", "ranks": measured.ranks})
-        self.record.write("traffic.json", measured.traffic or unwatched)
-        if measured.profile is not None:
-            self.record.write("profile.json", measured.profile)
-        summary = summarize(self.launch.world_size, self.config, measured, log, evaluation, timing)
+        self.record.write("memory.json", {"unit": "GiB", "ranks": ranks})
+        self.record.write("traffic.json", meters.traffic or unwatched)
+        if meters.profile is not None:
+            self.record.write("profile.json", meters.profile)
+        summary = summarize(self.launch.world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
         self.record.write("summary.json", summary)
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}

@@ -9,28 +9,29 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
-from study.record.directory import RunWriter, number_or_none
+from study.record.directory import number_or_none
 from study.tasks.blocks import sample_hashes
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
+    from study.run.open import OpenRun
+
 DIVERGED_FIX = "lower --learning_rate, or use another --precision"
-_PART_BITS = 22
-_PARTS = 3
 
 
 class StepLog:
     """Collects what each step left behind, and writes it as rows of steps.jsonl."""
 
-    def __init__(self, accelerator: Accelerator, record: RunWriter | None, tokens_per_step: int, virtual: bool = False):
-        self._accelerator, self._record, self._tokens_per_step = accelerator, record, tokens_per_step
+    def __init__(self, run: OpenRun, accelerator: Accelerator):
+        self._accelerator, self._record = accelerator, run.record
+        self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
         # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
-        self._virtual = virtual
+        self._virtual = run.launch.virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
         # A resumed run's first loss is in the rows it goes on from.
-        self.first_loss: float | None = record.first_loss() if record else None
+        self.first_loss: float | None = run.record.first_loss() if run.record else None
         self.last_loss: float | None = None
         self.last_step = 0
         self.tokens_per_s: float | None = None
@@ -53,14 +54,15 @@ class StepLog:
 
         if not self._pending:
             return
-        rows = torch.stack(
-            [torch.cat([loss.reshape(1).double(), _parts(key, loss)]) for _, loss, _, _, key in self._pending]
-        )
+        losses = torch.stack([loss.reshape(()).double() for _, loss, _, _, _ in self._pending])
+        # A 64-bit hash as two numbers, whose sums over ranks are exact in float64.
+        halves = [divmod(samples_hash % 2**64, 2**32) for *_, samples_hash in self._pending]
+        rows = torch.column_stack([losses, torch.tensor(halves, dtype=torch.float64, device=losses.device)])
         loss_is_on_host = rows.device.type == "cpu"
         reduced = self._accelerator.reduce(rows, reduction="sum").tolist()
         pending, self._pending = self._pending, []
         not_finite = None
-        for (step, _, learning_rate, grad_norm, _), (loss_sum, *hash_parts) in zip(pending, reduced, strict=True):
+        for (step, _, learning_rate, grad_norm, _), (loss_sum, high, low) in zip(pending, reduced, strict=True):
             loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
             if loss is None and not_finite is None and not self._virtual:
                 not_finite = (step, loss_sum)
@@ -74,7 +76,7 @@ class StepLog:
                 # Without a GPU a virtual rank's time is that of copies in memory more than of computing.
                 "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,
-                "samples_hash": _joined(hash_parts),
+                "samples_hash": f"{(int(high) * 2**32 + int(low)) % 2**64:016x}",
             }
             if self._record is not None:
                 self._record.append("steps.jsonl", row)
@@ -89,16 +91,3 @@ class StepLog:
             step, value = not_finite
             name = "NaN" if math.isnan(value) else "infinite"
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
-
-
-def _parts(key: int, like: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash as three small numbers, whose sum over ranks stays exact in float64."""
-    import torch
-
-    mask = (1 << _PART_BITS) - 1
-    parts = [float(key >> (_PART_BITS * place) & mask) for place in range(_PARTS)]
-    return torch.tensor(parts, dtype=torch.float64, device=like.device)
-
-
-def _joined(parts: list[float]) -> str:
-    return f"{sum(int(part) << (_PART_BITS * place) for place, part in enumerate(parts)) % 2**64:016x}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -13,29 +12,18 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.measure import Meters
+    from study.run.open import OpenRun
     from study.run.steps import StepLog
 
 GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurements:
-    """What a loop measured: each rank's entry of memory.json, and what one rank sent in the watched step and profiled.
-
-    Memory is in GiB, what a rank holds of the model's state in bytes.
-    """
-
-    ranks: list[dict[str, Any]]
-    traffic: dict[str, Any] | None = None
-    profile: dict[str, Any] | None = None
-
-
-def gather_measurements(accelerator: Accelerator, meters: Meters, virtual: bool = False) -> Measurements:
-    """On every rank; of a virtual job there is only this one."""
+def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
+    """Each rank's entry of memory.json: memory in GiB, state in bytes. On every rank; of a virtual job there is one."""
     from accelerate.utils import gather_object
 
     times = meters.summary()
-    if virtual and accelerator.device.type == "cpu":
+    if run.launch.virtual and accelerator.device.type == "cpu":
         # Copies in memory stand in for receiving there, and would be most of what such a time says.
         times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
     memory = meters.memory.report()
@@ -48,14 +36,14 @@ def gather_measurements(accelerator: Accelerator, meters: Meters, virtual: bool 
         "state": meters.state,
         "time": times,
     }
-    ranks = [mine] if virtual else list(gather_object([mine]))
-    return Measurements(ranks, meters.traffic, meters.profile)
+    return [mine] if run.launch.virtual else list(gather_object([mine]))
 
 
 def summarize(
     world_size: int,
     config: RunConfig,
-    measured: Measurements,
+    ranks: list[dict[str, Any]],
+    traffic: dict[str, Any] | None,
     log: StepLog,
     evaluation: dict[str, float | None],
     timing: dict[str, float],
@@ -66,7 +54,6 @@ def summarize(
     from study.measure.flops import model_flops_per_sample
     from study.theory.hardware import mfu
 
-    ranks, traffic = measured.ranks, measured.traffic
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)
     # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.
