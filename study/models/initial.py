@@ -72,23 +72,20 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
     from transformers import AutoConfig
 
     if initial is None:
-        return _stand_in(config)
-    saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
-    architecture = with_run_settings(saved, config)
-    model, keys = model_class(config, architecture).from_pretrained(
-        initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys.get(kind):
-            raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
-    if FAMILY_OF_TASK[config.task] == "causal-lm":
-        # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it inside
-        # the forward pass, which cuts a compiled graph in two.
-        model.loss_type = "ForCausalLM"
-    return _with_checkpointing(model, config)
-
-
-def _with_checkpointing(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+        model = _stand_in(config)
+    else:
+        saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
+        architecture = with_run_settings(saved, config)
+        model, keys = model_class(config, architecture).from_pretrained(
+            initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if keys.get(kind):
+                raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
+        if FAMILY_OF_TASK[config.task] == "causal-lm":
+            # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
+            # inside the forward pass, which cuts a compiled graph in two.
+            model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -114,7 +111,7 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             _fill(parameter)
-    return _with_checkpointing(model.eval(), config)
+    return model.eval()
 
 
 def _fill(parameter: Any) -> None:
