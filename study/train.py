@@ -35,13 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.evaluation import evaluate
         from study.run.steps import StepLog
         from study.tasks import load_data
-        from study.virtual.rank.data import load_virtual_data
 
         config, launch = run.config, run.launch
 
         # Data and initial weights that cannot be had are refused too. The weights are one set for every arm, made
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
-        data = load_virtual_data(config, run.plan, run.cache) if launch.virtual else load_data(config, run.cache)
+        data = load_data(config, run.cache)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 

@@ -570,7 +570,7 @@ def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) ->
     command = [
         sys.executable,
         "-m",
-        "study.models.draw",
+        "study.models.initial",
         *flags,
         "--seed",
         "7",

@@ -12,6 +12,7 @@ from study.cli import main
 from study.errors import UserError
 from study.host.box import Box
 from study.measure.clock import WARMUP_STEPS
+from study.models.architecture import shape_of
 from study.models.presets import find_preset
 from study.record.outcome import Ending, Terminated, ending_of
 from study.record.schema import STATE_KINDS, STATE_PLACES
@@ -19,7 +20,7 @@ from study.run.summary import summarize
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, Launch, read_strategy
-from study.virtual.rank.capacity import layers_within, needed_host_bytes, shape_of
+from study.virtual.rank.capacity import layers_within, needed_host_bytes
 from study.virtual.request import Request, _strategies, _with_absolute_paths
 
 NO_GPU = Box((), 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
@@ -38,6 +39,25 @@ def build_model(config: RunConfig) -> PreTrainedModel:
     """
     architecture = model_config(config)
     return model_class(config, architecture)(architecture)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    parameters: int
+    largest_parameter: int
+    # Its config in transformers: num_hidden_layers, hidden_size and others.
+    architecture: Any
+
+
+def shape_of(config: RunConfig) -> Shape:
+    import torch
+
+    with torch.device("meta"):
+        model = build_model(config)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return Shape(sum(sizes), max(sizes), model.config)
 
 
 def attention(config: RunConfig) -> str | None:

@@ -1,6 +1,8 @@
 """The initial weights: one set per (task, model, weights, seed), drawn once and loaded by every arm.
 
-A comparison of arms is fair only because of this.
+A comparison of arms is fair only because of this. `python -m study.models.initial`, with the flags of study/train.py,
+draws those of a run that comes later: for models of gigabytes this takes minutes, which `study weights SUITE` spends
+before a sweep's time is counted.
 """
 
 from __future__ import annotations
@@ -9,10 +11,15 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError, first_line
+from study.errors import Unsupported, UserError, first_line
+from study.host.folders import cache_directory
+from study.host.imports import import_libraries
 from study.models.architecture import (
     NO_NETWORK,
     OTHER_MODEL,
@@ -20,11 +27,13 @@ from study.models.architecture import (
     build_model,
     model_class,
     model_config,
+    shape_of,
     with_run_settings,
 )
 from study.models.hub import hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
-from study.spec.config import RunConfig
+from study.spec.config import RunConfig, parse_command_line, resolved
+from study.spec.strategies import read_strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,23 +81,20 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
     from transformers import AutoConfig
 
     if initial is None:
-        return _stand_in(config)
-    saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
-    architecture = with_run_settings(saved, config)
-    model, keys = model_class(config, architecture).from_pretrained(
-        initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys.get(kind):
-            raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
-    if FAMILY_OF_TASK[config.task] == "causal-lm":
-        # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it inside
-        # the forward pass, which cuts a compiled graph in two.
-        model.loss_type = "ForCausalLM"
-    return _with_checkpointing(model, config)
-
-
-def _with_checkpointing(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+        model = _stand_in(config)
+    else:
+        saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
+        architecture = with_run_settings(saved, config)
+        model, keys = model_class(config, architecture).from_pretrained(
+            initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if keys.get(kind):
+                raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
+        if FAMILY_OF_TASK[config.task] == "causal-lm":
+            # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
+            # inside the forward pass, which cuts a compiled graph in two.
+            model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -114,7 +120,7 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             _fill(parameter)
-    return _with_checkpointing(model.eval(), config)
+    return model.eval()
 
 
 def _fill(parameter: Any) -> None:
@@ -186,11 +192,7 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
 
 def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
     """Before minutes are spent on weights that cannot be kept."""
-    import torch
-
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build_model(config).parameters())
-    needed, free = WEIGHT_FILE_BYTES * parameters, shutil.disk_usage(folder.parent).free
+    needed, free = WEIGHT_FILE_BYTES * shape_of(config).parameters, shutil.disk_usage(folder.parent).free
     if free < needed:
         # Not `Unsupported`, which a sweep would take for a final answer: the drive may have room tomorrow.
         raise UserError(
@@ -246,3 +248,23 @@ def _verified(folder: Path) -> InitialWeights:
 
 def _damaged(folder: Path, why: str) -> UserError:
     return UserError(f"the initial weights in {folder} are damaged: {why}", "delete the folder and run again")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 the weights are there, 1 this box cannot hold them, 2 the request itself is wrong."""
+    started = time.monotonic()
+    try:
+        config = resolved(parse_command_line(arguments), accelerator_visible=False)
+        import_libraries(read_strategy("single"))
+        initial = materialize_initial_weights(config, cache_directory())
+    except UserError as refusal:
+        print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
+        return 1 if isinstance(refusal, Unsupported) else 2
+    size = sum(file.stat().st_size for file in initial.path.glob("*.safetensors"))
+    took = time.monotonic() - started
+    print(f"{config.model_name_or_path}, seed {config.seed}: {size / 1e9:.2f} GB in {took:.0f} s, {initial.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,25 +1,11 @@
-"""The value of every flag that is left out. `paper` repeats what the studied documents did."""
+"""What a flag is by default where that depends on others. `paper` repeats what the studied documents did."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_EVERYWHERE: dict[str, Any] = {
-    "weight_decay": 0.0,
-    "warmup_ratio": 0.0,
-    "lr_scheduler_type": "linear",
-    "max_grad_norm": 1.0,
-    "precision": "fp32",
-    "gradient_checkpointing": False,
-    "attn_implementation": "sdpa",
-    "torch_compile": False,
-    "max_steps": 0,
-    "logging_steps": 10,
-    "nvme_path": "nvme_offload",
-    "checkpointing_steps": 0,
-    "report_to": "none",
-    "dataset_config_name": "wikitext-2-raw-v1",
-}
+# What a model or a virtual run has its own value for; what nothing changes stands beside its flag.
+_EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10}
 _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bert-imdb", "paper"): {
         "model_name_or_path": "bert-large-uncased", "weights": "pretrained", "data": "hub", "seq_length": 128,

@@ -164,7 +164,7 @@ def weights(options: argparse.Namespace) -> int:
                 sets.setdefault(key, (cell, root))
     if not sets:
         print(f"no cell that {plan.name} would run now starts from weights")
-    command = [sys.executable, "-m", "study.models.draw"]
+    command = [sys.executable, "-m", "study.models.initial"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
     ]

@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from study.tasks.blocks import Split, TaskData
+    from study.tasks.blocks import TaskData
 
 
 def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
     """The run's training and evaluation samples. Converted files are kept under `cache_dir`."""
+    import torch
+
+    from study.tasks.blocks import Split
+
+    if not config.virtual_world_size:
+        return _load(config, cache_dir)
+    # A virtual rank's own samples are real, and every other rank's are repeats that nobody reads.
+    plan = config.batch_plan(config.virtual_world_size)
+    own = plan.per_device_train_batch_size * plan.gradient_accumulation_steps
+    data = _load(dataclasses.replace(config, train_samples=own), cache_dir)
+    rows = torch.arange(config.train_samples or config.global_batch_size) % len(data.train)
+    # No floor: it is a loss, and a virtual run has none to compare it with.
+    return dataclasses.replace(data, train=Split(data.train.__getitems__(rows.tolist())), floor=None)
+
+
+def _load(config: RunConfig, cache_dir: Path) -> TaskData:
+    from study.models.tokenizer import load_tokenizer
     from study.tasks import bert_imdb, gpt_wikitext
+    from study.tasks.blocks import TaskData
+    from study.tasks.builtin import builtin_tokenizer
 
     task = {"bert-imdb": bert_imdb, "gpt-wikitext": gpt_wikitext}[config.task]
-    return task.load_data(config, cache_dir)
-
-
-def uses_builtin_tokenizer(config: RunConfig) -> bool:
-    """Only with random weights: published ones know no vocabulary but their own."""
-    return config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
-
-
-def load_task_tokenizer(config: RunConfig, frame: bool) -> PreTrainedTokenizerBase:
-    """That of the built-in corpora, with [CLS] and [SEP] if `frame`, or the model's own."""
-    if uses_builtin_tokenizer(config):
-        from study.tasks.builtin import builtin_tokenizer
-
-        return builtin_tokenizer(frame)
-    from study.models.tokenizer import load_tokenizer
-
-    return load_tokenizer(config)
-
-
-def describe(train: Split, evaluation: Split, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """For the record: two runs for which all this is equal trained on the same tokens."""
-    return {
+    # Only with random weights: published ones know no vocabulary but their own.
+    builtin_words = config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
+    tokenizer = builtin_tokenizer(task.FRAMED) if builtin_words else load_tokenizer(config)
+    train, evaluation, provenance = task.load_splits(config, tokenizer, cache_dir)
+    # Two runs for which all this is equal trained on the same tokens.
+    source = {
+        **provenance,
         "samples": {"train": len(train), "eval": len(evaluation)},
         "tokens_sha256": {"train": train.sha256(), "eval": evaluation.sha256()},
         "tokenizer": {
@@ -48,3 +51,4 @@ def describe(train: Split, evaluation: Split, tokenizer: PreTrainedTokenizerBase
             "entries": len(tokenizer),
         },
     }
+    return TaskData(train, evaluation, task.floor(evaluation) if builtin_words else None, source)

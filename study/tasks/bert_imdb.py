@@ -3,42 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from study.spec.config import RunConfig
-from study.tasks import builtin, describe, load_task_tokenizer, sources, uses_builtin_tokenizer
-from study.tasks.blocks import Split, TaskData
+from study.tasks import builtin, sources
+from study.tasks.blocks import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# [CLS] before a sample and [SEP] after it.
+FRAMED = True
 
-def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
+
+def load_splits(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path
+) -> tuple[Split, Split, dict[str, Any]]:
+    def tokenized(reviews: sources.Reviews) -> Split:
+        encoded = tokenizer(
+            reviews.texts,
+            padding="max_length",
+            truncation=True,
+            max_length=config.seq_length,
+            return_token_type_ids=False,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return Split({**encoded, "labels": torch.tensor(reviews.labels)})
+
     raw = sources.load_reviews(config, cache_dir)
-    tokenizer = load_task_tokenizer(config, frame=True)
-    train, evaluation = (tokenize(tokenizer, reviews, config.seq_length) for reviews in (raw.train, raw.eval))
-    floor = None
-    if uses_builtin_tokenizer(config):
-        floor = builtin.review_floor(evaluation.tensors["input_ids"].numpy(), evaluation.tensors["labels"].numpy())
-    return TaskData(train, evaluation, floor, raw.provenance | describe(train, evaluation, tokenizer))
+    return tokenized(raw.train), tokenized(raw.eval), raw.provenance
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, reviews: sources.Reviews, seq_length: int | None) -> Split:
-    encoded = tokenizer(
-        reviews.texts,
-        padding="max_length",
-        truncation=True,
-        max_length=seq_length,
-        return_token_type_ids=False,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
-    return Split(
-        {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "labels": torch.tensor(reviews.labels),
-        }
-    )
+def floor(evaluation: Split) -> builtin.Floor:
+    return builtin.review_floor(evaluation.tensors["input_ids"].numpy(), evaluation.tensors["labels"].numpy())

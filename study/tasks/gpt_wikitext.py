@@ -5,31 +5,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from study.errors import UserError
 from study.spec.config import RunConfig
-from study.tasks import builtin, describe, load_task_tokenizer, sources, uses_builtin_tokenizer
-from study.tasks.blocks import Split, TaskData
+from study.tasks import builtin, sources
+from study.tasks.blocks import Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# [CLS] and [SEP] are BERT's.
+FRAMED = False
 ROWS_PER_CHUNK = 256
 
 
-def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
+def load_splits(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path
+) -> tuple[Split, Split, dict[str, Any]]:
     raw = sources.load_rows(config, cache_dir)
-    tokenizer = load_task_tokenizer(config, frame=False)
     train = pack(tokenizer, raw.train, config.seq_length, config.train_samples, "--train_samples")
     evaluation = pack(tokenizer, raw.eval, config.seq_length, config.eval_samples, "--eval_samples")
-    floor = None
-    if uses_builtin_tokenizer(config):
-        floor = builtin.language_floor(evaluation.tensors["input_ids"].numpy())
-    return TaskData(train, evaluation, floor, raw.provenance | describe(train, evaluation, tokenizer))
+    return train, evaluation, raw.provenance
+
+
+def floor(evaluation: Split) -> builtin.Floor:
+    return builtin.language_floor(evaluation.tensors["input_ids"].numpy())
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, rows: Iterable[str], length: int, samples: int, flag: str) -> Split:

@@ -114,7 +114,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     changed = {}
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
-        is_no_path = value in (None, "", "hub", "builtin") or (name == "model_name_or_path" and find_preset(value))
+        is_preset = name == "model_name_or_path" and find_preset(value or "")
+        is_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
         # The folder on the drive need not exist yet.
         if not is_no_path and (name == "nvme_path" or Path(value).expanduser().exists()):
             changed[name] = str(Path(value).expanduser().absolute())

@@ -15,12 +15,6 @@ PEAKS = tuple(PEAKS_OF_PHASES)
 # Gradients are read at two moments, and the larger figure counts.
 MOMENTS = ("grads_after_backward", "grads_before_step")
 
-# Fields that a record says under the same name.
-_SAID = (
-    "strategy", "world_size", "task", "model_name_or_path", "model_parameters", "model_layers", "precision",
-    "seq_length", "per_device_train_batch_size", "gradient_accumulation_steps", "emulated_device_memory_gib",
-    "state_bytes_per_rank", "comm_bytes_per_step", "comm_calls_per_step", "buckets",
-)  # fmt: skip
 ByPlace = dict[str, float | None]
 
 
@@ -88,50 +82,47 @@ class RankSummary:
     def of_run(cls, run: Run) -> RankSummary:
         (rank,) = run.memory["ranks"]
         state = rank["state"] or {}
+        collectives = run.traffic["collectives"]
         # The engine's last: where two documents name one thing, it says what really ran.
         said = run.config | run.summary | run.engine
-        return cls(
-            **{field: said[field] for field in _SAID},
-            rank=said["virtual_rank"],
+        said |= {
+            "rank": said["virtual_rank"],
             # Where no step was watched there is no payload either.
-            sent_bytes_per_step=None if said["comm_bytes_per_step"] is None else _sent(run.traffic["collectives"]),
-            collectives=run.traffic["collectives"],
-            buffer_bytes=state.get("buffer_bytes"),
-            grads_in_bucket_bytes=state.get("grads_in_bucket_bytes"),
-            kept_whole_bytes=state.get("kept_whole", {}).get("bytes"),
-            grads_by_moment={moment: state.get(moment) for moment in MOMENTS},
-            memory_gib_by_phase=rank["phases"],
-            run_figures={key: value for key, value in run.summary.items() if key not in _FIELDS},
-            run_dir=str(run.path),
-        )
+            "sent_bytes_per_step": None if said["comm_bytes_per_step"] is None else _sent(collectives),
+            "collectives": collectives,
+            **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes")},
+            "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
+            "grads_by_moment": {moment: state.get(moment) for moment in MOMENTS},
+            "memory_gib_by_phase": rank["phases"],
+            "run_figures": {key: value for key, value in run.summary.items() if key not in _FIELDS},
+            "run_dir": str(run.path),
+        }
+        return cls(**{name: said[name] for name in _FIELDS})
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RankSummary:
         """From a row of study/report/records/rows.py of a watched run that ended well; None in each empty cell."""
-        held = {kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS}
+        collectives = json.loads(row["collectives"])
         said = {
             **row,
+            "rank": row["virtual_rank"] or 0,
             "precision": row["engine_precision"],
             "per_device_train_batch_size": row["micro_batch_size"],
             "emulated_device_memory_gib": row["device_memory_cap_gib"],
-            "state_bytes_per_rank": held,
-            "buckets": json.loads(row["buckets"] or "{}"),
-        }
-        collectives = json.loads(row["collectives"])
-        return cls(
-            **{field: said[field] for field in _SAID},
-            rank=row["virtual_rank"] or 0,
-            sent_bytes_per_step=_sent(collectives),
-            collectives=collectives,
-            buffer_bytes=json.loads(row["buffers"] or "{}"),
-            grads_in_bucket_bytes=row["grads_in_bucket_bytes"],
-            kept_whole_bytes=row["kept_whole_bytes"],
-            grads_by_moment=json.loads(row["grads_by_moment"] or "{}"),
+            "state_bytes_per_rank": {
+                kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS
+            },
+            "sent_bytes_per_step": _sent(collectives),
+            "collectives": collectives,
+            "buffer_bytes": json.loads(row["buffers"] or "{}"),
+            "grads_by_moment": json.loads(row["grads_by_moment"] or "{}"),
             # A report shows the largest of them alone.
-            memory_gib_by_phase={},
-            run_figures={peak: row[peak] for peak in PEAKS},
-            run_dir=row["run"],
-        )
+            "memory_gib_by_phase": {},
+            "buckets": json.loads(row["buckets"] or "{}"),
+            "run_figures": {peak: row[peak] for peak in PEAKS},
+            "run_dir": row["run"],
+        }
+        return cls(**{name: said[name] for name in _FIELDS})
 
     @property
     def state_bytes_total(self) -> float | None:
@@ -147,7 +138,8 @@ class RankSummary:
         return {"virtual": True, **fields.pop("run_figures"), **fields, "state_bytes_total": self.state_bytes_total}
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(RankSummary))
+# What a record says of each rank.
+_FIELDS = tuple(field.name for field in dataclasses.fields(RankSummary) if field.name != "extrapolated")
 
 
 def total(parts: Iterable[float | None]) -> float | None:

@@ -1,1 +1,1 @@
-"""One rank of N in this process: its group, its data, and whether this box holds it."""
+"""One rank of N in this process: its group, and whether this box holds it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from study.errors import CannotBeHeld
 from study.host.memory import GIB, host_memory, locked_bytes
+from study.models.architecture import Shape, shape_of
 from study.models.presets import find_preset
 from study.spec.config import RunConfig
 from study.spec.overrides import override
@@ -19,27 +20,6 @@ from study.spec.strategies import Launch, Strategy
 LIBRARIES_BYTES = 1.2 * GIB
 # What is left to the rest of the box.
 USABLE_SHARE = 0.85
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """The sizes of a model."""
-
-    parameters: int
-    largest_parameter: int
-    # The model's config in transformers: num_hidden_layers, hidden_size and others.
-    architecture: Any
-
-
-def shape_of(config: RunConfig) -> Shape:
-    import torch
-
-    from study.models.architecture import build_model
-
-    with torch.device("meta"):
-        model = build_model(config)
-    sizes = [parameter.numel() for parameter in model.parameters()]
-    return Shape(sum(sizes), max(sizes), model.config)
 
 
 def check_can_be_held(config: RunConfig, launch: Launch) -> None:
