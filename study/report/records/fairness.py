@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from study.report.records.workloads import BASELINES, strategy_order
+from study.report.records.workloads import strategy_order
 
 # Classes that are AdamW when their settings say so; any other class is other mathematics.
 _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
@@ -78,17 +78,12 @@ def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     if not ended:
         return {}
     # A plain arm first: one with another trainer or an override is a variant.
-    arm = min(ended, key=lambda row: (", " in row["arm"], _rank(row["strategy"]), row["world_size"], row["arm"]))["arm"]
-    chosen = sorted((row for row in ended if row["arm"] == arm), key=lambda row: (_number(row["seed"]), row["repeat"]))
+    best = min(
+        ended, key=lambda row: (", " in row["arm"], strategy_order(row["strategy"]), row["world_size"], row["arm"])
+    )
+    chosen = [row for row in ended if row["arm"] == best["arm"]]
+    chosen.sort(key=lambda row: (-1 if pd.isna(row["seed"]) else row["seed"], row["repeat"]))
     return {(row["seed"], row["repeat"]): row for row in chosen}
-
-
-def _number(value: Any) -> float:
-    return -1 if pd.isna(value) else value
-
-
-def _rank(strategy: str) -> int:
-    return BASELINES.index(strategy) if strategy in BASELINES else len(BASELINES) + strategy_order(strategy)
 
 
 def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> dict[str, str]:

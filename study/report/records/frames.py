@@ -67,7 +67,7 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
         else:
             found.append(Found(path.relative_to(root), row, steps, content, run.config.get("output_dir")))
     kept, twice = each_once(found)
-    return dataclasses.replace(_arranged(kept, tuple(sorted([*refused, *twice]))), remaining=remaining)
+    return Records(*_tables(kept), tuple(sorted([*refused, *twice])), remaining)
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
@@ -76,14 +76,14 @@ def _candidates(folder: Path) -> Iterator[Path]:
     yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
 
-def _arranged(found: list[Found], refused: tuple[str, ...]) -> Records:
+def _tables(found: list[Found]) -> tuple[pd.DataFrame, pd.DataFrame]:
     blocks = {entry.row["run"]: entry.steps for entry in found if entry.steps is not None}
     # Apart, because the sizes that a search tries would make the name of every other workload longer.
     plain, probing = ([entry.row for entry in found if bool(entry.row["probe"]) is asks] for asks in (False, True))
     named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(named, key=_place)
     columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
-    return Records(pd.DataFrame(columns), _steps(blocks), refused)
+    return pd.DataFrame(columns), _steps(blocks)
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -107,7 +107,8 @@ _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
 
 def run_row(run: Run) -> dict[str, Any]:
     """What a table can hold of a run, by column; None where the record does not say."""
-    row: dict[str, Any] = {"run": run.path.name, "repeat": _repeat(run.path.name), "virtual": False}
+    numbered = _REPEAT.search(run.path.name)
+    row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
     notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
@@ -149,18 +150,12 @@ def _cell_value(path: Path, key: str, value: Any) -> Any:
 
 
 def _config(run: Run) -> RunConfig:
-    file = run.path / "config.json"
     try:
         config = RunConfig.from_dict(run.config, "config.json")
         resolved(config, accelerator_visible=False)
     except UserError as error:
-        raise RecordError(file, error.problem) from None
+        raise RecordError(run.path / "config.json", error.problem) from None
     return config
-
-
-def _repeat(name: str) -> int:
-    found = _REPEAT.search(name)
-    return int(found[1]) if found else 1
 
 
 @functools.cache
@@ -177,31 +172,24 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
     copied = (
         "strategy", "world_size", "virtual", "distributed_type", "param_dtype", "optimizer_class", "zero_stage",
         "offload_optimizer", "offload_param", "initial_weights_sha256", "gradient_clipping",
+        "gradient_accumulation_steps", "model_parameters", "model_layers", "preset_layers",
     )  # fmt: skip
-    data = engine.get("data") or {}
-    hashes = data.get("tokens_sha256")
-    hashes = hashes if isinstance(hashes, dict) else {}
+    # What was asked is in the config's columns; this is what ran.
+    renamed = {"engine_precision": "precision", "micro_batch_size": "per_device_train_batch_size",
+               "torch_version": "torch", "deepspeed_version": "deepspeed"}  # fmt: skip
+    hashes = (engine.get("data") or {}).get("tokens_sha256")
+    known = {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
     settings = engine.get("optimizer_settings")
     return {
-        **{key: engine[key] for key in copied},
-        # What was asked is in the config's columns; this is what ran.
-        "engine_precision": engine["precision"],
+        **{key: engine.get(key) for key in copied},
+        **{column: engine.get(key) for column, key in renamed.items()},
         "trainer": engine.get("trainer", "study"),
         "warnings": json.dumps(engine["warnings"]),
         "buckets": json.dumps(engine["buckets"], sort_keys=True),
         "optimizer_settings": json.dumps(settings, sort_keys=True) if settings is not None else None,
-        "gradient_accumulation_steps": engine.get("gradient_accumulation_steps"),
-        "micro_batch_size": engine.get("per_device_train_batch_size"),
-        **{key: engine.get(key) for key in ("model_parameters", "model_layers", "preset_layers")},
-        "torch_version": engine["torch"],
-        "deepspeed_version": engine["deepspeed"],
-        **{f"{split}_data_sha256": _text_or_none(hashes.get(split)) for split in ("train", "eval")},
+        **{f"{split}_data_sha256": known.get(split) for split in ("train", "eval")},
         **{column: (engine.get("floor") or {}).get(key) for column, key in _FLOORS.items()},
     }
-
-
-def _text_or_none(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:

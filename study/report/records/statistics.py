@@ -96,7 +96,6 @@ def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> In
 class NoiseFloor:
     """How far apart runs are that should be alike, as shares of the figure; None where no control was run."""
 
-    figure: str
     # The same arm twice, and the same arm with another seed: the largest gap, and over how many sets of runs.
     repeat: float | None
     repeats: int
@@ -111,16 +110,6 @@ class NoiseFloor:
         """A smaller difference is noise: how far repeats are apart or, where there are none, seeds."""
         return self.seed if self.repeat is None else self.repeat
 
-    def text(self) -> str:
-        controls = (
-            (self.repeat, self.repeats, "the same arm twice"), (self.seed, self.seeds, "the same arm with other seeds"),
-            (self.engine, self.engines, "stage 0 against no engine"),
-        )  # fmt: skip
-        return "; ".join(
-            f"{what}: not run" if value is None else f"{what}: up to {percent(value)} apart (n = {n})"
-            for value, n, what in controls
-        )
-
 
 def noise_floor(runs: pd.DataFrame, figure: str) -> NoiseFloor:
     """The largest relative gap in each kind of control, from one workload's runs without a confound."""
@@ -134,7 +123,7 @@ def noise_floor(runs: pd.DataFrame, figure: str) -> NoiseFloor:
         mine, its = (ended[bare & (ended["strategy"] == name)][[*keys, figure]] for name in ("zero0", plain))
         engines += [gap(pair) for pair in mine.merge(its, on=keys)[[f"{figure}_x", f"{figure}_y"]].to_numpy()]
     floors = [(max(gaps, default=None), len(gaps)) for gaps in (repeats, seeds, engines)]
-    return NoiseFloor(figure, *floors[0], *floors[1], *floors[2])
+    return NoiseFloor(*floors[0], *floors[1], *floors[2])
 
 
 def gap(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from study.spec.strategies import STRATEGY_NAMES
 
-# What a comparison is measured against, best first; without any of these the first strategy in the usual order.
+# What a comparison is measured against; without any of these it is the first strategy in the usual order.
 BASELINES = ("single", "ddp", "zero0")
 # Runs that differ in one of these are two experiments: a model, its data and the amount of work. With their words.
 _SUBJECT = {
