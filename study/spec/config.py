@@ -200,7 +200,7 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
     for field in dataclasses.fields(RunConfig):
         if field.name in without:
             continue
-        kind = _inner_type(hints[field.name])
+        kind = inner_type(hints[field.name])
         options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
         if typing.get_origin(kind) is Literal:
             options["choices"] = typing.get_args(kind)
@@ -218,7 +218,7 @@ def config_from_flags(options: argparse.Namespace) -> RunConfig:
     return RunConfig(**(values | {"engine_override": tuple(options.engine_override)}))
 
 
-def _inner_type(hint: Any) -> Any:
+def inner_type(hint: Any) -> Any:
     """X of `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(member for member in typing.get_args(hint) if member is not type(None))
@@ -226,7 +226,7 @@ def _inner_type(hint: Any) -> Any:
 
 
 def _of_type(hint: Any, value: Any, where: str) -> Any:
-    kind = _inner_type(hint)
+    kind = inner_type(hint)
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):
             return value

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import re
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ from study.errors import UserError
 from study.record.directory import Run, read_json
 from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, RecordError
 from study.report.records.sweep_notes import LARGEST, matmul_tflops, noted_searches, planned_cell
-from study.spec.config import RunConfig, resolved
+from study.spec.config import RunConfig, inner_type, resolved
 from study.spec.strategies import read_strategy
 from study.virtual.summary import MOMENTS
 
-PHASES = ("init", "first_step", "steady", "eval")
-FIGURES = ("allocated", "reserved", "device", "host")
 MEMORY_COLUMNS = {
-    f"memory_{phase}_{figure}_gib": (phase, figure) for phase in PHASES for figure in FIGURES
+    f"memory_{phase}_{figure}_gib": (phase, figure)
+    for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
 }  # fmt: skip
 STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
@@ -34,22 +32,12 @@ _FLOORS = {
     "floor_loss": "expected_loss", "floor_accuracy": "expected_accuracy", "floor_eval_loss": "oracle_eval_loss",
     "floor_eval_accuracy": "oracle_eval_accuracy",
 }  # fmt: skip
-_VERSIONS = ("torch", "deepspeed", "accelerate", "transformers")
 
 
-def _config_columns() -> dict[str, str]:
-    hints = typing.get_type_hints(RunConfig)
-    columns = {}
-    for field in dataclasses.fields(RunConfig):
-        hint = hints[field.name]
-        if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            hint = next(member for member in typing.get_args(hint) if member is not type(None))
-        if field.name not in _PATHS:
-            columns[field.name] = _TYPES.get(hint, "str")
-    return columns
-
-
-CONFIG_COLUMNS = _config_columns()
+CONFIG_COLUMNS = {
+    name: _TYPES.get(inner_type(hint), "str") for name, hint in typing.get_type_hints(RunConfig).items()
+    if name not in _PATHS
+}  # fmt: skip
 RUN_COLUMNS: dict[str, str] = {
     "run": "str",
     **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
@@ -93,7 +81,7 @@ RUN_COLUMNS: dict[str, str] = {
     "host_memory_gib": "float64",
     # The speed of plain matrix products in the run's precision on this box, measured when the sweep began.
     "matmul_tflops": "float64",
-    **{f"{name}_version": "str" for name in _VERSIONS},
+    **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
 }
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, "searches", "probe", "profile", "matmul_tflops"})
