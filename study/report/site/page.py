@@ -81,17 +81,16 @@ def table_html(frame: pd.DataFrame) -> Markup:
     frame = (frame.drop(columns=_GROUPS) if is_grouped else frame).map(cell_text)
     classes = [_class_of_column(frame.iloc[:, place]) for place in range(frame.shape[1])]
     rows = [
-        [_cell(*cell) for cell in zip(row, classes, strict=True)] for row in frame.itertuples(index=False, name=None)
+        (group, [_cell(*cell) for cell in zip(row, classes, strict=True)])
+        for group, row in zip(groups, frame.itertuples(index=False, name=None), strict=True)
     ]
-    grouped = [(name, [row for _, row in group]) for name, group in
-               itertools.groupby(zip(groups, rows, strict=True), key=lambda entry: entry[0])]  # fmt: skip
     above = [
         (name, len(list(same)))
         for name, same in itertools.groupby(frame.columns.get_level_values(0))
         if frame.columns.nlevels > 1
     ]
     head = list(zip(frame.columns.get_level_values(-1), classes, strict=True))
-    return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, groups=grouped))
+    return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, rows=rows))
 
 
 def _class_of_column(texts: pd.Series) -> str:
