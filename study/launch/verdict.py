@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from study.errors import Unsupported, UserError
-from study.host.cgroups import OomCounts
+from study.host.memory import OomCounts
 from study.record.directory import RunWriter, change_ending, read_run, read_status
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
 from study.record.schema import RecordError, State

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from study.errors import RunFailed, Unsupported, UserError
+from study.errors import RunFailed, Unsupported, UserError, first_line
 from study.record.schema import State
 
 SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
@@ -84,17 +84,13 @@ def ending_of(error: BaseException, alone: bool = False) -> Ending:
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
         return Ending("interrupted", f"ended by SIGTERM: {sender}", "run it again")
-    named = f"{type(error).__name__}: {_first_line(error)}"
+    named = f"{type(error).__name__}: {first_line(error)[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
         return ending_of_text(str(error)) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
     if isinstance(error, (RuntimeError, MemoryError, OSError)) and (ending := ending_of_text(f"{named}\n{error}")):
         return ending
     return Ending("failed", named, "the traceback is in log.txt")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:500]
 
 
 def _line_of(text: str, found: re.Match[str]) -> str:
