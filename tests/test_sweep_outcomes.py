@@ -12,8 +12,7 @@ import torch
 
 from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
-from study.host.cgroups import OomCounts, oom_counts
-from study.host.memory import HOST_MEMORY_VARIABLE, host_memory
+from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
 from study.record.outcome import ending_of
 from study.sweep.slices import missing_here

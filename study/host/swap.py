@@ -27,7 +27,7 @@ def swap_folder(drive: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=drive))
     # Locked before it has its name: who finds the marker finds it held.
     unnamed = folder / f"{_MARKER}.new"
-    with FileLock(unnamed, f"another process has {folder}"):
+    with FileLock(unnamed, f"{folder} is in use"):
         unnamed.rename(folder / _MARKER)
         try:
             yield folder
@@ -42,7 +42,7 @@ def remove_left_folders(drive: Path) -> None:
         # On a drive that machines share, a lock may be known to its own machine alone.
         if folder.is_symlink() or read_holder(marker).get("host") != HOST:
             continue
-        with contextlib.suppress(Held, OSError), FileLock(marker, f"another process has {folder}", create=False):
+        with contextlib.suppress(Held, OSError), FileLock(marker, f"{folder} is in use", create=False, patience_s=0):
             _remove(folder)
 
 

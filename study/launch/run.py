@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
-from study.host.cgroups import oom_counts
+from study.host.memory import oom_counts
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
 from study.launch.lock import MARKER, end_leftovers

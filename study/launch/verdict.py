@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.errors import Unsupported, UserError
-from study.host.cgroups import OomCounts
+from study.errors import UserError
+from study.host.memory import OomCounts
 from study.record.directory import RunWriter, change_ending, read_run, read_status
-from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of_text
-from study.record.schema import RecordError, State
+from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
+from study.record.schema import RecordError
 
 # A run that will end the same way again is answered; it is repeated on request only.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
@@ -66,16 +66,12 @@ def judge(evidence: Evidence) -> Ending:
         # Finished is finished, whatever the processes did on their way out.
         return said
     if evidence.stopped_by == "time limit":
-        return Ending(
-            "timeout",
-            f"ended after its {evidence.time_limit_s:g} s",
-            "raise time_limit_s, or find out what it waits for",
-        )
+        reason = f"ended after its {evidence.time_limit_s:g} s"
+        return Ending("timeout", reason, "raise time_limit_s, or find out what it waits for")
     if evidence.stopped_by == "user":
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
-        state: State = "unsupported" if isinstance(evidence.refusal, Unsupported) else "failed"
-        return Ending(state, evidence.refusal.problem, evidence.refusal.fix)
+        return ending_of(evidence.refusal)
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
         return _sigkilled(evidence.ooms)
@@ -90,13 +86,12 @@ def judge(evidence: Evidence) -> Ending:
 
 
 def _sigkilled(ooms: OomCounts) -> Ending:
-    if ooms.killed and ooms.cgroup_limit_hit:
-        return Ending(
-            "oom", "the cgroup's memory limit was reached, and the kernel killed a process", SMALLER_ON_THE_HOST
-        )
-    if ooms.killed:
-        return Ending("oom", "the host's memory ran out, and its OOM killer killed a process", SMALLER_ON_THE_HOST)
-    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+    if not ooms.killed:
+        return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+    who = "the host's memory ran out, and its OOM killer"
+    if ooms.cgroup_limit_hit:
+        who = "the cgroup's memory limit was reached, and the kernel"
+    return Ending("oom", f"{who} killed a process", SMALLER_ON_THE_HOST)
 
 
 def _signals(printed: str, launcher_status: int) -> set[int]:

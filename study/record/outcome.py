@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from study.errors import RunFailed, Unsupported, UserError
+from study.errors import RunFailed, Unsupported, UserError, first_line
 from study.record.schema import State
 
 SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strategy that shards or offloads more"
@@ -24,7 +24,12 @@ _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
 )
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_DISK = re.compile(r"No space left on device|Disk quota exceeded")
+_RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
+    (_DEVICE_MEMORY, "oom", "the device's memory ran out", SMALLER_ON_THE_DEVICE),
+    (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", SMALLER_ON_THE_HOST),
+    (_DISK, "failed", "the disk is full", "free some space, and run it again"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +68,11 @@ def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]
 
 def ending_of_text(text: str) -> Ending | None:
     """Memory or disk that ran out, in the words of whichever library noticed; None where it was something else."""
-    if found := _DEVICE_MEMORY.search(text):
-        return Ending("oom", f"the device's memory ran out ({_line_of(text, found)})", SMALLER_ON_THE_DEVICE)
-    if found := _HOST_MEMORY.search(text):
-        reason = f"the host's memory or a limit on the process ran out ({_line_of(text, found)})"
-        return Ending("oom", reason, SMALLER_ON_THE_HOST)
-    if found := _DISK_FULL.search(text):
-        return Ending("failed", f"the disk is full ({_line_of(text, found)})", "free some space, and run it again")
+    for words, state, what, hint in _RAN_OUT:
+        if found := words.search(text):
+            start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+            line = text[start : end if end >= 0 else None].strip()[:500]
+            return Ending(state, f"{what} ({line})", hint)
     return None
 
 
@@ -84,19 +87,10 @@ def ending_of(error: BaseException, alone: bool = False) -> Ending:
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
         return Ending("interrupted", f"ended by SIGTERM: {sender}", "run it again")
-    named = f"{type(error).__name__}: {_first_line(error)}"
+    named = f"{type(error).__name__}: {first_line(error)[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
         return ending_of_text(str(error)) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
     if isinstance(error, (RuntimeError, MemoryError, OSError)) and (ending := ending_of_text(f"{named}\n{error}")):
         return ending
     return Ending("failed", named, "the traceback is in log.txt")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:500]
-
-
-def _line_of(text: str, found: re.Match[str]) -> str:
-    start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
-    return text[start : end if end >= 0 else None].strip()[:500]

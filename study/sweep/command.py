@@ -16,7 +16,7 @@ from study.host.box import Box, this_box
 from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.notes import estimate, left_to_run
-from study.sweep.search import Search, cell_states
+from study.sweep.search import Search, cell_states, one_of_each_model
 from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
@@ -156,8 +156,7 @@ def weights(options: argparse.Namespace) -> int:
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
     for item, root in _within(parts, options.time_budget):
-        places = range(len(item.rungs)) if isinstance(item, Search) and item.axis == "largest_model" else [0]
-        for cell in [item.probe_of(place) for place in places] if isinstance(item, Search) else [item]:
+        for cell in one_of_each_model(item):
             config = cell.config
             if not config.virtual_world_size:
                 key = (config.task, config.model_name_or_path, config.weights, str(config.seed))

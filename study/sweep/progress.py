@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -49,7 +50,7 @@ class Progress:
         console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self._bars = Bars(
             "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
-            transient=True, disable=not console.is_terminal,
+            transient=True, disable=not sys.stderr.isatty(),
         )  # fmt: skip
         self._all = self._bars.add_task(self._counts(), total=cells_to_do)
 

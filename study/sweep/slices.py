@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from study.errors import UserError
 from study.host.box import Box
@@ -17,7 +16,7 @@ from study.launch.cell import Cell
 from study.sweep.plan import chosen_of, plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
-from study.sweep.suite_file import Suite, find_suite, read_suite
+from study.sweep.suite_file import SliceOf, Suite, find_suite, read_suite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,22 +53,22 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
     file = find_suite(name)
     suite = read_suite(file)
     is_series = bool(suite.slices)
-    parts = _members(file, suite) if is_series else [_Part(suite)]
+    parts = _members(file, suite) if is_series else [(suite, SliceOf("", name))]
     if rehearse:
         suite = rehearsed(suite)
-        parts = [_Part(small) for small in {part.suite.name: rehearsed(part.suite) for part in parts}.values()]
+        small = {member.name: rehearsed(member) for member, _ in parts}
+        parts = [(member, SliceOf("", member.name)) for member in small.values()]
     slices = []
     seen: set[tuple[str, str]] = set()
-    planned = {part.suite.name: plan_cells(part.suite, _smallest_box_for(part.suite, box)) for part in parts}
-    for part in parts:
-        member = part.suite.name
-        taken = chosen_of(planned[member], part.only)
+    planned = {member.name: plan_cells(member, _smallest_box_for(member, box)) for member, _ in parts}
+    for member, part in parts:
+        taken = chosen_of(planned[member.name], part.only)
         if not taken:
-            raise _matches_nothing(f"{part.place}: only {list(part.only)}", member, planned[member])
-        cells = [cell for cell in taken if (member, cell.id) not in seen]
-        seen |= {(member, cell.id) for cell in cells}
+            raise _matches_nothing(f"{part.place}: only {list(part.only)}", member.name, planned[member.name])
+        cells = [cell for cell in taken if (member.name, cell.id) not in seen]
+        seen |= {(member.name, cell.id) for cell in cells}
         if chosen := chosen_of(cells, only):
-            slices.append(Slice(part.suite, part.only, chosen, (runs_dir / member).absolute()))
+            slices.append(Slice(member, part.only, chosen, (runs_dir / member.name).absolute()))
     if not slices:
         raise _matches_nothing(f"--only {' --only '.join(only)}", suite.name, next(iter(planned.values())))
     return Plan(suite.name, is_series, slices)
@@ -79,13 +78,7 @@ def _matches_nothing(only: str, suite: str, planned: Sequence[Cell | Search]) ->
     return UserError(f"{only} matches no cell of {suite}", f"an id looks like {planned[0].id}")
 
 
-class _Part(NamedTuple):
-    suite: Suite
-    only: tuple[str, ...] = ()
-    place: str = ""
-
-
-def _members(file: Path, series: Suite) -> list[_Part]:
+def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
     """The suites a series is made of: beside its own file, else a name in study/suites/, or a path."""
     read: dict[str, Suite] = {}
     for part in series.slices:
@@ -99,7 +92,7 @@ def _members(file: Path, series: Suite) -> list[_Part]:
         if any(other != part.suite and each.name == suite.name for other, each in read.items()):
             raise UserError(f"{part.place}: another suite here is called {suite.name}, too", "give one another name")
         read[part.suite] = suite
-    return [_Part(read[part.suite], part.only, part.place) for part in series.slices]
+    return [(read[part.suite], part) for part in series.slices]
 
 
 def missing_here(suite: Suite, box: Box) -> UserError | None:

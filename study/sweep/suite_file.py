@@ -103,7 +103,7 @@ class SliceOf:
 
     place: str
     suite: str
-    only: tuple[str, ...]
+    only: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

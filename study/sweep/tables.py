@@ -26,10 +26,6 @@ _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "MiB/step",
 )  # fmt: skip
-_SEARCH_COLUMNS = (
-    "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more",
-)  # fmt: skip
-_SERIES_COLUMNS = ("suite", "of it", "cells", "ok", "not ok", "left", "about")
 # Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")
 
@@ -97,7 +93,7 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[Table]:
              show_duration(sum(seconds for _, seconds in left))]
         )  # fmt: skip
         others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
-    yield table_of(_SERIES_COLUMNS, rows)
+    yield table_of(("suite", "of it", "cells", "ok", "not ok", "left", "about"), rows)
     if others:
         yield table_of(("state", "suite", "cell", "reason"), sorted(others))
     for part in slices:
@@ -119,7 +115,8 @@ def _search_table(searches: Sequence[Search], root: Path) -> Table:
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
              finding.state, finding.answer(), str(len(finding.states)), finding.reason() or "-"]
         )  # fmt: skip
-    return table_of(_SEARCH_COLUMNS, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
+    columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
+    return table_of(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
 def _result_row(cell: Cell, run: Run) -> list[str]:
