@@ -21,7 +21,10 @@ from study.run.steps import StepLog
 class RecordedTrainer(Trainer):
     """Takes each step's samples in the study's order, and keeps what the step leaves behind."""
 
-    control: Any
+    # Of the step that is under way.
+    step_losses: list[torch.Tensor]
+    step_batches: list[dict[str, torch.Tensor]]
+    step_grad_norm: Any
 
     def __init__(self, run: OpenRun, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
         self.run, self.meters = run, meters
@@ -37,9 +40,6 @@ class RecordedTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.log_rows = StepLog(run, self.accelerator)
-        self.step_losses: list[torch.Tensor] = []
-        self.step_batches: list[dict[str, torch.Tensor]] = []
-        self.step_grad_norm: Any = None
         self.evaluation: dict[str, float | None] = {}
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -57,20 +57,6 @@ class RecordedTrainer(Trainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         self.step_grad_norm = super()._get_grad_norm(model, grad_norm)
         return self.step_grad_norm
-
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float | None]:
-        run = self.run
-        with self.meters.interruption("eval"):
-            self.evaluation = evaluate(run, self.accelerator, self.model_wrapped)
-        run.write_evaluation(self.state.global_step, self.evaluation)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.evaluation)
-        return self.evaluation
-
-    def take_step(self) -> tuple[torch.Tensor, Any, list[dict[str, torch.Tensor]]]:
-        """Mean loss, gradient norm and samples of the step that just ended. The Trainer's losses are shares of it."""
-        taken = torch.stack(self.step_losses).sum(), self.step_grad_norm, self.step_batches
-        self.step_losses, self.step_grad_norm, self.step_batches = [], None, []
-        return taken
 
 
 class StepRecorder(TrainerCallback):
@@ -98,6 +84,7 @@ class StepRecorder(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.learning_rate = objects["lr_scheduler"].get_last_lr()[0]
+        self.trainer.step_losses, self.trainer.step_batches, self.trainer.step_grad_norm = [], [], None
         self.metered = self.trainer.meters.step(state.global_step + 1)
         self.metered.__enter__()
 
@@ -105,14 +92,18 @@ class StepRecorder(TrainerCallback):
         trainer, run, step = self.trainer, self.run, state.global_step
         assert self.metered is not None
         self.metered.__exit__(None, None, None)
-        loss, grad_norm, micro_batches = trainer.take_step()
-        trainer.log_rows.add(step, loss, self.learning_rate, grad_norm, micro_batches)
+        log = trainer.log_rows
+        # The Trainer's losses are shares of the step's mean.
+        loss = torch.stack(trainer.step_losses).sum()
+        log.add(step, loss, self.learning_rate, trainer.step_grad_norm, trainer.step_batches)
         if run.flushes_after(step):
-            log = trainer.log_rows
             with trainer.meters.paused():
                 log.flush(dict(trainer.meters.flush()))
                 self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
-        control.should_evaluate = run.evaluates_after(step)
+        if run.evaluates_after(step):
+            with trainer.meters.interruption("eval"):
+                trainer.evaluation = evaluate(run, trainer.accelerator, trainer.model_wrapped)
+            run.write_evaluation(step, trainer.evaluation)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All steps are one epoch, and they are done."""

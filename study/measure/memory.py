@@ -20,7 +20,6 @@ from study.measure.clock import HostCost
 from study.measure.energy import nvml_handle
 
 Phase = Literal["init", "first_step", "steady", "eval"]
-FIGURES = ("allocated", "reserved", "device", "host")
 
 
 class MemoryMeter:
@@ -76,9 +75,10 @@ class MemoryMeter:
             "device": self._device_peak,
             "host": self._host.read(),
         }
-        before = self._peaks.setdefault(self._phase, dict.fromkeys(FIGURES))
+        peaks = self._peaks.setdefault(self._phase, now)
         for name, value in now.items():
-            before[name] = value if before[name] is None else max(before[name] or 0, value or 0)
+            if value is not None:
+                peaks[name] = max(peaks[name] or 0, value)
 
     def _reset(self) -> None:
         if self.device.type == "cuda":

@@ -15,6 +15,7 @@ one (ring factors as in nccl-tests), which makes engines comparable.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -27,41 +28,17 @@ from torch.utils._pytree import tree_leaves
 
 from study.measure.inventory import dtensor_type
 
-# Operator -> (kind, which argument is the whole logical tensor; -1 is the result).
-# Gathering collectives are measured by what they put out, scattering ones by what they take in.
-_OPERATORS: dict[str, tuple[str, int]] = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0),
-    "c10d::allgather_": ("all_gather", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::allgather_coalesced_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "c10d::broadcast_": ("broadcast", 0),
-    "c10d::reduce_": ("reduce", 0),
-    "c10d::alltoall_": ("all_to_all", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::send": ("send", 0),
-    "c10d::recv_": ("recv", 0),
-    "c10d::recv_any_source_": ("recv", 0),
-    "_c10d_functional::all_reduce": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
-    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", 0),
-    "_c10d_functional::all_gather_into_tensor": ("all_gather", -1),
-    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", -1),
-    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", -1),
-    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "_c10d_functional::broadcast": ("broadcast", 0),
-    "_c10d_functional::broadcast_": ("broadcast", 0),
-    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
-    "_c10d_functional::isend": ("send", 0),
-    "_c10d_functional::irecv": ("recv", 0),
-    "_dtensor::shard_dim_alltoall": ("all_to_all", 0),
+# What an operator is, by its name without namespace and outer underscores: `c10d::_allgather_base_`, or
+# `_c10d_functional::all_gather_into_tensor_coalesced`.
+_KINDS = {
+    "all_reduce": re.compile(r"^all_?reduce"),
+    "all_gather": re.compile(r"^all_?gather"),
+    "reduce_scatter": re.compile(r"^reduce_scatter"),
+    "broadcast": re.compile(r"^broadcast"),
+    "all_to_all": re.compile(r"all_?to_?all"),
+    "reduce": re.compile(r"^reduce$"),
+    "send": re.compile(r"^i?send$"),
+    "recv": re.compile(r"^i?recv"),
 }
 _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -107,10 +84,18 @@ class TrafficWatch(TorchDispatchMode):
         if name in _BARRIERS:
             self.collectives["barrier"].calls += 1
             return
-        # An operator that is not in the table counts with all its arguments, rather than not at all.
-        kind, position = _OPERATORS.get(name.replace("_functional_autograd::", "_functional::"), (name, None))
+        namespace, _, operator = name.partition("::")
+        kind = next((kind for kind, known in _KINDS.items() if known.search(operator.strip("_"))), None)
         given = list(arguments.values())
-        payload = given if position is None else result if position == -1 else given[position]
+        # The whole logical tensor: what a gathering collective puts out, and what a scattering one takes in.
+        if kind is None:
+            # An operator that nobody has named counts with all its arguments, rather than not at all.
+            kind, payload = name, given
+        elif namespace == "c10d":
+            # These take the tensors that they fill first.
+            payload = given[1] if kind in ("reduce_scatter", "all_to_all") else given[0]
+        else:
+            payload = result if kind == "all_gather" else given[0]
         count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
         collective = self.collectives[kind]
         collective.calls += 1

@@ -151,12 +151,13 @@ def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _read_deepspeed(engine: Any) -> dict[str, Any]:
     zero = engine._config.zero_config
-    offload = {}
-    for what in ("optimizer", "param"):
-        section = getattr(zero, f"offload_{what}")
+    offload, nvme_paths = {}, set()
+    for key in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, key)
         device = getattr(section.device, "value", section.device) if section is not None else "none"
-        offload[what] = (None if device == "none" else device, section)
-    paths = {str(section.nvme_path) for device, section in offload.values() if device == "nvme"}
+        offload[key] = None if device == "none" else device
+        if device == "nvme":
+            nvme_paths.add(str(section.nvme_path))
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
     elif engine.fp16_enabled():
@@ -168,9 +169,8 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         precision = "fp32"
     return {
         "zero_stage": int(engine.zero_optimization_stage()),
-        "offload_optimizer": offload["optimizer"][0],
-        "offload_param": offload["param"][0],
-        "nvme_path": paths.pop() if len(paths) == 1 else (sorted(paths) or None),
+        **offload,
+        "nvme_path": ", ".join(sorted(nvme_paths)) or None,
         "precision": precision,
         "param_dtype": _name(next(engine.module.parameters()).dtype),
         "gradient_clipping": float(engine.gradient_clipping()),
@@ -185,10 +185,7 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     from torch.nn.parallel import DistributedDataParallel
 
     return {
-        "zero_stage": None,
-        "offload_optimizer": None,
-        "offload_param": None,
-        "nvme_path": None,
+        **dict.fromkeys(("zero_stage", "offload_optimizer", "offload_param", "nvme_path")),
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "param_dtype": _name(next(model.parameters()).dtype),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
