@@ -13,9 +13,6 @@ from study.spec.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
-NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
-
 
 def model_config(config: RunConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
@@ -27,7 +24,7 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
             raise UserError(f"no weights are published for {source.name}", "use --weights random")
         architecture = AutoConfig.for_model(source.model_type, **source.architecture, **options)
     else:
-        architecture = load_from(source, AutoConfig.from_pretrained, "config", OTHER_MODEL, NO_NETWORK, **options)
+        architecture = load_from(source, AutoConfig.from_pretrained, "config", **options)
     _refuse_misfit(architecture, config)
     return with_run_settings(architecture, config)
 

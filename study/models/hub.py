@@ -15,6 +15,10 @@ Loaded = TypeVar("Loaded")
 # The libraries retry an unreachable hub for 15 s and more per file; one question settles it for all files.
 PROBE_TIMEOUT_S = 5.0
 
+OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
+NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
+OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
+
 
 @functools.cache
 def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
@@ -45,10 +49,9 @@ def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
     return tuple(sibling.rfilename for sibling in info.siblings or ())
 
 
-def load_from(
-    source: Preset | Path | str, load: Callable[..., Loaded], what: str, fix: str, no_network: str, **options: Any
-) -> Loaded:
+def load_from(source: Preset | Path | str, load: Callable[..., Loaded], what: str, **options: Any) -> Loaded:
     """`load(...)` from a folder, without the network; or from the hub, or its cache when it cannot be reached."""
+    fix, no_network = (OTHER_TOKENIZER, OTHER_TOKENIZER) if what == "tokenizer" else (OTHER_MODEL, NO_NETWORK)
     if isinstance(source, Path):
         if what == "config" and not (source / "config.json").is_file():
             raise UserError(f"there is no config.json in {source}", fix)

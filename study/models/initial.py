@@ -20,17 +20,8 @@ from typing import TYPE_CHECKING, Any
 from study.errors import Unsupported, UserError, first_line
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
-from study.models.architecture import (
-    NO_NETWORK,
-    OTHER_MODEL,
-    attention,
-    build_model,
-    model_class,
-    model_config,
-    shape_of,
-    with_run_settings,
-)
-from study.models.hub import hub_files, hub_place, load_from
+from study.models.architecture import attention, build_model, model_class, model_config, shape_of, with_run_settings
+from study.models.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
 from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import read_strategy
@@ -213,10 +204,8 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
         if files is not None and not any(file.endswith(".safetensors") for file in files):
             name = hub_place(source)[0]
             raise UserError(f"{name} publishes no safetensors, and pickled weights are not loaded", NO_NETWORK)
-    model, keys = load_from(
-        source, cls.from_pretrained, "weights", OTHER_MODEL, NO_NETWORK,
-        config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
-    )  # fmt: skip
+    options = {"config": architecture, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
+    model, keys = load_from(source, cls.from_pretrained, "weights", **options)
     # The task's head is new and drawn from the seed; a missing tensor elsewhere would be a random layer.
     holes = [key for key in keys["missing_keys"] if key.startswith(f"{cls.base_model_prefix}.")]
     if holes:

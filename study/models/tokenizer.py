@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from study.errors import UserError
 from study.models.architecture import model_config
-from study.models.hub import load_from
+from study.models.hub import OTHER_TOKENIZER, load_from
 from study.models.presets import Preset, find_model
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -22,12 +20,12 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 
     source = find_model(config.tokenizer_name or config.model_name_or_path)
     if isinstance(source, Preset) and source.hub_id is None:
-        raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", _OTHER_TOKENIZER)
-    tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer", _OTHER_TOKENIZER, _OTHER_TOKENIZER)
+        raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", OTHER_TOKENIZER)
+    tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer")
     where = config.tokenizer_name or config.model_name_or_path
     # Without a vocabulary file, transformers makes a tokenizer of special tokens alone and does not warn.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(f"there is no tokenizer vocabulary in {where}", _OTHER_TOKENIZER)
+        raise UserError(f"there is no tokenizer vocabulary in {where}", OTHER_TOKENIZER)
     entries = model_config(config).vocab_size
     if len(tokenizer) > entries:
         raise UserError(
@@ -36,6 +34,6 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise UserError(f"the tokenizer of {where} has neither a pad token nor an end token", _OTHER_TOKENIZER)
+            raise UserError(f"the tokenizer of {where} has neither a pad token nor an end token", OTHER_TOKENIZER)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
