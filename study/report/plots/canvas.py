@@ -1,13 +1,11 @@
-"""What all figures share: the sheet, its title, the axes' manner, and labels that do not cover each other."""
+"""What all figures share: their runs, the sheet with its title, bars, and labels that do not cover each other."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import matplotlib
 import numpy as np
@@ -16,52 +14,106 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from scipy.optimize import isotonic_regression
 
 from study.report.plots.palette import INK, OTHER, QUIET, SETTINGS, WIDTH_IN, Fill, style_of
+from study.report.records.frames import Records, real
+from study.report.records.workloads import strategy_order
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+# More than this many workloads in one notebook is a heap; the tables hold them all.
+MOST_WORKLOADS = 6
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TITLE_IN, _LINE_IN = 0.25, 0.185
 _TITLE_LETTERS, _LINE_LETTERS, _ARM_LETTERS = 46, 64, 26
+_T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawing:
-    """A figure, the file name it goes by, and what it shows in words for those who do not see it."""
+class Drawing(NamedTuple):
+    """A figure, what it shows in words for those who do not see it, and the file name it goes by."""
 
-    name: str
-    title: str
-    alt: str
     figure: Figure
-
-    @classmethod
-    def of(cls, name: str, title: str, subject: str, words: str, figure: Figure) -> Drawing:
-        return cls(name, f"{title}, {subject}", f"{title}, {subject}: {words}.", figure)
+    alt: str
+    name: str = ""
 
 
-def in_house_style(draw: Callable[_P, _T]) -> Callable[_P, _T]:
-    @functools.wraps(draw)
-    def drawn(*arguments: _P.args, **named: _P.kwargs) -> _T:
-        with matplotlib.rc_context(SETTINGS):
-            return draw(*arguments, **named)
-
-    return drawn
+def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str, _T], Drawing | None]) -> list[Drawing]:
+    """A numbered drawing of each subject that has something to draw."""
+    with matplotlib.rc_context(SETTINGS):
+        drawn = [draw(subject, about_it) for subject, about_it in subjects]
+    return [each._replace(name=f"{name}_{place}") for place, each in enumerate(drawn, 1) if each is not None]
 
 
-def sheet(
-    title: str, workload: str, subtitle: str, height_in: float, columns: int = 1, **grid: Any
-) -> tuple[Figure, list[Axes]]:
-    """An empty figure under a title; `height_in` is that of the plot, and the words above it come on top."""
-    titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(workload), *_wrapped(subtitle)]
-    head_in = 0.1 + _TITLE_IN * len(titles) + _LINE_IN * len(subtitles)
-    figure = Figure(figsize=(WIDTH_IN, height_in + head_in), layout="constrained")
-    figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - head_in / (height_in + head_in)))
-    figure.text(0.012, 1 - 0.07 / figure.get_figheight(), "\n".join(titles), size=12, weight="bold", va="top")
-    below = 1 - (0.07 + _TITLE_IN * len(titles)) / figure.get_figheight()
-    figure.text(0.012, below, "\n".join(subtitles), size=9.5, color=QUIET, va="top", linespacing=1.25)
-    axes = figure.subplots(1, columns, squeeze=False, **grid)[0]
-    return figure, list(axes)
+def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
+    return drawings(name, _workloads(runs), draw)
+
+
+def _workloads(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The runs that may be compared with each other; of many workloads those with most runs."""
+    sizes = runs.groupby("workload").size().sort_values(ascending=False, kind="stable")
+    for workload in sorted(sizes.index[:MOST_WORKLOADS]):
+        yield str(workload), runs[runs["workload"] == workload]
+
+
+def finished(records: Records) -> pd.DataFrame:
+    """The runs that trained to their end on devices that were there: nothing else has a loss or a time."""
+    runs = real(records).runs
+    return runs[runs["status_state"] == "ok"]
+
+
+def arms_of(runs: pd.DataFrame) -> dict[str, str]:
+    """Each with its strategy, from plain training to the most offloaded."""
+    arms = runs.drop_duplicates("arm")
+    places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], arms["strategy"], strict=True)
+    return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
+
+
+def notes_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
+    """What breaks the comparison, by arm; empty where nothing does."""
+    return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
+
+
+def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
+
+
+def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    return sheet(0.75 + row_in * rows, columns, **grid)
+
+
+def finish(
+    figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
+    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "",
+) -> Drawing:  # fmt: skip
+    """Puts the title above the plot, and below it the legend and what breaks the comparison of marked arms."""
+    titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
+    reasons: dict[str, list[str]] = {}
+    for arm, reason in (notes or {}).items():
+        if reason:
+            reasons.setdefault(reason, []).append(arm)
+    footnotes = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
+    lines = [line for text in footnotes for line in _wrapped(text)]
+    foot_in = _LINE_IN * len(lines) + 0.12 if lines else 0
+    legend_in = math.ceil(len(legend) / legend_columns) * 13.5 / 72 + 0.15 if legend else 0
+    body_in, head_in = figure.get_figheight(), 0.1 + _TITLE_IN * len(titles) + _LINE_IN * len(subtitles)
+    height_in = head_in + body_in + legend_in + foot_in
+    figure.set_figheight(height_in)
+    figure.set_layout_engine("constrained", rect=(0, (legend_in + foot_in) / height_in, 1, body_in / height_in))
+    texts: tuple[tuple[list[str], float, dict[str, Any]], ...] = (
+        (titles, height_in - 0.07, {"size": 12, "weight": "bold", "va": "top"}),
+        (subtitles, height_in - 0.07 - _TITLE_IN * len(titles),
+         {"size": 9.5, "color": QUIET, "va": "top", "linespacing": 1.25}),
+        (lines, 0.05, {"size": 9, "color": QUIET, "va": "bottom"}),
+    )  # fmt: skip
+    for text, place_in, manner in texts:
+        figure.text(0.012, place_in / height_in, "\n".join(text), **manner)
+    if legend:
+        # Room is made above, so the layout need not look for any.
+        figure.legend(
+            handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
+            fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85,
+        ).set_in_layout(False)  # fmt: skip
+    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.")
 
 
 def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
@@ -69,8 +121,13 @@ def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
     return textwrap.wrap(" ".join(printable.split()), letters, break_on_hyphens=False)
 
 
-def power_of_ten(value: float, _position: int | None = None) -> str:
-    return "10" + str(round(np.log10(value))).translate(_SUPERSCRIPTS) if value > 0 else "0"
+def marked(arm: str, notes: Mapping[str, str]) -> str:
+    """The arm on at most two lines, with a dagger when it is confounded."""
+    return "\n".join(_wrapped(f"{arm} †" if notes.get(arm) else arm, _ARM_LETTERS)[:2])
+
+
+def power_of_ten(value: float) -> str:
+    return "10" + str(round(np.log10(value))).translate(_SUPERSCRIPTS)
 
 
 def number(value: float) -> str:
@@ -84,85 +141,62 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def unit_for(largest_bytes: float) -> tuple[str, int]:
+    return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
+
+
 def plain_ticks(axis: Any) -> None:
     axis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
 
 
-def rows_of_arms(axes: Axes, arms: Sequence[str], notes: dict[str, str]) -> None:
+def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
     """One row per arm, the first on top."""
-    axes.set_yticks(range(len(arms)), [marked(arm, notes) for arm in arms])
+    names = [marked(arm, notes) for arm in arms]
+    axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
-    axes.set_ylim(len(arms) - 0.4, -0.6)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
 
 
-def end_rows(axes: Axes, arms: Sequence[str], notes: dict[str, str], xlabel: str, margin: float = 0.1) -> None:
-    """What every chart of bars has: names at the side, from zero, room for the figure behind a bar, footnotes."""
-    rows_of_arms(axes, arms, notes)
+def bars(
+    axes: Axes, parts: pd.DataFrame, fills: Mapping[str, Fill], texts: Iterable[str], xlabel: str,
+    notes: Mapping[str, str], *, marks: Sequence[float] | None = None, margin: float = 0.1,
+) -> None:  # fmt: skip
+    """A bar per row, its parts one after the other and a text behind it; a mark is an upright line across a bar."""
+    rows, ends = np.arange(len(parts)), np.zeros(len(parts))
+    for kind, sizes in parts.fillna(0).items():
+        fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
+        # A bar of no width would take the margin from the plot.
+        seen = widths > 0
+        axes.barh(rows[seen], widths[seen], left=ends[seen], height=0.72, color=fill.colour, hatch=fill.hatch,
+                  edgecolor="white", linewidth=0.4)  # fmt: skip
+        ends = ends + widths
+    if marks is not None:
+        axes.vlines(marks, rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=5)
+        ends = np.fmax(ends, marks)
+    for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        beside(axes, text, (end, row))
+    rows_of_arms(axes, parts.index, notes)
     axes.grid(visible=False)
     axes.margins(x=margin)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(xlabel)
-    footnote(axes, notes)
+    axes.set(xlabel=xlabel, xlim=(0, None))
 
 
-def stack(axes: Axes, row: int, widths: Mapping[str, float], fills: Mapping[str, Fill]) -> float:
-    """A bar of parts, one after the other; gives where it ends."""
-    left = 0.0
-    for kind, width in widths.items():
-        fill = fills.get(kind, OTHER)
-        axes.barh(row, width, left=left, height=0.72, color=fill.colour, hatch=fill.hatch, edgecolor="white",
-                  linewidth=0.4)  # fmt: skip
-        left += width
-    return left
+def beside(axes: Axes, text: str, place: tuple[float, float], **manner: Any) -> None:
+    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9, **manner)
 
 
-def beside_bar(axes: Axes, text: str, end: float, row: int, colour: str = INK) -> None:
-    axes.annotate(text, (end, row), xytext=(4, 0), textcoords="offset points", va="center", size=9, color=colour)
-
-
-def legend_of_fills(figure: Figure, fills: Mapping[str, Fill], words: Mapping[str, str], columns: int = 3) -> None:
-    handles = [
+def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
+    return [
         Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=words.get(kind, kind.replace("_", "-")))
         for kind, fill in fills.items()
     ]
-    legend_below(figure, handles, columns, columnspacing=1.3)
 
 
-def marked(arm: str, notes: dict[str, str]) -> str:
-    """The arm on at most two lines, with a dagger when it is confounded."""
-    return "\n".join(_wrapped(f"{arm} †" if notes.get(arm) else arm, _ARM_LETTERS)[:2])
-
-
-def footnote(axes: Any, notes: dict[str, str]) -> None:
-    """Names under the axes what breaks the comparison, for every arm that carries the mark."""
-    reasons: dict[str, list[str]] = {}
-    for arm, reason in notes.items():
-        if reason:
-            reasons.setdefault(reason, []).append(arm)
-    lines = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
-    if lines:
-        wrapped = [line for text in lines for line in _wrapped(text)]
-        foot_in = _LINE_IN * len(wrapped) + 0.12
-        _grow(axes.figure, foot_in)
-        axes.figure.text(
-            0.012, 0.05 / axes.figure.get_figheight(), "\n".join(wrapped), size=9, color=QUIET, va="bottom"
-        )
-
-
-def _grow(figure: Any, foot_in: float) -> float:
-    """Makes room under the plot, above what is at the foot already; gives the place of its lower edge."""
-    before = figure.get_figheight()
-    after = before + foot_in
-    figure.set_figheight(after)
-    for text in figure.texts:
-        low = text.get_position()[1] * before / after
-        text.set_y(low + foot_in / after if text.get_va() == "top" else low)
-    _, bottom, _, body = figure.get_layout_engine().get()["rect"]
-    bottom, body = bottom * before / after, body * before / after
-    figure.set_layout_engine("constrained", rect=(0, bottom + foot_in / after, 1, body))
-    return float(bottom)
+def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
+    """Arms with the line and marker of their strategy."""
+    return [Line2D([], [], label=marked(arm, notes), **style_of(strategy).line) for arm, strategy in arms.items()]
 
 
 class EndLabel(NamedTuple):
@@ -172,9 +206,9 @@ class EndLabel(NamedTuple):
     colour: str
 
 
-def label_beside(axes: Axes, labels: Sequence[EndLabel], size: float = 9.5, gap_points: float = 12) -> None:
+def label_beside(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
     """Writes each text to the right of its point, moved up or down where it would cover another."""
-    figure = axes.figure
+    figure, gap_points = axes.figure, 12
     assert isinstance(figure, Figure)
     notes = [
         axes.annotate(
@@ -188,50 +222,16 @@ def label_beside(axes: Axes, labels: Sequence[EndLabel], size: float = 9.5, gap_
     # Twice: the labels take room from the axes, and that moves the points.
     for _ in range(2):
         figure.draw_without_rendering()
-        heights = [float(axes.transData.transform((label.x, label.y))[1]) / per_point for label in labels]
+        heights = axes.transData.transform([(label.x, label.y) for label in labels])[:, 1] / per_point
         for note, height, place in zip(notes, heights, _apart(heights, size * 1.25), strict=True):
             note.set_position((gap_points, place - height))
             assert note.arrow_patch is not None
             note.arrow_patch.set_visible(abs(place - height) > size / 2)
 
 
-def _apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """The places nearest to the wanted ones that are a gap apart: neighbours that collide share their middle."""
-    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
-    blocks: list[list[float]] = []
-    for index in order:
-        blocks.append([wanted[index], 1.0])
-        while len(blocks) > 1 and blocks[-1][0] - blocks[-2][0] < gap * (blocks[-1][1] + blocks[-2][1]) / 2:
-            (low, low_count), (high, high_count) = blocks[-2], blocks[-1]
-            count = low_count + high_count
-            blocks[-2:] = [[(low * low_count + high * high_count) / count, count]]
-    places = [middle + gap * (k - (count - 1) / 2) for middle, count in blocks for k in range(int(count))]
-    found = [0.0] * len(wanted)
-    for index, place in zip(order, places, strict=True):
-        found[index] = place
-    return found
-
-
-def legend_of(figure: Figure, arms: Iterable[tuple[str, str]], notes: dict[str, str]) -> None:
-    """Arms with the line and marker of their strategy, below the plot."""
-    handles = [
-        Line2D([], [], color=style.colour, marker=style.marker, linestyle=style.dash, label=marked(arm, notes))
-        for arm, strategy in arms
-        for style in [style_of(strategy)]
-    ]
-    legend_below(figure, handles, 2, 8.5, handlelength=2.6, columnspacing=2, markerscale=0.85)
-
-
-def legend_below(figure: Any, handles: Sequence[Any], ncols: int, fontsize: float = 9, **manner: Any) -> None:
-    """Under the plot and above its footnotes."""
-    rows = math.ceil(len(handles) / ncols)
-    bottom = _grow(figure, rows * fontsize * 1.5 / 72 + 0.15)
-    # Room is made above, so the layout need not look for any.
-    figure.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, bottom), ncols=ncols, fontsize=fontsize,
-        borderaxespad=0.3, **manner,
-    ).set_in_layout(False)  # fmt: skip
-
-
-def strategy_of_arm(runs: pd.DataFrame) -> dict[str, str]:
-    return dict(zip(runs["arm"], runs["strategy"], strict=True))
+def _apart(wanted: Any, gap: float) -> Any:
+    """The places nearest to the wanted ones that are a gap apart."""
+    order, gaps = np.argsort(wanted, kind="stable"), gap * np.arange(len(wanted))
+    places = np.empty(len(wanted))
+    places[order] = isotonic_regression(wanted[order] - gaps).x + gaps
+    return places

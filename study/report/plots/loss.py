@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 
 from study.report.plots.canvas import (
     Drawing,
     EndLabel,
-    footnote,
-    in_house_style,
+    arms_of,
+    finish,
+    finished,
     label_beside,
-    legend_of,
+    legend_of_arms,
     marked,
+    notes_of,
     number,
+    per_workload,
     plain_ticks,
     power_of_ten,
     sheet,
-    strategy_of_arm,
 )
-from study.report.plots.palette import ACCENT, INK, QUIET, style_of
-from study.report.plots.select import arms_of, finished, notes_of, per_workload
+from study.report.plots.palette import ACCENT, GUIDE, INK, QUIET, style_of
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import Records
 
 # A curve has no more points than a printed column can hold; longer runs are averaged over neighbouring steps.
 MOST_POINTS = 300
+_MOST_LABELS = 8
 # Two curves nearer than this share of the plot's height are one line to the eye, and get one label.
 _ONE_LINE = 0.006
 # Where a difference of exactly nothing is drawn, below every difference that float32 can show here.
@@ -38,88 +41,69 @@ _NOTHING_LEFT = 1e-9
 _FLOAT32_ROUNDING = 2.0**-24
 
 
-@in_house_style
 def loss_curves(records: Records) -> list[Drawing]:
-    def draw(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
-        losses = _losses(records.steps, runs)
-        return None if losses.empty else _curves(name, workload, runs, losses, records.steps)
-
-    return per_workload("loss", finished(records), draw)
+    return per_workload("loss", finished(records), functools.partial(_curves, records.steps))
 
 
-@in_house_style
 def loss_differences(records: Records) -> list[Drawing]:
-    def draw(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
-        losses, baseline = _losses(records.steps, runs), baseline_arm(runs)
-        if baseline is None or losses.empty or runs["arm"].nunique() < 2:
-            return None
-        return _differences(name, workload, runs, losses, baseline)
-
-    return per_workload("loss_difference", finished(records), draw)
+    return per_workload("loss_difference", finished(records), functools.partial(_differences, records.steps))
 
 
 def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Step by run, in the runs' order, long runs averaged over neighbouring steps."""
-    chosen = steps[steps["run"].isin(runs["run"])]
-    table = chosen.pivot(index="step", columns="run", values="loss").dropna(axis="columns", how="all")
+    """Step by run, long runs averaged over neighbouring steps."""
+    table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
+    table = table.dropna(axis="columns", how="all")
     stride = math.ceil(len(table) / MOST_POINTS)
     if stride > 1:
         blocks = np.arange(len(table)) // stride
-        table = table.groupby(blocks).mean().set_axis(table.index[::stride][: blocks[-1] + 1])
+        table = table.groupby(blocks).mean().set_axis(table.index[::stride])
     return table
 
 
-def _of_arm(losses: pd.DataFrame, runs: pd.DataFrame, arm: str) -> pd.DataFrame:
-    return losses[[run for run in runs.loc[runs["arm"] == arm, "run"] if run in losses.columns]]
-
-
-def _curves(name: str, workload: str, runs: pd.DataFrame, losses: pd.DataFrame, steps: pd.DataFrame) -> Drawing:
-    arms = [arm for arm in arms_of(runs) if not _of_arm(losses, runs, arm).empty]
-    middles = {arm: _of_arm(losses, runs, arm).median(axis="columns") for arm in arms}
-    notes, strategies = notes_of(runs, "confounded_loss"), strategy_of_arm(runs)
+def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
+    losses = _losses(steps, runs)
+    if losses.empty:
+        return None
+    of_arm = {arm: losses[losses.columns.intersection(runs.loc[runs["arm"] == arm, "run"])] for arm in arms_of(runs)}
+    of_arm = {arm: of_it for arm, of_it in of_arm.items() if not of_it.empty}
+    middles = {arm: of_it.median(axis="columns") for arm, of_it in of_arm.items()}
+    notes, strategies = notes_of(runs, "confounded_loss"), {arm: arms_of(runs)[arm] for arm in of_arm}
     low, high = float(losses.min().min()), float(losses.max().max())
     groups = _groups(middles, (high - low or 1) * _ONE_LINE)
-    figure, (axes,) = sheet("Training loss", workload, _agreement(groups, middles, runs), 2.8)
+    figure, (axes,) = sheet(2.8)
     _draw_groups(axes, groups, middles, strategies)
-    for arm in arms:
-        band = _of_arm(losses, runs, arm)
-        if band.shape[1] > 1:
-            axes.fill_between(
-                band.index, band.min(axis="columns"), band.max(axis="columns"), color=style_of(strategies[arm]).colour,
-                alpha=0.15, linewidth=0,
-            )  # fmt: skip
+    for arm, of_it in of_arm.items():
+        if of_it.shape[1] > 1:
+            least, most = of_it.min(axis="columns"), of_it.max(axis="columns")
+            axes.fill_between(of_it.index, least, most, color=style_of(strategies[arm]).colour, alpha=0.15, linewidth=0)
     _draw_evaluations(axes, runs, steps)
     _draw_floor(axes, runs, low)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("training loss, nats")
+    axes.set(xlabel="optimizer step", ylabel="training loss, nats")
     axes.grid(axis="y")
     axes.margins(x=0.02)
     plain_ticks(axes.yaxis)
-    footnote(axes, notes)
-    legend_of(figure, [(arm, strategies[arm]) for arm in arms], notes)
     if len(groups) > 1:
-        last = losses.index[-1]
-        ends = [EndLabel(last, float(middles[group[0]].iloc[-1]), _group_label(group, notes),
-                         style_of(strategies[group[0]]).colour) for group in groups[:8]]  # fmt: skip
-        label_beside(axes, ends)
-    ends_text = ", ".join(f"{arm} ends at {number(middles[arm].iloc[-1])}" for arm in arms)
-    return Drawing(name, f"Training loss, {workload}", f"Training loss by step for {workload}: {ends_text}.", figure)
+        _label_groups(axes, groups, middles, strategies, notes)
+    words = ", ".join(f"{arm} ends at {number(middle.iloc[-1])}" for arm, middle in middles.items())
+    return finish(figure, "Training loss", workload, _agreement(groups, middles, runs), words, notes,
+                  legend_of_arms(strategies, notes), legend_columns=2,
+                  lead=f"Training loss by step for {workload}")  # fmt: skip
 
 
-def _groups(middles: dict[str, pd.Series], margin: float) -> list[list[str]]:
+def _groups(middles: Mapping[str, pd.Series], margin: float) -> list[list[str]]:
     """Arms whose curves the eye cannot tell apart, the first of each standing for all."""
     groups: list[list[str]] = []
     for arm, middle in middles.items():
-        for group in groups:
-            if (middle - middles[group[0]]).abs().max() <= margin:
-                group.append(arm)
-                break
-        else:
+        near = (group for group in groups if (middle - middles[group[0]]).abs().max() <= margin)
+        group = next(near, None)
+        if group is None:
             groups.append([arm])
+        else:
+            group.append(arm)
     return groups
 
 
-def _agreement(groups: Sequence[Sequence[str]], middles: dict[str, pd.Series], runs: pd.DataFrame) -> str:
+def _agreement(groups: Sequence[Sequence[str]], middles: Mapping[str, pd.Series], runs: pd.DataFrame) -> str:
     largest = max(groups, key=len)
     if len(largest) < 2:
         return "Each line is the median over the runs of one arm."
@@ -129,27 +113,31 @@ def _agreement(groups: Sequence[Sequence[str]], middles: dict[str, pd.Series], r
     return f"{count} strategies lie on one line: the largest difference at any step is {number(apart)}.{bands}"
 
 
-def _group_label(group: Sequence[str], notes: dict[str, str]) -> str:
-    return marked(group[0], notes) + (f" + {len(group) - 1} more" if len(group) > 1 else "")
+def _label_groups(
+    axes: Axes, groups: Iterable[Sequence[str]], curves: Mapping[str, pd.Series], strategies: Mapping[str, str],
+    notes: Mapping[str, str],
+) -> None:  # fmt: skip
+    """At the end of the first curve of each group."""
+    labels = []
+    for first, *others in itertools.islice(groups, _MOST_LABELS):
+        text = marked(first, notes) + (f" + {len(others)} more" if others else "")
+        curve, colour = curves[first], style_of(strategies[first]).colour
+        labels.append(EndLabel(curve.index[-1], float(curve.iloc[-1]), text, colour))
+    label_beside(axes, labels, 9.5)
 
 
 def _draw_groups(
-    axes: Axes, groups: Sequence[Sequence[str]], middles: dict[str, pd.Series], strategies: dict[str, str]
+    axes: Axes, groups: Sequence[Sequence[str]], middles: Mapping[str, pd.Series], strategies: Mapping[str, str]
 ) -> None:
     """Lines that cover each other carry their markers in turns, so that every arm is seen to be there."""
     for group in groups:
         for turn, arm in enumerate(group):
             style, middle = style_of(strategies[arm]), middles[arm]
             every = max(len(group), len(middle) // 24, 1)
-            axes.plot(
-                middle.index, middle, color=style.colour, linestyle=style.dash, linewidth=1.6 if turn == 0 else 1.1,
-                alpha=1 if turn == 0 else 0.55, zorder=3 - turn / 100,
-            )  # fmt: skip
-            axes.plot(
-                middle.index[turn % every :: every], middle.iloc[turn % every :: every], linestyle="",
-                color=style.colour, marker=style.marker, markersize=6.5, markeredgecolor="white",
-                markeredgewidth=0.7, zorder=4,
-            )  # fmt: skip
+            look = {"linewidth": 1.1, "alpha": 0.55} if turn else {"linewidth": 1.6}
+            axes.plot(middle.index, middle, zorder=3 - turn / 100, **style.line | {"marker": ""} | look)
+            axes.plot(middle.index[turn % every :: every], middle.iloc[turn % every :: every], markersize=6.5,
+                      markeredgewidth=0.7, zorder=4, **style.points)  # fmt: skip
 
 
 def _draw_evaluations(axes: Axes, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
@@ -169,7 +157,7 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
     if len(floors) != 1:
         return
     floor = float(floors[0])
-    axes.axhline(floor, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
+    axes.axhline(floor, **GUIDE)
     axes.annotate(
         f"best possible {number(floor)}", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, -4),
         textcoords="offset points", va="top", size=9, color=QUIET,
@@ -177,70 +165,48 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
     axes.set_ylim(bottom=min(low, floor) - 0.12 * (axes.get_ylim()[1] - min(low, floor)))
 
 
-def _paired(losses: pd.DataFrame, runs: pd.DataFrame, arm: str, baseline: str) -> npt.NDArray[np.float64] | None:
-    """|loss - baseline's loss| by step, each run against the one with its seed and repeat, then the median."""
-    pairs = runs[runs["arm"] == arm].merge(runs[runs["arm"] == baseline], on=["seed", "repeat"], suffixes=("", "_b"))
-    columns = [(run, base) for run, base in zip(pairs["run"], pairs["run_b"], strict=True)
-               if run in losses.columns and base in losses.columns]  # fmt: skip
-    if not columns:
+def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
+    """The bold line is the largest distance so far: each run from the one with its seed and repeat, then the median."""
+    losses, baseline = _losses(steps, runs), baseline_arm(runs)
+    if baseline is None or losses.empty or runs["arm"].nunique() < 2:
         return None
-    gaps = np.abs(np.stack([(losses[run] - losses[base]).to_numpy(dtype=float) for run, base in columns]))
-    return np.median(gaps, axis=0)
-
-
-def _differences(name: str, workload: str, runs: pd.DataFrame, losses: pd.DataFrame, baseline: str) -> Drawing:
-    gaps = {arm: gap for arm in arms_of(runs) if arm != baseline
-            if (gap := _paired(losses, runs, arm, baseline)) is not None}  # fmt: skip
-    notes, strategies = notes_of(runs, "confounded_loss"), strategy_of_arm(runs)
-    title = f"Distance from {baseline}"
-    figure, (axes,) = sheet(title, workload, _largest(gaps, baseline), 2.8)
-    axes.set_yscale("log")
-    farthest = {arm: np.fmax.accumulate(np.maximum(gap, _NOTHING_LEFT)) for arm, gap in gaps.items()}
+    known = runs[runs["run"].isin(losses.columns)]
+    pairs = known.merge(known[known["arm"] == baseline], on=["seed", "repeat"], suffixes=("", "_b"))
+    gaps = {}
+    for arm in arms_of(runs):
+        its = pairs[pairs["arm"] == arm]
+        if arm != baseline and len(its):
+            apart = losses[its["run"]].to_numpy(dtype=float) - losses[its["run_b"]].to_numpy(dtype=float)
+            gaps[arm] = pd.Series(np.median(np.abs(apart), axis=1), losses.index)
+    notes, strategies = notes_of(runs, "confounded_loss"), {arm: arms_of(runs)[arm] for arm in gaps}
+    figure, (axes,) = sheet(2.8)
+    farthest = {arm: gap.clip(lower=_NOTHING_LEFT).cummax().ffill() for arm, gap in gaps.items()}
     for turn, (arm, gap) in enumerate(gaps.items()):
-        style = style_of(strategies[arm])
-        every = max(len(gap) // 8, 1)
-        axes.plot(losses.index, np.maximum(gap, _NOTHING_LEFT), color=style.colour, linewidth=0.7, alpha=0.3)
-        axes.plot(
-            losses.index, farthest[arm], color=style.colour, linestyle=style.dash, linewidth=1.5, marker=style.marker,
-            markersize=6, markevery=(turn % every, every), markeredgecolor="white", markeredgewidth=0.6,
-        )  # fmt: skip
-    _scale_of_differences(axes, losses, gaps)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("distance in loss, nats")
-    footnote(axes, notes)
-    legend_of(figure, [(arm, strategies[arm]) for arm in gaps], notes)
-    label_beside(axes, [
-        EndLabel(losses.index[-1], float(farthest[group[0]][-1]), _group_label(group, notes),
-                 style_of(strategies[group[0]]).colour)
-        for group in _same_to_two_digits({arm: float(far[-1]) for arm, far in farthest.items()})[:8]
-    ])  # fmt: skip
-    worst = ", ".join(f"{arm} {number(float(np.nanmax(gap)))}" for arm, gap in gaps.items())
-    return Drawing(
-        name, f"{title}, {workload}", f"Largest distance in loss from {baseline} on {workload}: {worst}.", figure
-    )
+        style, every = style_of(strategies[arm]), max(len(gap) // 8, 1)
+        axes.plot(gap.index, gap.clip(lower=_NOTHING_LEFT), color=style.colour, linewidth=0.7, alpha=0.3)
+        axes.plot(farthest[arm].index, farthest[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
+                  markevery=(turn % every, every), **style.line)  # fmt: skip
+    peaks = {arm: float(gap.max()) for arm, gap in gaps.items()}
+    _scale_of_differences(axes, float(losses.median().median()) * _FLOAT32_ROUNDING, max(peaks.values()))
+    axes.set(xlabel="optimizer step", ylabel="distance in loss, nats")
+    alike: dict[str, list[str]] = {}
+    for arm, far in farthest.items():
+        alike.setdefault(f"{far.iloc[-1]:.1e}", []).append(arm)
+    _label_groups(axes, alike.values(), farthest, strategies, notes)
+    furthest = max(peaks, key=lambda arm: peaks[arm])
+    subtitle = f"No arm is further from {baseline} than {number(peaks[furthest])} at any step ({furthest})."
+    subtitle += " Bold: the largest distance so far. Faint: that of each step. Dashed: the rounding of float32."
+    if same := sum(peak == 0 for peak in peaks.values()):
+        subtitle += f" {same} of {len(peaks)} never differ at all."
+    words = ", ".join(f"{arm} {number(peak)}" for arm, peak in peaks.items())
+    return finish(figure, f"Distance from {baseline}", workload, subtitle, words, notes,
+                  legend_of_arms(strategies, notes), legend_columns=2,
+                  lead=f"Largest distance in loss from {baseline} on {workload}")  # fmt: skip
 
 
-def _same_to_two_digits(values: dict[str, float]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name, value in values.items():
-        groups.setdefault(f"{value:.1e}", []).append(name)
-    return list(groups.values())
-
-
-def _largest(gaps: dict[str, npt.NDArray[np.float64]], baseline: str) -> str:
-    peaks = {arm: float(np.nanmax(gap)) for arm, gap in gaps.items()}
-    arm = max(peaks, key=lambda arm: peaks[arm])
-    same = sum(peak == 0 for peak in peaks.values())
-    exact = " Bold: the largest distance so far. Faint: that of each step. Dashed: the rounding of float32."
-    exact += f" {same} of {len(peaks)} never differ at all." if same else ""
-    return f"No arm is further from {baseline} than {number(peaks[arm])} at any step ({arm}).{exact}"
-
-
-def _scale_of_differences(axes: Axes, losses: pd.DataFrame, gaps: dict[str, npt.NDArray[np.float64]]) -> None:
-    highest = max(float(np.nanmax(gap)) for gap in gaps.values())
-    rounding = float(losses.median().median()) * _FLOAT32_ROUNDING
-    axes.set_ylim(_NOTHING_LEFT * 0.5, max(highest * 4, rounding * 40))
-    axes.axhline(rounding, color=QUIET, linestyle=(0, (4, 3)), linewidth=1)
+def _scale_of_differences(axes: Axes, rounding: float, highest: float) -> None:
+    axes.set(yscale="log", ylim=(_NOTHING_LEFT * 0.5, max(highest * 4, rounding * 40)))
+    axes.axhline(rounding, **GUIDE)
     ticks = 10.0 ** np.arange(math.log10(_NOTHING_LEFT), math.floor(math.log10(axes.get_ylim()[1])) + 1)
     axes.set_yticks(ticks, ["0" if tick == _NOTHING_LEFT else power_of_ten(tick) for tick in ticks])
     axes.minorticks_off()

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.plots.canvas import (
     Drawing,
-    beside_bar,
-    end_rows,
-    footnote,
-    in_house_style,
+    arms_of,
+    bars,
+    finish,
+    finished,
     legend_of_fills,
+    notes_of,
     number,
-    rows_of_arms,
-    sheet,
-    stack,
+    per_workload,
+    sheet_of_rows,
+    unit_for,
 )
-from study.report.plots.palette import PLACES, QUIET, STATE, Fill
-from study.report.plots.select import arms_of, finished, notes_of, per_workload
+from study.report.plots.palette import PLACES, STATE, Fill
 from study.report.records.frames import Records, without_probes
 
 _WORDS = {
@@ -34,122 +32,85 @@ _WORDS = {
 _DEVICE_PEAKS = {
     "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
 }  # fmt: skip
-_ROW_IN, _FRAME_IN = 0.27, 0.75
+_HOST_PEAK = {"rest": "host_peak_rss_gib"}
 _GIB = 2**30
-_UNITS = {"MiB": 2**20, "GiB": _GIB}
 
 
-@in_house_style
 def model_state(records: Records) -> list[Drawing]:
     """Bytes of model state on one rank, measured from the live tensors: also that of a virtual rank is real."""
     runs = without_probes(records).runs
-    return per_workload(
-        "model_state", runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()], _state
-    )
+    held = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
+    return per_workload("model_state", held, _state)
 
 
-@in_house_style
 def peak_memory(records: Records) -> list[Drawing]:
     return per_workload("peak_memory", finished(records), _peak)
 
 
-def _medians(runs: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    numbers = runs[list(columns)].apply(pd.to_numeric)
-    return numbers.groupby(runs["arm"]).median().loc[arms_of(runs)]
+def _medians(runs: pd.DataFrame) -> pd.DataFrame:
+    columns = [f"{kind}_bytes_{place}" for place in STATE_PLACES for kind in STATE_KINDS]
+    numbers = runs[[*columns, *_DEVICE_PEAKS.values(), *_HOST_PEAK.values()]].apply(pd.to_numeric)
+    return numbers.groupby(runs["arm"]).median().loc[list(arms_of(runs))]
 
 
-def _unit(largest_bytes: float) -> tuple[str, int]:
-    name = "GiB" if largest_bytes >= _GIB else "MiB"
-    return name, _UNITS[name]
+def _held(held: pd.DataFrame, *places: str) -> pd.Series:
+    return held[[f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]].sum(axis="columns")
 
 
-def _state(name: str, workload: str, runs: pd.DataFrame) -> Drawing:
-    held = _medians(runs, [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in STATE_PLACES])
-    unit, size = _unit(float(held.sum(axis="columns").max()))
-    title = "Model state on one rank"
-    figure, (axes,) = sheet(title, workload, _lightest(held, unit, size), _FRAME_IN + _ROW_IN * len(held))
-    for row, (_, state) in enumerate(held.iterrows()):
-        left = 0.0
-        for place in STATE_PLACES:
-            for kind in STATE_KINDS:
-                width = float(state[f"{kind}_bytes_{place}"]) / size
-                axes.barh(row, width, left=left, height=0.72, color=STATE[kind].colour, hatch=PLACES[place],
-                          edgecolor="white", linewidth=0.6)  # fmt: skip
-                left += width
-        device = sum(float(state[f"{kind}_bytes_device"]) for kind in STATE_KINDS) / size
-        beside_bar(axes, number(device), left, row)
-    end_rows(
-        axes, list(held.index), notes_of(runs), f"{unit} per rank; the number is what the device holds", margin=0.08
-    )
-    places = [place for place in STATE_PLACES if held.filter(like=f"_{place}").to_numpy().any()]
-    _legend(figure, STATE_KINDS, places if len(places) > 1 else [])
-    parts = "; ".join(f"{arm} {_in_words(state, unit, size)}" for arm, state in held.iterrows())
-    return Drawing.of(name, title, workload, parts, figure)
+def _state(workload: str, runs: pd.DataFrame) -> Drawing:
+    held = _medians(runs).filter(like="_bytes_")
+    unit, size = unit_for(float(held.sum(axis="columns").max()))
+    held /= size
+    device, notes = _held(held, "device"), notes_of(runs)
+    fills = {f"{kind}_bytes_{place}": Fill(STATE[kind].colour, PLACES[place])
+             for kind in STATE_KINDS for place in STATE_PLACES}  # fmt: skip
+    figure, (axes,) = sheet_of_rows(len(held))
+    bars(axes, held, fills, device.map(number), f"{unit} per rank; the number: on the device", notes,
+         margin=0.08)  # fmt: skip
+    subtitle = f"On the device: {_range(device, unit)}"
+    if device.nunique() == 1:
+        subtitle = f"Every arm holds the same on the device: {number(device.iloc[0])} {unit}."
+    totals = {place: _held(held, place) for place in STATE_PLACES}
+    shown = {kind: STATE[kind] for kind in STATE_KINDS}
+    if sum(map(any, totals.values())) > 1:
+        shown |= {place: Fill("#9aa2ab", PLACES[place]) for place, total in totals.items() if any(total)}
+    words = {arm: ", ".join(f"{number(total[arm])} {unit} {_WORDS[place]}" for place, total in totals.items() if
+                            total[arm]) for arm in held.index}  # fmt: skip
+    said = "; ".join(f"{arm} {parts}" for arm, parts in words.items())
+    return finish(figure, "Model state on one rank", workload, subtitle, said, notes, legend_of_fills(shown, _WORDS))
 
 
-def _in_words(state: pd.Series, unit: str, size: int) -> str:
-    totals = {place: sum(float(state[f"{kind}_bytes_{place}"]) for kind in STATE_KINDS) for place in STATE_PLACES}
-    return ", ".join(f"{number(total / size)} {unit} {_WORDS[place]}" for place, total in totals.items() if total)
+def _range(sizes: pd.Series, unit: str) -> str:
+    low, high = sizes.idxmin(), sizes.idxmax()
+    return f"from {number(sizes[low])} {unit} ({low}) to {number(sizes[high])} {unit} ({high})."
 
 
-def _lightest(held: pd.DataFrame, unit: str, size: int) -> str:
-    device = held[[f"{kind}_bytes_device" for kind in STATE_KINDS]].sum(axis="columns") / size
-    least, most = device.idxmin(), device.idxmax()
-    if device[least] == device[most]:
-        return f"Every arm holds the same on the device: {number(device[least])} {unit}."
-    return f"On the device: from {number(device[least])} {unit} ({least}) to {number(device[most])} {unit} ({most})."
-
-
-def _legend(figure: Figure, kinds: Sequence[str], places: Sequence[str]) -> None:
-    fills = {kind: STATE[kind] for kind in kinds} | {place: Fill("#9aa2ab", PLACES[place]) for place in places}
-    legend_of_fills(figure, fills, _WORDS)
-
-
-def _peak(name: str, workload: str, runs: pd.DataFrame) -> Drawing | None:
+def _peak(workload: str, runs: pd.DataFrame) -> Drawing | None:
     """With an accelerator the device and the host stand side by side; without one there is only the process."""
     on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
     if not on_device and runs["host_peak_rss_gib"].isna().all():
         return None
-    columns = [f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in ("device", "host")]
-    columns += [*_DEVICE_PEAKS.values(), "host_peak_rss_gib"]
-    held = _medians(runs, columns)
-    title = "Peak memory of one rank"
-    subtitle = _highest(held["peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"])
+    held, notes = _medians(runs), notes_of(runs)
+    panels: list[tuple[Sequence[str], dict[str, str], str]] = [
+        (["device", "host"], _HOST_PEAK, "GiB per rank (resident set)")
+    ]
+    shown, about = "host_peak_rss_gib", "Without an accelerator, device and host are one memory, and most of it is the"
+    about += " libraries."
     if on_device:
-        subtitle += " The number is what torch had allocated, and for the host the resident set."
-    else:
-        subtitle += " Without an accelerator, device and host are one memory, and most of it is the libraries."
-    figure, axes = sheet(title, workload, subtitle, _FRAME_IN + _ROW_IN * len(held), columns=1 + on_device, sharey=True)
-    notes = notes_of(runs)
-    if on_device:
-        _stack(axes[0], held, ["device"], _DEVICE_PEAKS)
-        axes[0].set_xlabel("device, GiB")
-        _stack(axes[1], held, ["host"], {"rest": "host_peak_rss_gib"})
-        axes[1].set_xlabel("host, GiB")
-    else:
-        _stack(axes[0], held, ["device", "host"], {"rest": "host_peak_rss_gib"})
-        axes[0].set_xlabel("GiB per rank (resident set)")
-    for one in axes:
-        rows_of_arms(one, list(held.index), notes)
-        one.margins(x=0.1)
-        one.set_xlim(left=0)
-    footnote(axes[0], notes)
-    _legend(figure, [*STATE_KINDS, *(_DEVICE_PEAKS if on_device else ["rest"])], [])
-    peaks = held["peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"]
-    words = ", ".join(f"{arm} {number(peak)} GiB" for arm, peak in peaks.items())
-    return Drawing.of(name, title, workload, words, figure)
-
-
-def _stack(axes: Axes, held: pd.DataFrame, places: Sequence[str], peaks: Mapping[str, str]) -> None:
-    """State first, then up to each peak what that peak has more; the first peak is the one in numbers."""
-    for row, (_, state) in enumerate(held.iterrows()):
-        widths = {kind: sum(float(state[f"{kind}_bytes_{place}"]) for place in places) / _GIB for kind in STATE_KINDS}
+        panels = [(["device"], _DEVICE_PEAKS, "device, GiB"), (["host"], _HOST_PEAK, "host, GiB")]
+        shown = "peak_memory_gib_allocated"
+        about = "The number is what torch had allocated, and for the host the resident set."
+    figure, sides = sheet_of_rows(len(held), columns=len(panels), sharey=True)
+    for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
+        # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
+        parts = pd.DataFrame({
+            kind: held[[f"{kind}_bytes_{place}" for place in places]].sum(axis="columns") / _GIB for kind in STATE_KINDS
+        })  # fmt: skip
         for kind, column in peaks.items():
-            widths[kind] = max(float(state[column]) - sum(widths.values()), 0)
-        end = stack(axes, row, widths, STATE)
-        beside_bar(axes, number(float(state[next(iter(peaks.values()))])), end, row, QUIET)
-
-
-def _highest(peaks: pd.Series) -> str:
-    low, high = peaks.idxmin(), peaks.idxmax()
-    return f"From {number(peaks[low])} GiB ({low}) to {number(peaks[high])} GiB ({high})."
+            parts[kind] = (held[column] - parts.sum(axis="columns")).clip(lower=0)
+        bars(axes, parts, STATE, held[peaks["rest"]].map(number), xlabel, notes)
+    subtitle = f"From{_range(held[shown], 'GiB').removeprefix('from')} {about}"
+    words = ", ".join(f"{arm} {number(peak)} GiB" for arm, peak in held[shown].items())
+    fills = {kind: STATE[kind] for kind in (*STATE_KINDS, *panels[0][1])}
+    legend = legend_of_fills(fills, _WORDS)
+    return finish(figure, "Peak memory of one rank", workload, subtitle, words, notes, legend)

@@ -19,6 +19,15 @@ class Style(NamedTuple):
     marker: str
     dash: Dash
 
+    @property
+    def points(self) -> dict[str, Any]:
+        """As matplotlib takes it."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": ""}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return self.points | {"linestyle": self.dash}
+
 
 STRATEGIES: Mapping[str, Style] = {
     "single": Style("#000000", "o", SOLID),
@@ -71,6 +80,9 @@ OTHER = Fill("#b0b6bd", "")
 
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 
+# A line to read others against.
+GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
+
 # One column of a page, and a whole telephone: type is large against the figure, because a phone halves it.
 WIDTH_IN = 4.8
 SETTINGS: Any = {
@@ -99,6 +111,7 @@ SETTINGS: Any = {
     "xtick.major.size": 3,
     "ytick.major.size": 3,
     "text.color": INK,
+    "lines.markeredgecolor": "white",
     # A name from a record may hold a dollar sign.
     "text.parse_math": False,
     "hatch.linewidth": 0.7,

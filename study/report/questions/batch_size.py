@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from study.report.plots.scaling import batch_size
+from study.report.questions.comparing import table_of
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Row, against, arms, frame, one_value, peak_gib
+from study.report.records.arms import NAN, Arm, Row, against, arms, one_value, peak_gib
 from study.report.records.frames import Records, real
 from study.report.records.speed import runs_with_several, speed_beside_baseline
 
@@ -50,21 +51,21 @@ def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
 
 
 def batch_size_table(records: Records) -> pd.DataFrame:
-    rows = []
-    for arm in arms(runs_with_several(real(records).runs, "global_batch_size")):
-        batch = one_value(arm.runs["global_batch_size"])
-        tokens = NAN if batch is None else batch * one_value(arm.runs["seq_length"])
-        figures: Row = {
-            "Global batch": batch,
-            "Accumulation": one_value(arm.ended["gradient_accumulation_steps"]),
-            "Tokens/s per device": arm.median("tokens_per_s_per_device"),
-            "Throughput, x baseline": against(arm, "tokens_per_s_per_device"),
-            "Step time, ms": 1e3 * arm.median("step_time_s_median"),
-            "Payload per token, KiB": arm.median("comm_bytes_per_step") / tokens / 1024,
-            "Peak memory, GiB": peak_gib(arm)[0],
-        }
-        rows.append(arm.row(figures))
-    return frame(rows)
+    return table_of(arms(runs_with_several(real(records).runs, "global_batch_size")), _figures)
+
+
+def _figures(arm: Arm) -> Row:
+    batch = one_value(arm.runs["global_batch_size"])
+    tokens = NAN if batch is None else batch * one_value(arm.runs["seq_length"])
+    return {
+        "Global batch": batch,
+        "Accumulation": one_value(arm.ended["gradient_accumulation_steps"]),
+        "Tokens/s per device": arm.median("tokens_per_s_per_device"),
+        "Throughput, x baseline": against(arm, "tokens_per_s_per_device"),
+        "Step time, ms": 1e3 * arm.median("step_time_s_median"),
+        "Payload per token, KiB": arm.median("comm_bytes_per_step") / tokens / 1024,
+        "Peak memory, GiB": peak_gib(arm)[0],
+    }
 
 
 QUESTION = Question(

@@ -5,8 +5,7 @@ No verdict: that takes the scale the claim was made at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 
@@ -14,130 +13,116 @@ from study.report.questions.cells import change_text, span
 from study.report.questions.comparing import (
     compared,
     compared_with,
-    plain_reference,
     ranks,
+    reference,
     same_stage,
+    trains_plainly,
     workloads,
 )
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import sent_mib
-from study.report.records.arms import Arm, one_value, state_bytes
+from study.report.records.arms import NAN, Arm, one_value, state_bytes
 from study.report.records.frames import Records
 from study.report.records.statistics import paired_ratio
 
-_ARTICLE_0 = "8 H100, Gemma-2-9B, bf16"
-_ARTICLE_1 = "an article, several GPUs"
-_ARTICLE_2 = "one A100, BERT-large and GPT"
-_ARTICLE_3 = "an article, 4 GPUs"
+# Of the arms of one workload; nothing where none of them can show it.
+Shown = Callable[[Sequence[Arm]], str]
 
 
-class _Claim(NamedTuple):
-    id: str
-    statement: str
-    scale: str
-    # Of the arms of one workload; nothing where none of them can show it.
-    shown_by: Callable[[list[Arm]], str]
+def _beside_plain(
+    strategies: Sequence[str], value: Callable[[Arm, Arm], float], form: str, *, most: int | None = None,
+    also_plain: bool = False,
+) -> Shown:  # fmt: skip
+    """Of the arms of these strategies on as many ranks as plain training; one rank shards nothing."""
+
+    def shown(found: Sequence[Arm]) -> str:
+        base = reference(found)
+        if base is None or not trains_plainly(base):
+            return ""
+        others = compared_with(base, found) if ranks(base) > 1 else []
+        chosen = [arm for arm in others if one_value(arm.ended["strategy"]) in strategies][:most]
+        values = [(value(arm, base), arm) for arm in ([base] if also_plain else []) + chosen]
+        return ", ".join(form.format(it, arm.name, ranks(arm)) for it, arm in values if not pd.isna(it))
+
+    return shown
 
 
-def _by_arm(values: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"{value} {arm}" for arm, value in values)
+def _over(size: float, whole: float) -> float:
+    return size / whole if whole > 0 else NAN
 
 
-def _beside(found: list[Arm], *strategies: str) -> tuple[Arm | None, list[Arm]]:
-    """Plain training, and the arms of these strategies on as many ranks, where those are several."""
-    base = plain_reference(found)
-    if base is None or ranks(base) == 1:
-        return base, []
-    return base, [arm for arm in compared_with(base, found) if one_value(arm.ended["strategy"]) in strategies]
+def _optimizer_size(arm: Arm, base: Arm) -> float:
+    """Beside the parameters; stage 1 holds its part of the optimizer's states only."""
+    params, optimizer = (arm.median(f"{kind}_bytes_device") + arm.median(f"{kind}_bytes_host")
+                         for kind in ("params", "optimizer"))  # fmt: skip
+    return _over(optimizer * (ranks(arm) if one_value(arm.ended["zero_stage"]) else 1), params)
 
 
-def _evaluation_loss(found: list[Arm]) -> str:
-    if plain_reference(found) is None:
-        return ""
+def _less_state(arm: Arm, base: Arm) -> float:
+    return _over(state_bytes(base.ended), state_bytes(arm.ended))
+
+
+def _gradients(arm: Arm, base: Arm) -> float:
+    return _over(arm.median("grads_bytes_device"), base.median("grads_bytes_device"))
+
+
+def _traffic(arm: Arm, base: Arm) -> float:
+    return _over(sent_mib(arm), sent_mib(base))
+
+
+def _evaluation_loss(found: Sequence[Arm]) -> str:
+    base = reference(found)
     staged = [arm for arm in compared(found, "confounded_loss") if one_value(arm.ended["zero_stage"])]
     ratios = [ratio for arm in staged if (ratio := arm.ratio("eval_loss_final")) is not None and ratio.n]
-    if not ratios:
+    if base is None or not trains_plainly(base) or not ratios:
         return ""
     furthest = max(ratios, key=lambda ratio: abs(ratio.center - 1))
     return f"{change_text(furthest.center - 1)} at most, of {len(ratios)} arms (n = {furthest.n})"
 
 
-def _optimizer_size(found: list[Arm]) -> str:
-    base, beside = _beside(found, "zero0", "zero1")
-    said = []
-    for arm in [base, *beside] if base else []:
-        # Stage 1 holds its part of the optimizer's states only.
-        parts = ranks(arm) if one_value(arm.ended["zero_stage"]) else 1
-        params, optimizer = (
-            sum(arm.ended[f"{kind}_bytes_{place}"].median() for place in ("device", "host"))
-            for kind in ("params", "optimizer")
-        )
-        if params > 0 and not pd.isna(optimizer):
-            said.append((arm.name, f"{optimizer * parts / params:.1f}x"))
-    return _by_arm(said)
-
-
-def _less_state(strategy: str) -> Callable[[list[Arm]], str]:
-    def shown(found: list[Arm]) -> str:
-        base, beside = _beside(found, strategy)
-        return _by_arm(
-            (f"{arm.name} on {ranks(arm)} ranks", f"{state_bytes(base.ended) / held:.2f}x")
-            for arm in beside[:1]
-            if base is not None and (held := state_bytes(arm.ended)) > 0
-        )
-
-    return shown
-
-
-def _gradients(found: list[Arm]) -> str:
-    base, beside = _beside(found, "zero2", "zero3")
-    whole = base.ended["grads_bytes_device"].median() if base is not None else 0
-    shares = [(arm, arm.ended["grads_bytes_device"].median() / whole) for arm in beside[:1]] if whole > 0 else []
-    return _by_arm((f"{arm.name} on {ranks(arm)} ranks", f"{share:.0%}") for arm, share in shares if not pd.isna(share))
-
-
-def _traffic(found: list[Arm]) -> str:
-    base, beside = _beside(found, "zero0", "zero2", "zero3")
-    if base is None or not sent_mib(base) > 0:
-        return ""
-    multiples = [(arm.name, sent_mib(arm) / sent_mib(base)) for arm in beside]
-    return _by_arm((arm, f"{multiple:.1f}x") for arm, multiple in multiples if not pd.isna(multiple))
-
-
-def _offload_time(found: list[Arm]) -> str:
+def _offload_time(found: Sequence[Arm]) -> str:
     changes: dict[str, list[float]] = {"CPU": [], "NVMe": []}
     for arm in compared(found):
         plain, place = same_stage(arm), one_value(arm.ended["offload_optimizer"])
         if place and plain and (ratio := paired_ratio(arm.beside, "step_time_s_median", arm.name, plain)).n:
             changes["NVMe" if place == "nvme" else "CPU"].append(ratio.center - 1)
-    return _by_arm((place, span(shares, change_text)) for place, shares in changes.items() if shares)
+    return ", ".join(f"{span(shares, change_text)} {place}" for place, shares in changes.items() if shares)
 
 
-def _one_device_time(found: list[Arm]) -> str:
+def _one_device_time(found: Sequence[Arm]) -> str:
     staged = [arm for arm in compared(found) if one_value(arm.ended["zero_stage"]) and ranks(arm) == 1]
     ratios = [(arm.name, ratio) for arm in staged if (ratio := arm.ratio("step_time_s_median")) is not None]
-    return _by_arm((arm, f"{ratio.center:.2f}x (n = {ratio.n})") for arm, ratio in ratios if ratio.n)
+    return ", ".join(f"{ratio.center:.2f}x (n = {ratio.n}) {arm}" for arm, ratio in ratios if ratio.n)
 
 
-_CLAIMS = (
-    _Claim("S3-03", "Stages do not change the training loss", _ARTICLE_3, _evaluation_loss),
-    _Claim("S2-01", "ZeRO lowers the training loss by 1.2 %", _ARTICLE_2, _evaluation_loss),
-    _Claim("S3-02", "Adam's states are as large as the parameters", _ARTICLE_3, _optimizer_size),
-    _Claim("S1-01", "ZeRO-1 is an 8x memory reduction", _ARTICLE_1, _less_state("zero1")),
-    _Claim("S0-04", "ZeRO-3 uses 2.7x less memory than DDP", _ARTICLE_0, _less_state("zero3")),
-    _Claim("S1-07", "Each of N GPUs holds 1/N of the gradients", _ARTICLE_1, _gradients),
-    _Claim("S0-07", "ZeRO-2 sends 2x and ZeRO-3 4x the bytes of ZeRO-0", _ARTICLE_0, _traffic),
-    _Claim("S1-19", "NVMe offload adds 15 % to a step, CPU offload 25 %", _ARTICLE_1, _offload_time),
-    _Claim("S2-03", "ZeRO trains faster on one GPU", _ARTICLE_2, _one_device_time),
-)
+_FOUR_GPUS, _SEVERAL_GPUS, _ONE_GPU, _EIGHT_GPUS = (
+    "an article, 4 GPUs", "an article, several GPUs", "one A100, BERT-large and GPT", "8 H100, Gemma-2-9B, bf16"
+)  # fmt: skip
+_CLAIMS: tuple[tuple[str, str, str, Shown], ...] = (
+    ("S3-03", "Stages do not change the training loss", _FOUR_GPUS, _evaluation_loss),
+    ("S2-01", "ZeRO lowers the training loss by 1.2 %", _ONE_GPU, _evaluation_loss),
+    ("S3-02", "Adam's states are as large as the parameters", _FOUR_GPUS,
+     _beside_plain(("zero0", "zero1"), _optimizer_size, "{:.1f}x {}", also_plain=True)),
+    ("S1-01", "ZeRO-1 is an 8x memory reduction", _SEVERAL_GPUS,
+     _beside_plain(("zero1",), _less_state, "{:.2f}x {} on {} ranks", most=1)),
+    ("S0-04", "ZeRO-3 uses 2.7x less memory than DDP", _EIGHT_GPUS,
+     _beside_plain(("zero3",), _less_state, "{:.2f}x {} on {} ranks", most=1)),
+    ("S1-07", "Each of N GPUs holds 1/N of the gradients", _SEVERAL_GPUS,
+     _beside_plain(("zero2", "zero3"), _gradients, "{:.0%} {} on {} ranks", most=1)),
+    ("S0-07", "ZeRO-2 sends 2x and ZeRO-3 4x the bytes of ZeRO-0", _EIGHT_GPUS,
+     _beside_plain(("zero0", "zero2", "zero3"), _traffic, "{:.1f}x {}")),
+    ("S1-19", "NVMe offload adds 15 % to a step, CPU offload 25 %", _SEVERAL_GPUS, _offload_time),
+    ("S2-03", "ZeRO trains faster on one GPU", _ONE_GPU, _one_device_time),
+)  # fmt: skip
 
 
 def answer(records: Records) -> Answer | None:
     """One row per claim, one column per workload."""
+    found = workloads(records)
     rows = [
-        {"Claim": claim.id, "It says": claim.statement, "Made at": claim.scale} | shown
-        for claim in _CLAIMS
-        if (shown := {name: said for name, arms in workloads(records).items() if (said := claim.shown_by(arms))})
+        {"Claim": claim, "It says": statement, "Made at": scale} | shown
+        for claim, statement, scale, shown_by in _CLAIMS
+        if (shown := {workload: said for workload, arms in found.items() if (said := shown_by(arms))})
     ]
     sentence = f"{len(rows)} published claims can be held against what ran here, at another scale: this is no verdict."
     notes = ("Fair comparisons only; multiples are of plain training.",)

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
 
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.comparing import compared, notes_on, table_of, workloads
+from study.report.questions.comparing import compared, notes_on, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, one_value
 from study.report.records.frames import Records, real, steps_by_run
 from study.report.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
 
 _CONFOUND = "confounded_loss"
-
-
-@dataclasses.dataclass(frozen=True)
-class LossComparison:
-    """The arms of one workload beside its baseline; differences are shares of the loss that training ended at."""
-
-    workload: str
-    # The largest difference in any step, by arm.
-    differences: dict[str, float]
-    # Up to this a step's loss is the same.
-    margin: float
-    tests: tuple[Equivalence, ...]
-
-    @property
-    def apart(self) -> list[str]:
-        return [name for name, difference in self.differences.items() if difference > self.margin]
-
-    @property
-    def furthest(self) -> str:
-        return max(self.differences, key=lambda name: self.differences[name])
-
-
-def compare_losses(found: list[Arm], steps: dict[str, pd.DataFrame]) -> LossComparison | None:
-    """None where no two arms can be compared."""
-    base = next((arm for arm in found if arm.is_baseline), None)
-    if base is None:
-        return None
-    scale = abs(base.median("train_loss_final"))
-    gaps = [(arm, largest_step_difference(arm, steps)[0]) for arm in compared(found, _CONFOUND)]
-    known = [(arm, gap / scale) for arm, gap in gaps if not pd.isna(gap) and scale]
-    if not known:
-        return None
-    return LossComparison(
-        workload=base.workload,
-        differences={arm.name: share for arm, share in known},
-        margin=step_margin(one_value(base.ended["precision"])),
-        tests=tuple(_test(arm) for arm, _ in known),
-    )
 
 
 def step_margin(precision: str) -> float:
@@ -81,36 +44,45 @@ def largest_step_difference(arm: Arm, steps: dict[str, pd.DataFrame]) -> tuple[f
     return max(found, default=(NAN, NAN))
 
 
+def _compared_losses(records: Records) -> pd.DataFrame:
+    """Each arm beside its baseline: the largest difference in a step, as a share of the loss that training ended at."""
+    steps, rows = steps_by_run(real(records)), []
+    for workload, found in workloads(records).items():
+        bases = [arm for arm in found if arm.is_baseline]
+        for base, arm in itertools.product(bases[:1], compared(found, _CONFOUND)):
+            scale, gap = abs(base.median("train_loss_final")), largest_step_difference(arm, steps)[0]
+            if scale and not pd.isna(gap / scale):
+                margin = step_margin(one_value(base.ended["precision"]))
+                rows.append((workload, arm.name, gap / scale, margin, gap / scale / margin, _test(arm)))
+    return pd.DataFrame(rows, columns=["workload", "arm", "off", "margin", "in margins", "test"])
+
+
 def answer(records: Records) -> Answer | None:
-    found = workloads(records)
-    steps = steps_by_run(real(records))
-    comparisons = [each for arms in found.values() if (each := compare_losses(arms, steps)) is not None]
-    if not comparisons:
+    every = _compared_losses(records)
+    if every.empty:
         return None
-    count = sum(len(each.differences) for each in comparisons)
-    apart = sum(len(each.apart) for each in comparisons)
-    worst = max(comparisons, key=lambda each: each.differences[each.furthest] / each.margin)
-    off = percent(worst.differences[worst.furthest])
-    sentence = (
-        f"Yes, in {apart} of {count} arms: `{worst.furthest}` is {off} off the loss of its baseline."
-        if apart
-        else f"No: the loss of all {count} arms that can be compared stays within {off} of their baseline's."
-    )
-    rows = [
-        {
-            "Workload": each.workload,
-            "Same loss": f"{len(each.differences) - len(each.apart)} of {len(each.differences)}",
-            "Furthest arm": each.furthest,
-            "Off by": percent(each.differences[each.furthest]),
-            "Margin": percent(each.margin),
-            "Test of equivalence": _shown(each.tests),
-        }
-        for each in comparisons
-    ]
-    return Answer(sentence, pd.DataFrame(rows), notes_on([arm for arms in found.values() for arm in arms], _CONFOUND))
+    worst = every.loc[every["in margins"].idxmax()]
+    if apart := int((every["in margins"] > 1).sum()):
+        said = f"`{worst['arm']}` is {percent(worst['off'])} off the loss of its baseline"
+        sentence = f"Yes, in {apart} of {len(every)} arms: {said}."
+    else:
+        said = f"stays within {percent(worst['off'])} of their baseline's"
+        sentence = f"No: the loss of all {len(every)} arms that can be compared {said}."
+    rows = []
+    for workload, of_it in every.groupby("workload", sort=False):
+        furthest = of_it.loc[of_it["off"].idxmax()]
+        rows.append({
+            "Workload": workload,
+            "Same loss": f"{(of_it['in margins'] <= 1).sum()} of {len(of_it)}",
+            "Furthest arm": furthest["arm"],
+            "Off by": percent(furthest["off"]),
+            "Margin": percent(furthest["margin"]),
+            "Test of equivalence": _shown(of_it["test"]),
+        })  # fmt: skip
+    return Answer(sentence, pd.DataFrame(rows), notes_on(itertools.chain(*workloads(records).values()), _CONFOUND))
 
 
-def _shown(tests: tuple[Equivalence, ...]) -> str:
+def _shown(tests: Iterable[Equivalence]) -> str:
     tested = [test for test in tests if test.verdict != "no test"]
     if not tested:
         return "one run each: no test"
@@ -120,10 +92,9 @@ def _shown(tests: tuple[Equivalence, ...]) -> str:
 
 
 def loss_table(records: Records) -> pd.DataFrame:
-    records = real(records)
-    steps = steps_by_run(records)
+    steps = steps_by_run(real(records))
     return table_of(
-        records.runs,
+        real_arms(records),
         lambda arm: {
             "Train loss, first": arm.median("train_loss_first"),
             "Train loss, last": arm.median("train_loss_final"),

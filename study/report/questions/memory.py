@@ -6,9 +6,9 @@ import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.plots.memory import model_state, peak_memory
-from study.report.questions.comparing import Columns, beside_reference, first_screen, side_by_side, table_of
+from study.report.questions.comparing import Columns, beside_reference, table_of
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import MIB, NAN, Arm, Row, peak_gib, state_bytes, state_mib
+from study.report.records.arms import MIB, NAN, Arm, Row, arms, peak_gib, state_bytes, state_mib
 from study.report.records.frames import Records, without_probes
 from study.report.records.statistics import percent
 
@@ -20,25 +20,22 @@ def answer(records: Records) -> Answer | None:
     beside = beside_reference(records, state_mib)
     if beside is None:
         return None
-    sentence = f"No sharding arm here can be compared with {beside.names} in what a rank holds."
+    sentence = ""
     if beside.ratios:
         share, leanest = beside.ratios[0]
-        sentence = (
-            f"With its state sharded a rank keeps down to {percent(share)} (`{leanest}`) of what it holds under"
-            f" {beside.names}."
-        )
+        kept = f"down to {percent(share)} (`{leanest}`) of what it holds under {beside.names}"
+        sentence = f"With its state sharded a rank keeps {kept}."
     columns: Columns = {
-        f"State, % of {beside.names.replace('`', '')}": beside.cell(percent),
+        f"State, % of {beside.plain_names}": beside.cell(percent),
         "Peak, GiB": lambda arm: peak_gib(arm)[0],
     }
-    table, notes = side_by_side(first_screen(beside.workloads), columns)
-    what = " or ".join(dict.fromkeys(peak_gib(base)[1] for base in beside.bases.values()))
-    about = f"State is parameters, gradients and optimizer; the peak is that of the {what}."
-    return Answer(sentence, table, (about, *notes))
+    peak = " or ".join(dict.fromkeys(peak_gib(base)[1] for base in beside.bases.values()))
+    about = f"State is parameters, gradients and optimizer; the peak is that of the {peak}."
+    return beside.answer(sentence, "what a rank holds", columns, about)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
-    return table_of(without_probes(records).runs, _figures)
+    return table_of(arms(without_probes(records).runs), _figures)
 
 
 def _figures(arm: Arm) -> Row:

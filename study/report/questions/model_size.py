@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 
 from study.report.plots.scaling import model_size
 from study.report.questions.batch_size import speed_answer
+from study.report.questions.comparing import table_of
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import Row, against, arms, frame, one_value, peak_gib, state_mib
+from study.report.records.arms import Arm, Row, against, arms, one_value, peak_gib, state_mib
 from study.report.records.frames import Records, real
 from study.report.records.speed import parameters, runs_with_several, speed_beside_baseline
 
@@ -19,21 +18,20 @@ def answer(records: Records) -> Answer | None:
 
 
 def model_size_table(records: Records) -> pd.DataFrame:
-    rows = []
-    for arm in arms(runs_with_several(real(records).runs, "model_name_or_path")):
-        figures: Row = {
-            "Model": one_value(arm.runs["model_name_or_path"]),
-            "Parameters, millions": parameters(arm.beside) / 1e6,
-            "State per rank, MiB": state_mib(arm),
-            "Peak memory, GiB": peak_gib(arm)[0],
-            "Step time, ms": 1e3 * arm.median("step_time_s_median"),
-            "Time, x baseline": against(arm, "step_time_s_median"),
-        }
-        rows.append(arm.row(figures))
-    # What is not known comes last.
-    return frame(
-        sorted(rows, key=lambda each: (math.isnan(each["Parameters, millions"]), each["Parameters, millions"]))
-    )
+    table = table_of(arms(runs_with_several(real(records).runs, "model_name_or_path")), _figures)
+    known = "Parameters, millions" in table
+    return table.sort_values("Parameters, millions", kind="stable", ignore_index=True) if known else table
+
+
+def _figures(arm: Arm) -> Row:
+    return {
+        "Model": one_value(arm.runs["model_name_or_path"]),
+        "Parameters, millions": parameters(arm.beside) / 1e6,
+        "State per rank, MiB": state_mib(arm),
+        "Peak memory, GiB": peak_gib(arm)[0],
+        "Step time, ms": 1e3 * arm.median("step_time_s_median"),
+        "Time, x baseline": against(arm, "step_time_s_median"),
+    }
 
 
 QUESTION = Question(

@@ -23,37 +23,32 @@ def answer(records: Records) -> Answer | None:
     rows = []
     for arm, profile in profiled_arms(records):
         parts, wall = parts_ms(profile), 1e3 * profile["wall_s_per_step"]
-        rows.append({
-            "Workload": arm.workload, "Arm": arm.name, "Step, ms": wall,
-            "Matrix products and attention": sum(parts[kind] for kind in _MODEL_FLOPS_KINDS) / wall,
-            "Idle": parts["idle"] / wall,
-        })  # fmt: skip
+        multiplied = sum(parts[kind] for kind in _MODEL_FLOPS_KINDS)
+        rows.append((arm.workload, arm.name, wall, multiplied / wall, parts["idle"] / wall))
     if not rows:
         return None
-    table = pd.DataFrame(rows)
-    shares = ("Matrix products and attention", "Idle")
-    sentence = (
-        f"Matrix products and attention take {span(table[shares[0]], percent)} of a step, and in"
-        f" {span(table[shares[1]], percent)} of it nothing runs."
-    )
-    table = table.assign(**{share: table[share].map(percent) for share in shares})
+    shares = ["Matrix products and attention", "Idle"]
+    table = pd.DataFrame(rows, columns=["Workload", "Arm", "Step, ms", *shares])
+    of_products, idle = (span(table[share], percent) for share in shares)
+    table[shares] = table[shares].map(percent)
+    sentence = f"Matrix products and attention take {of_products} of a step, and in {idle} of it nothing runs."
     return Answer(sentence, table, ("Profiled steps are slower, and are in no other time here.",))
 
 
 def step_profile_table(records: Records) -> pd.DataFrame:
     """Time of a step by kind of work, and how fast the model's own arithmetic went while it ran."""
-    rows = []
-    for arm, profile in profiled_arms(records):
-        figures: Row = {
-            "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
-            "Timed step, ms": 1e3 * arm.median("step_time_s_median"),
-            **{f"{LABELS[kind].capitalize()}, ms": part for kind, part in parts_ms(profile).items()},
-            "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
-            "Model FLOP utilization": arm.median("mfu"),
-            **_while_it_multiplied(arm, profile),
-        }
-        rows.append(arm.row(figures))
-    return frame(rows)
+    return frame(arm.row(_figures(arm, profile)) for arm, profile in profiled_arms(records))
+
+
+def _figures(arm: Arm, profile: dict[str, Any]) -> Row:
+    return {
+        "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
+        "Timed step, ms": 1e3 * arm.median("step_time_s_median"),
+        **{f"{LABELS[kind].capitalize()}, ms": part for kind, part in parts_ms(profile).items()},
+        "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
+        "Model FLOP utilization": arm.median("mfu"),
+        **_while_it_multiplied(arm, profile),
+    }
 
 
 def _while_it_multiplied(arm: Arm, profile: dict[str, Any]) -> Row:

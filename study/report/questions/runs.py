@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
-from study.report.questions.comparing import table_of, workloads
+from study.report.questions.comparing import real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import sent_mib
 from study.report.records.arms import MIB, against, peak_gib, state_mib
-from study.report.records.frames import Records, real
+from study.report.records.frames import Records
 from study.report.records.statistics import noise_floor, percent
 
 
@@ -54,7 +54,7 @@ def _outcomes(runs: pd.DataFrame) -> pd.DataFrame:
 def summary_table(records: Records) -> pd.DataFrame:
     """Everything at a glance: one row per arm and workload."""
     return table_of(
-        real(records).runs,
+        real_arms(records),
         lambda arm: {
             "Eval loss": arm.median("eval_loss_final"),
             "State per rank, MiB": state_mib(arm),

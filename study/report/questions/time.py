@@ -6,18 +6,10 @@ import pandas as pd
 
 from study.report.plots.time import frontier, step_time
 from study.report.questions.cells import span, times_text
-from study.report.questions.comparing import (
-    Columns,
-    beside_reference,
-    certainty,
-    first_screen,
-    paired_times,
-    side_by_side,
-    table_of,
-)
+from study.report.questions.comparing import Columns, beside_reference, certainty, paired_times, real_arms, table_of
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import MIB, NAN, Arm, Row, against
-from study.report.records.frames import Records, real
+from study.report.records.frames import Records
 from study.report.records.statistics import effect, interval, noise_floor
 
 STEP = "step_time_s_median"
@@ -27,20 +19,20 @@ def answer(records: Records) -> Answer | None:
     beside = beside_reference(records, lambda arm: arm.median(STEP), paired_times(STEP))
     if beside is None:
         return None
-    sentence = f"No sharding arm here can be compared with {beside.names} in the time of a step."
+    sentence = ""
     if beside.ratios:
         ratios = span((ratio for ratio, _ in beside.ratios), times_text)
         chance = certainty(beside.workloads.values(), STEP)
         sentence = f"A step with sharded state takes {ratios} times as long as one of {beside.names}; {chance}."
     columns: Columns = {
         "Step, ms": lambda arm: 1e3 * arm.median(STEP),
-        f"x {beside.names.replace('`', '')}": beside.cell(times_text),
+        f"x {beside.plain_names}": beside.cell(times_text),
     }
-    return Answer(sentence, *side_by_side(first_screen(beside.workloads), columns))
+    return beside.answer(sentence, "the time of a step", columns)
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
-    return table_of(real(records).runs, _figures)
+    return table_of(real_arms(records), _figures)
 
 
 def _figures(arm: Arm) -> Row:

@@ -8,10 +8,10 @@ import pandas as pd
 
 from study.report.plots.time import traffic
 from study.report.questions.cells import span, times_text
-from study.report.questions.comparing import Columns, beside_reference, first_screen, side_by_side, table_of
+from study.report.questions.comparing import Columns, beside_reference, real_arms, table_of
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import MIB, NAN, Arm
-from study.report.records.frames import Records, real
+from study.report.records.frames import Records
 from study.report.records.virtual_ranks import sent_bytes
 
 
@@ -25,18 +25,18 @@ def answer(records: Records) -> Answer | None:
     beside = beside_reference(records, sent_mib)
     if beside is None:
         return None
-    sentence = f"No sharding arm here can be compared with {beside.names} in what a rank sends."
+    sentence = ""
     if beside.ratios:
         sent, (_, most) = span((ratio for ratio, _ in beside.ratios), times_text), beside.ratios[-1]
         sentence = f"With sharded state a step sends {sent} times the bytes of {beside.names}, most with `{most}`."
-    columns: Columns = {"Sent, MiB": sent_mib, f"x {beside.names.replace('`', '')}": beside.cell(times_text)}
-    table, notes = side_by_side(first_screen(beside.workloads), columns)
-    return Answer(sentence, table, ("Bytes on the wire that one rank sends in one step.", *notes))
+    columns: Columns = {"Sent, MiB": sent_mib, f"x {beside.plain_names}": beside.cell(times_text)}
+    about = "Bytes on the wire that one rank sends in one step."
+    return beside.answer(sentence, "what a rank sends", columns, about)
 
 
 def traffic_table(records: Records) -> pd.DataFrame:
     return table_of(
-        real(records).runs,
+        real_arms(records),
         lambda arm: {
             "Sent per step, MiB": sent_mib(arm),
             "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
