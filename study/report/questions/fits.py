@@ -19,14 +19,11 @@ def answer(records: Records) -> Answer | None:
     if not found:
         return None
     ratios = [(ratio, fit) for fit in found if (ratio := _against_plain(fit, found)) > 0 and fit.arm != "single"]
+    sentence = f"{len(found)} searches ran, and none can be held against plain training under the same limit."
     if ratios:
         ratio, best = max(ratios, key=lambda entry: entry[0])
-        sentence = (
-            f"At best `{best.arm}` holds {ratio:.1f} times what plain training on one device holds"
-            f" ({best.answer} within {best.within})."
-        )
-    else:
-        sentence = f"{len(found)} searches ran, and none can be held against plain training under the same limit."
+        holds = f"holds {ratio:.1f} times what plain training on one device holds"
+        sentence = f"At best `{best.arm}` {holds} ({best.answer} within {best.within})."
     table = pd.DataFrame(
         {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.answer} for fit in found
     )
@@ -44,22 +41,20 @@ def answer(records: Records) -> Answer | None:
 def fits_table(records: Records) -> pd.DataFrame:
     found = fits(records)
     return pd.DataFrame(
-        [
-            {
-                "Workload": fit.subject,
-                "Strategy": fit.arm,
-                "Held to": fit.within,
-                "Precision": fit.any["precision"],
-                "Largest that fits": fit.answer,
-                "x plain": _against_plain(fit, found),
-                "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
-                "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
-                "Smallest that does not": fit.value(fit.too_large) or "-",
-                "Why not more": fit.why_not_more,
-                "Probes": len(fit.rungs),
-            }
-            for fit in found
-        ]
+        {
+            "Workload": fit.subject,
+            "Strategy": fit.arm,
+            "Held to": fit.within,
+            "Precision": fit.any["precision"],
+            "Largest that fits": fit.answer,
+            "x plain": _against_plain(fit, found),
+            "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
+            "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
+            "Smallest that does not": fit.value(fit.too_large) or "-",
+            "Why not more": fit.why_not_more,
+            "Probes": len(fit.rungs),
+        }
+        for fit in found
     )
 
 
@@ -76,20 +71,18 @@ def _beside(fit: Fit) -> tuple[Any, ...]:
 def probes_table(records: Records) -> pd.DataFrame:
     """Every probe as it ended: one that ran out of memory is a row like any other."""
     return pd.DataFrame(
-        [
-            {
-                "Workload": fit.subject,
-                "Strategy": fit.arm,
-                "Held to": fit.within,
-                "Tried": fit.value(row),
-                "Outcome": row["status_state"],
-                "Peak, GiB": row["peak_memory_gib_reserved"],
-                "Host peak, GiB": row["host_peak_rss_gib"],
-                "Why": row["status_reason"] or "-",
-            }
-            for fit in fits(records)
-            for row in fit.rungs.values()
-        ]
+        {
+            "Workload": fit.subject,
+            "Strategy": fit.arm,
+            "Held to": fit.within,
+            "Tried": fit.value(row),
+            "Outcome": row["status_state"],
+            "Peak, GiB": row["peak_memory_gib_reserved"],
+            "Host peak, GiB": row["host_peak_rss_gib"],
+            "Why": row["status_reason"] or "-",
+        }
+        for fit in fits(records)
+        for row in fit.rungs.values()
     )
 
 

@@ -34,7 +34,7 @@ def answer(records: Records) -> Answer | None:
         f"{len(found) - len(lines)} of {len(found)} cases are measured whole and {len(lines)} are lines over layers;"
         f" {len(lost)} of {len(runs)} runs did not end well."
     )
-    table = pd.DataFrame([_of_model(model, found) for model in dict.fromkeys(one["model"] for one in found)])
+    table = pd.DataFrame(_of_model(model, found) for model in dict.fromkeys(one["model"] for one in found))
     notes = ["A virtual rank receives nothing that is real: here is no loss, no accuracy, and no throughput."]
     if lines:
         notes.append("Where no line holds there is no figure.")
@@ -81,25 +81,21 @@ def lines_table(records: Records) -> pd.DataFrame:
 
 def virtual_runs_table(records: Records) -> pd.DataFrame:
     """Every run as it ended; a model at three depths is three runs."""
-    rows = []
-    for run in virtual(records).runs.to_dict("records"):
-        ended = run["status_state"] == "ok"
-        state = sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) if ended else None
-        rows.append(
-            {
-                "Strategy": run["strategy"],
-                "Model": run["model_name_or_path"],
-                "Precision": run["engine_precision"],
-                "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
-                "Setting": setting_of(run["engine_override"]) if isinstance(run["engine_override"], str) else "",
-                "State, GB": None if state is None else state / GB,
-                "Sent per step, GB": sent_bytes(run["collectives"]) / GB,
-                "Host peak, GiB": run["host_peak_rss_gib"],
-                "Run, s": run["runtime_s"],
-                "Outcome": "ok" if ended else f"{run['status_state']}: {run['status_reason']}",
-            }
-        )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {
+            "Strategy": run["strategy"],
+            "Model": run["model_name_or_path"],
+            "Precision": run["engine_precision"],
+            "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
+            "Setting": setting_of(run["engine_override"]) if isinstance(run["engine_override"], str) else "",
+            "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
+            "Sent per step, GB": sent_bytes(run["collectives"]) / GB,
+            "Host peak, GiB": run["host_peak_rss_gib"],
+            "Run, s": run["runtime_s"],
+            "Outcome": f"{run['status_state']}: {run['status_reason']}" if run["status_state"] != "ok" else "ok",
+        }
+        for run in virtual(records).runs.to_dict("records")
+    )
 
 
 QUESTION = Question(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 
-from study.record.schema import STATE_KINDS
 from study.report.plots.virtual import settings
 from study.report.questions.cells import span
 from study.report.questions.question import Answer, Question
@@ -43,38 +43,41 @@ def _sent_x_paper(one: Summary) -> float:
 
 _FIGURES: dict[str, Callable[[Summary], float]] = {
     "Sent, x paper": _sent_x_paper,
+    "Sent, x weights": sent,
     "Calls": lambda one: known(one, "comm_calls_per_step"),
     "State, GB": lambda one: state_bytes(one) / GB,
+    "Params, GB": lambda one: held(one, "params") / GB,
+    "Grads, GB": lambda one: held(one, "grads") / GB,
+    "Optimizer, GB": lambda one: held(one, "optimizer") / GB,
     "Gradients in the bucket, GB": lambda one: known(one, "grads_in_bucket_bytes") / GB,
     "Buffers, GB": lambda one: buffer_bytes(one) / GB,
 }
+# Where all cases of a setting are one row, and where each is one.
+_OF_A_SETTING = ("Sent, x paper", "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
+_OF_A_CASE = tuple(name for name in _FIGURES if name not in ("Sent, x paper", "State, GB"))
 
 
 def answer(records: Records) -> Answer | None:
-    found = summaries(records)
-    shipped = {
-        stage: [one for one in found if (one["strategy"], one["setting"]) == (stage, AS_SHIPPED)] for stage in STAGES
-    }
-    ratios = {stage: [_sent_x_paper(one) for one in rows] for stage, rows in shipped.items()}
-    ratios = {stage: some for stage, some in ratios.items() if not all(map(math.isnan, some))}
-    if not ratios:
+    shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for one in summaries(records):
+        if one["setting"] == AS_SHIPPED and one["strategy"] in STAGES:
+            shipped[one["strategy"]].append(_sent_x_paper(one))
+    known_of = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
+    if not known_of:
         return None
-    told = [f"{span(some, _THREE_DIGITS)} (`{stage}`)" for stage, some in ratios.items()]
+    told = [f"{span(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in known_of.items()]
     sentence = f"As shipped the engine sends {', '.join(told)} times the paper's traffic."
-    rows: list[dict[str, object]] = [
-        {
-            "Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(shipped[stage]),
-            "Sent, x paper": span(some, _THREE_DIGITS),
-        }
-        for stage, some in ratios.items()
-    ]  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(some), "Sent, x paper": span(some, _THREE_DIGITS)}
+        for stage, some in known_of.items()
+    ]
     moved: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
     for before, after in changes(records):
         moved[after["strategy"], after["setting"]].append((before, after))
     for (strategy, setting), pairs in moved.items():
-        effects = {name: moves for name, figure in _FIGURES.items() if (moves := _moves(pairs, figure))}
+        effects = {name: moves for name in _OF_A_SETTING if (moves := _moves(pairs, _FIGURES[name]))}
         rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
-    rows.sort(key=lambda each: str(each["Strategy"]))
+    rows.sort(key=lambda each: each["Strategy"])
     notes = ("Of a setting only what it moves by more than 1 % is shown, as shipped → changed.",) if moved else ()
     return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
 
@@ -90,22 +93,19 @@ def _moves(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary],
 
 def settings_table(records: Records) -> pd.DataFrame:
     """Memory in GB, and what is sent in one step as multiples of the model's weights."""
-    rows = [
+    return pd.DataFrame(
         {
             **_case(one),
-            **{f"{kind.capitalize()}, GB": held(one, kind) / GB for kind in STATE_KINDS},
+            **{name: _FIGURES[name](one) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
             "Parameters kept whole, GB": known(one, "kept_whole_bytes") / GB,
-            "Gradients in the bucket, GB": known(one, "grads_in_bucket_bytes") / GB,
-            "Buffers, GB": buffer_bytes(one) / GB,
-            "Sent, x weights": sent(one),
+            **{name: _FIGURES[name](one) for name in ("Gradients in the bucket, GB", "Buffers, GB", "Sent, x weights")},
             "Paper, x weights": papers_traffic(one["stage"], one["world_size"]),
             "Payload, x weights": _payloads(one),
-            "Calls": known(one, "comm_calls_per_step"),
+            "Calls": _FIGURES["Calls"](one),
             **made_by(one),
         }
         for one in summaries(records)
-    ]
-    return pd.DataFrame(rows)
+    )
 
 
 def _case(one: Summary) -> dict[str, object]:
@@ -125,15 +125,9 @@ def _payloads(one: Summary) -> str:
 
 
 def setting_effects_table(records: Records) -> pd.DataFrame:
-    figures: dict[str, Callable[[Summary], float]] = {
-        "Sent, x weights": sent,
-        "Calls": _FIGURES["Calls"],
-        **{f"{kind.capitalize()}, GB": lambda one, kind=kind: held(one, kind) / GB for kind in STATE_KINDS},  # type: ignore[misc]
-        **{name: _FIGURES[name] for name in ("Gradients in the bucket, GB", "Buffers, GB")},
-    }
     rows = []
     for before, after in changes(records):
-        moved = {name: _change(figure(before), figure(after)) for name, figure in figures.items()}
+        moved = {name: _change(_FIGURES[name](before), _FIGURES[name](after)) for name in _OF_A_CASE}
         rows.append(_case(after) | moved | {"Collectives before": _payloads(before), "and after": _payloads(after)})
     return pd.DataFrame(rows)
 

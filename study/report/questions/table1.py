@@ -32,26 +32,29 @@ def answer(records: Records) -> Answer | None:
     rows = of_table1 or _in_the_papers_precision(records)
     if not rows:
         return None
-    near = sum(abs(_off(one)) <= _NEAR for one in rows)
     worst = max(rows, key=lambda one: abs(_off(one)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
     what = "cells of the paper's Table 1" if of_table1 else "models"
     sentence = (
-        f"What the paper says: {near} of {len(rows)} {what} are within 1 % of it, and the furthest,"
-        f" {which}, is {change_text(_off(worst))} off."
+        f"What the paper says: {_near(rows)} {what} are within 1 % of it, and the furthest, {which}, is"
+        f" {change_text(_off(worst))} off."
     )
     lines = sum(one["extrapolated"] is not None for one in rows)
-    notes = [f"{len(rows) - lines} of these are measured whole, {lines} are lines over layers."]
-    excess = state_bytes(worst) - worst["paper_bytes"]
-    if of_table1 and excess > 0 and (kept := known(worst, "kept_whole_bytes")) > 0:
+    made = f"{len(rows) - lines} of these are measured whole, {lines} are lines over layers."
+    if not of_table1:
+        return Answer(sentence, _by_strategy(rows), (made,))
+    notes = ["GB of model state, in brackets the paper's; a line over layers is marked ~.", made]
+    excess, kept = state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
+    if excess > 0 and kept > 0:
         notes.append(
             f"The furthest holds {excess / 1e6:.2f} MB more than the paper says, with {kept / 1e6:.2f} MB of parameters"
             " kept whole (`stage3_param_persistence_threshold`)."
         )
-    if of_table1:
-        notes.insert(0, "GB of model state, in brackets the paper's; a line over layers is marked ~.")
-        return Answer(sentence, state_beside_paper(rows), tuple(notes))
-    return Answer(sentence, _by_strategy(rows), tuple(notes))
+    return Answer(sentence, state_beside_paper(rows), tuple(notes))
+
+
+def _near(rows: Sequence[Summary]) -> str:
+    return f"{sum(abs(_off(one)) <= _NEAR for one in rows)} of {len(rows)}"
 
 
 def _off(one: Summary) -> float:
@@ -60,11 +63,10 @@ def _off(one: Summary) -> float:
 
 def _in_the_papers_precision(records: Records) -> list[Summary]:
     """Of any other model the paper's formula for its number of parameters."""
-    found = [one for one in summaries(records) if one["strategy"] in STAGES and one["precision"] == "bf16-engine"]
     return [
         one | {"paper_bytes": papers_state_bytes(one["model_parameters"], one["stage"], one["world_size"])}
-        for one in found
-        if not math.isnan(state_bytes(one))
+        for one in summaries(records)
+        if one["strategy"] in STAGES and one["precision"] == "bf16-engine" and not math.isnan(state_bytes(one))
     ]
 
 
@@ -75,7 +77,7 @@ def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
         worst = max(of_strategy, key=lambda one: abs(_off(one)))
         table.append({
             "Strategy": strategy,
-            "Within 1 %": f"{sum(abs(_off(one)) <= _NEAR for one in of_strategy)} of {len(of_strategy)}",
+            "Within 1 %": _near(of_strategy),
             "Furthest": change_text(_off(worst)),
             "Which is": f"{worst['model']} at {worst['world_size']}, {worst['setting']}",
         })  # fmt: skip
@@ -93,7 +95,7 @@ def state_beside_paper(rows: Sequence[Summary]) -> pd.DataFrame:
 
 
 def table1_table(records: Records) -> pd.DataFrame:
-    rows = [
+    return pd.DataFrame(
         {
             "Model": one["model"],
             "Ranks": one["world_size"],
@@ -109,8 +111,7 @@ def table1_table(records: Records) -> pd.DataFrame:
             **made_by(one),
         }
         for one in table1_rows(records)
-    ]
-    return pd.DataFrame(rows)
+    )
 
 
 QUESTION = Question(
