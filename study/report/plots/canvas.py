@@ -111,7 +111,7 @@ def finish(
         # Room is made above, so the layout need not look for any.
         figure.legend(
             handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
-            fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85,
+            fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
         ).set_in_layout(False)  # fmt: skip
     return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.")
 
@@ -196,7 +196,10 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
     """Arms with the line and marker of their strategy."""
-    return [Line2D([], [], label=marked(arm, notes), **style_of(strategy).line) for arm, strategy in arms.items()]
+    return [
+        Line2D([], [], label=marked(arm, notes), markeredgecolor=style_of(strategy).colour, **style_of(strategy).line)
+        for arm, strategy in arms.items()
+    ]
 
 
 class EndLabel(NamedTuple):

@@ -86,10 +86,8 @@ def model_size(records: Records) -> list[Drawing]:
 
 
 def _by_subject(records: Records, name: str, column: str, title: str, xlabel: str) -> list[Drawing]:
-    speed = speed_beside_baseline(finished(records), column)
-    several = speed[speed.groupby("subject")["place"].transform("nunique") > 1]
-    subjects = list(several.groupby("subject"))[:MOST_WORKLOADS]
-    return drawings(name, subjects, functools.partial(_lines, title, xlabel))
+    subjects = list(speed_beside_baseline(finished(records), column).groupby("subject"))
+    return drawings(name, subjects[:MOST_WORKLOADS], functools.partial(_lines, title, xlabel))
 
 
 def _lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) -> Drawing:

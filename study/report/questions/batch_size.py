@@ -17,21 +17,19 @@ def answer(records: Records) -> Answer | None:
 
 
 def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
-    """Of the first subject with several places; the other subjects are in the details."""
-    several = speed[speed.groupby("subject")["place"].transform("nunique") > 1]
-    if several.empty:
+    """Of the first subject; the others are in the details."""
+    if speed.empty:
         return None
-    subject = several["subject"].iloc[0]
-    one = several[several["subject"] == subject].sort_values("place")
+    subject = speed["subject"].iloc[0]
+    one = speed[speed["subject"] == subject].sort_values("place")
     cells = one["percent"].map("{:.0f} %".format) + one["note"].map(lambda note: " †" if note else "")
     table = one.assign(cell=cells).pivot_table(index="arm", columns="place", values="cell", aggfunc="first", sort=False)
     table.columns = [words.format(place) for place in table.columns]
     baseline = " or ".join(dict.fromkeys(one["baseline"]))
     fair = one[(one["note"] == "") & (one["arm"] != one["baseline"])]
     ends = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
-    if ends.empty:
-        sentence = f"No arm beside `{baseline}` can be compared at more than one place."
-    else:
+    sentence = f"No arm beside `{baseline}` can be compared at more than one place."
+    if len(ends):
         # The one that shards most is the one that the question is about.
         arm = ends.iloc[-1]["arm"]
         first, last = (ends[ends["arm"] == arm].iloc[place] for place in (0, -1))
@@ -40,13 +38,11 @@ def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
             f" and {last['percent']:.0f} % at {words.format(last['place'])}."
         )
     notes = [f"Throughput in percent of `{baseline}`, {subject}."]
-    notes += [
-        f"`{name}`: not a fair comparison †, {note}."
-        for name, note in zip(one["arm"], one["note"], strict=True)
-        if note
-    ]
-    more = several["subject"].nunique() - 1
-    notes += [f"{more} more such comparisons are in the details."] if more else []
+    marked = one[one["note"] != ""]
+    for name, note in zip(marked["arm"], marked["note"], strict=True):
+        notes.append(f"`{name}`: not a fair comparison †, {note}.")
+    if more := speed["subject"].nunique() - 1:
+        notes.append(f"{more} more such comparisons are in the details.")
     return Answer(sentence, table.reset_index(names="Arm").fillna("-"), tuple(dict.fromkeys(notes)))
 
 

@@ -34,11 +34,8 @@ def answer(records: Records) -> Answer | None:
         )
     counts = [len(arm.ended) for found in workloads(records).values() for arm in found if len(arm.ended)]
     if counts:
-        notes.append(
-            "One run of each arm: no interval."
-            if set(counts) == {1}
-            else f"{min(counts)} to {max(counts)} runs of an arm."
-        )
+        several = f"{min(counts)} to {max(counts)} runs of an arm."
+        notes.append("One run of each arm: no interval." if max(counts) == 1 else several)
     return Answer(sentence, _outcomes(runs), tuple(notes))
 
 

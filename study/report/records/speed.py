@@ -19,7 +19,7 @@ def runs_with_several(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Throughput of each arm in percent of the baseline of its workload and number of ranks.
+    """Throughput of each arm in percent of the baseline of its workload and number of ranks; of several places only.
 
     `place` is where it stands among the values of the column: the batch, or millions of parameters.
     """
@@ -39,7 +39,8 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
             "note": "; ".join(dict.fromkeys(text for text in arm.ended["confounded"] if text)),
         })  # fmt: skip
     columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "note"]
-    return pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
+    speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
+    return speed[speed.groupby("subject")["place"].transform("nunique") > 1]
 
 
 def parameters(beside: pd.DataFrame) -> float:
