@@ -11,10 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pynvml
-
 from study.host.memory import host_memory
 from study.spec.strategies import REPOSITORY
+
+try:
+    import pynvml
+except ModuleNotFoundError:
+    # `study doctor` still answers, and says what is missing.
+    pynvml = None
 
 _MATMUL_LIMIT_S = 120
 
@@ -69,6 +73,8 @@ def matmul_rates(box: Box) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
+    if pynvml is None:
+        return None
     try:
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
@@ -77,7 +83,9 @@ def driver_version() -> str | None:
 
 
 def _handles() -> list[Any]:
-    """One for each GPU that a run would see; none where there is no driver."""
+    """One for each GPU that a run would see; none where there is no driver or no package for it."""
+    if pynvml is None:
+        return []
     by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
     try:
         pynvml.nvmlInit()

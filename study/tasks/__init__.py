@@ -38,11 +38,13 @@ def _load(config: RunConfig, cache_dir: Path) -> TaskData:
     task = {"bert-imdb": bert_imdb, "gpt-wikitext": gpt_wikitext}[config.task]
     # Only with random weights: published ones know no vocabulary but their own.
     builtin_words = config.data == "builtin" and config.weights == "random" and config.tokenizer_name is None
+    # Read first: data that is not there is refused before a tokenizer is looked for.
+    raw = task.read(config, cache_dir)
     tokenizer = builtin_tokenizer(task.FRAMED) if builtin_words else load_tokenizer(config)
-    train, evaluation, provenance = task.load_splits(config, tokenizer, cache_dir)
+    train, evaluation = task.tokenized(raw, tokenizer, config)
     # Two runs for which all this is equal trained on the same tokens.
     source = {
-        **provenance,
+        **raw.provenance,
         "samples": {"train": len(train), "eval": len(evaluation)},
         "tokens_sha256": {"train": train.sha256(), "eval": evaluation.sha256()},
         "tokenizer": {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +17,13 @@ if TYPE_CHECKING:
 FRAMED = True
 
 
-def load_splits(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path
-) -> tuple[Split, Split, dict[str, Any]]:
-    def tokenized(reviews: sources.Reviews) -> Split:
+read = sources.load_reviews
+
+
+def tokenized(
+    raw: sources.Raw[sources.Reviews], tokenizer: PreTrainedTokenizerBase, config: RunConfig
+) -> tuple[Split, Split]:
+    def split_of(reviews: sources.Reviews) -> Split:
         encoded = tokenizer(
             reviews.texts,
             padding="max_length",
@@ -33,8 +35,7 @@ def load_splits(
         )
         return Split({**encoded, "labels": torch.tensor(reviews.labels)})
 
-    raw = sources.load_reviews(config, cache_dir)
-    return tokenized(raw.train), tokenized(raw.eval), raw.provenance
+    return split_of(raw.train), split_of(raw.eval)
 
 
 def floor(evaluation: Split) -> builtin.Floor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +22,14 @@ FRAMED = False
 ROWS_PER_CHUNK = 256
 
 
-def load_splits(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path
-) -> tuple[Split, Split, dict[str, Any]]:
-    raw = sources.load_rows(config, cache_dir)
+read = sources.load_rows
+
+
+def tokenized(
+    raw: sources.Raw[Iterable[str]], tokenizer: PreTrainedTokenizerBase, config: RunConfig
+) -> tuple[Split, Split]:
     train = pack(tokenizer, raw.train, config.seq_length, config.train_samples, "--train_samples")
-    evaluation = pack(tokenizer, raw.eval, config.seq_length, config.eval_samples, "--eval_samples")
-    return train, evaluation, raw.provenance
+    return train, pack(tokenizer, raw.eval, config.seq_length, config.eval_samples, "--eval_samples")
 
 
 def floor(evaluation: Split) -> builtin.Floor:
