@@ -56,7 +56,7 @@ def study(tmp_path: Path) -> Path:
 
 def test_each_search_is_answered_by_how_its_probes_ended(study):
     found = {(fit.arm, fit.within): fit for fit in fits(read_runs(study))}
-    assert {key: fit.answer for key, fit in found.items()} == {
+    assert {key: fit.what_fits.answer for key, fit in found.items()} == {
         ("single", "16 GiB"): "16",
         ("zero3", "16 GiB"): "32",
         # Nothing larger is on the ladder, or nothing larger came to an end.
@@ -134,7 +134,7 @@ def test_models_are_searched_by_their_parameters(tmp_path):
                         config=asked, engine={"model_parameters": parameters})  # fmt: skip
         note_search(run, "ladder", place, axis="largest_model")
     (fit,) = fits(read_runs(tmp_path))
-    assert (fit.subject, fit.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
+    assert (fit.subject, fit.what_fits.answer, fit.size) == ("gpt-wikitext: largest model", "gpt-tiny", 1.0)
 
 
 @pytest.mark.parametrize("place", ["1", -1, 5, None, True])
@@ -174,7 +174,7 @@ def test_a_probe_may_answer_two_searches_and_be_a_run_of_its_own(tmp_path):
     shared = next(tmp_path.glob("*/")).parent / read_runs(tmp_path).runs.query("status_state == 'ok'")["run"].iloc[0]
     note_search(shared, "models", 3, axis="largest_model", probe=False)
     records = read_runs(tmp_path)
-    assert sorted(fit.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
+    assert sorted(fit.what_fits.answer for fit in fits(records)) == ["8", "at least gpt-tiny"]
     assert real(records).runs["run"].tolist() == [shared.name]
 
 

@@ -120,7 +120,7 @@ def test_the_dry_run_says_the_next_probe_and_that_others_follow(tmp_path, capsys
     assert words[words.index("--per_device_train_batch_size") + 1] == "1"
     end_probe(search, root, 1, "oom", "CUDA out of memory")
     assert cli.main(arguments) == 0
-    assert capsys.readouterr().out == f"# {search.id} is answered: under 1\n"
+    assert capsys.readouterr().out == f"# {search.id} is answered: none, 1 is too large\n"
 
 
 def test_status_says_what_was_found_and_why_it_is_not_more(tmp_path, capsys):
@@ -138,7 +138,7 @@ def test_status_says_what_was_found_and_why_it_is_not_more(tmp_path, capsys):
     end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
     said = " ".join(row())
     assert "found" in said
-    assert "under 1" in said
+    assert "none, 1 is too large" in said
     assert "1: the cgroup's memory limit was reached" in said
 
 
@@ -205,16 +205,16 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
                 write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=asked)
                 append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
     note_searches(cells, root)
-    told = {fit.axis: fit.answer for fit in fits(read_runs(root))}
-    assert told == {search.axis: search.finding(root).answer() for search in cells}
+    told = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
+    assert told == {search.axis: search.finding(root).what_fits.answer for search in cells}
     # What was noted with all of them stays when some are looked at again.
     note_searches(cells[:1], root)
-    assert {fit.axis: fit.answer for fit in fits(read_runs(root))} == told
+    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == told
     # One that the suite names for itself is a run like others as well.
     assert real(read_runs(root)).runs.empty
     note_searches([*cells, cells[0].probe_of(0)], root)
     assert real(read_runs(root)).runs["run"].tolist() == [cells[0].probe_of(0).id]
-    assert {fit.axis: fit.answer for fit in fits(read_runs(root))} == told
+    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == told
 
 
 def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_them(tmp_path):
@@ -249,7 +249,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     assert orders[1] < orders[3] < orders[2], "64 is tried before 4: doubling comes first"
     assert "largest_micro_batch" in result.stdout
     (fit,) = fits(read_runs(runs / "tiny"))
-    assert (fit.answer, fit.value(fit.too_large), len(fit.rungs)) == ("4", "64", 4)
+    assert (fit.what_fits.answer, fit.value(fit.too_large), len(fit.rungs)) == ("4", "64", 4)
 
     again = run(suite, runs)
     assert (again.returncode, again.stderr) == (0, "")
@@ -274,5 +274,5 @@ def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
             assert record.state == "ok", f"{cell.id}: {record}"
             assert read_run(root / cell.id).engine["trainer"] == cell.trainer
         for search in (each for each in cells if isinstance(each, Search)):
-            assert search.finding(root).is_last_rung
+            assert search.finding(root).bracket.fits == search.last
         assert not [each for each in cells if not isinstance(each, Search) and not (root / each.id).is_dir()]

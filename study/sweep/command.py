@@ -132,7 +132,7 @@ def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
         return
     probe = next(cell.probes(root, retry), None)
     if probe is None:
-        print(f"# {cell.id} is answered: {cell.finding(root).answer()}")
+        print(f"# {cell.id} is answered: {cell.finding(root).what_fits.answer}")
         return
     print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
     print(shlex.join(launch_command(probe, root / probe.id)))

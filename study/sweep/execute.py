@@ -109,7 +109,7 @@ class Sweep:
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
             if isinstance(item, Search):
                 finding = item.finding(self.root)
-                self.progress.searched(f"{item.id}: {finding.answer()} ({finding.reason()})")
+                self.progress.searched(f"{item.id}: {finding.what_fits.answer} ({finding.what_fits.why_not_more})")
             self.finished += 1
 
     def _is_too_late_for(self, cell: Cell) -> bool:

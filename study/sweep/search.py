@@ -56,6 +56,47 @@ def examine(known: Mapping[int, str], last: int) -> Bracket:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class WhatFits:
+    """The probes' answer in words, the same for a sweep's table and for a report."""
+
+    bracket: Bracket
+    last: int
+    # By the position on the ladder: the size itself, and how its probe ended.
+    size_at: Callable[[int], object]
+    state_at: Callable[[int], CellState]
+
+    @property
+    def is_open(self) -> bool:
+        """More might fit: the ladder ended first, or the search did."""
+        return self.bracket.fits == self.last or self.bracket.next is not None or self.bracket.stopped_by is not None
+
+    @property
+    def answer(self) -> str:
+        fits, too_large = self.bracket.fits, self.bracket.too_large
+        if fits is not None:
+            return f"{'at least ' if self.is_open else ''}{self.size_at(fits)}"
+        if too_large is None:
+            return "-"
+        return f"none, {self.size_at(0)} is too large" if too_large == 0 else f"under {self.size_at(too_large)}"
+
+    @property
+    def why_not_more(self) -> str:
+        """And which records contradict the answer."""
+        bracket, said = self.bracket, []
+        if bracket.too_large is not None:
+            said.append(f"{self.size_at(bracket.too_large)}: {self.state_at(bracket.too_large).reason}")
+        elif bracket.fits == self.last:
+            said.append("the ladder ends there")
+        if bracket.stopped_by is not None:
+            probe = self.state_at(bracket.stopped_by)
+            said.append(f"stopped at {self.size_at(bracket.stopped_by)}: {probe.state}, {probe.reason}")
+        if bracket.fits_against_the_order:
+            larger = ", ".join(str(self.size_at(place)) for place in bracket.fits_against_the_order)
+            said.append(f"and yet {larger} did fit: what fits does not fit in order here")
+        return "; ".join(said)
+
+
 def doubling(last: int) -> Iterator[int]:
     place = 0
     while place < last:
@@ -147,35 +188,11 @@ class Finding:
     @property
     def largest(self) -> int | str | None:
         """The largest that is known to fit."""
-        return self._rung(self.bracket.fits)
+        return None if self.bracket.fits is None else self.search.rungs[self.bracket.fits]
 
     @property
-    def is_last_rung(self) -> bool:
-        return self.bracket.fits == self.search.last
-
-    def answer(self) -> str:
-        if self.largest is None:
-            return "-" if self.bracket.too_large is None else f"under {self._rung(self.bracket.too_large)}"
-        at_least = self.is_last_rung or self.state != "found"
-        return f"at least {self.largest}" if at_least else str(self.largest)
-
-    def reason(self) -> str:
-        """Why it is not more, and which records contradict the answer."""
-        said = []
-        if self.bracket.too_large is not None:
-            said.append(f"{self._rung(self.bracket.too_large)}: {self.states[self.bracket.too_large].reason}")
-        elif self.is_last_rung:
-            said.append("the ladder ends there")
-        if self.bracket.stopped_by is not None:
-            probe = self.states[self.bracket.stopped_by]
-            said.append(f"stopped at {self._rung(self.bracket.stopped_by)}: {probe.state}, {probe.reason}")
-        if self.bracket.fits_against_the_order:
-            larger = ", ".join(str(self._rung(place)) for place in self.bracket.fits_against_the_order)
-            said.append(f"and yet {larger} did fit: what fits does not fit in order here")
-        return "; ".join(said)
-
-    def _rung(self, place: int | None) -> int | str | None:
-        return None if place is None else self.search.rungs[place]
+    def what_fits(self) -> WhatFits:
+        return WhatFits(self.bracket, self.search.last, self.search.rungs.__getitem__, self.states.__getitem__)
 
 
 def example_of(item: Cell | Search) -> Cell:

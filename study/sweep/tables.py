@@ -113,7 +113,8 @@ def _search_table(searches: Sequence[Search], root: Path) -> Table:
         model = "-" if search.axis == "largest_model" else cell.config.model_name
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             finding.state, finding.answer(), str(len(finding.states)), finding.reason() or "-"]
+             finding.state, finding.what_fits.answer, str(len(finding.states)),
+             finding.what_fits.why_not_more or "-"]
         )  # fmt: skip
     columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
     return table_of(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))

@@ -35,11 +35,11 @@ def _bars(subject: str, found: list[Fit]) -> Drawing:
         axes.set_title(limit, size=9.5, loc="left")
         plain_ticks(axes.xaxis)
         axes.locator_params(axis="x", nbins=4)
-    words = "; ".join(f"{fit.arm} within {fit.within} {fit.answer}" for fit in found)
+    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in found)
     return finish(figure, "What fits", subject, subtitle, words)
 
 
 def _label(fit: Fit) -> str:
     if fit.largest is None:
         return "none"
-    return f"{'≥ ' if fit.is_open else ''}{fit.value(fit.largest).rsplit('/', 1)[-1]}"
+    return f"{'≥ ' if fit.what_fits.is_open else ''}{fit.value(fit.largest).rsplit('/', 1)[-1]}"

@@ -23,9 +23,10 @@ def answer(records: Records) -> Answer | None:
     if ratios:
         ratio, best = max(ratios, key=lambda entry: entry[0])
         holds = f"holds {ratio:.1f} times what plain training on one device holds"
-        sentence = f"At best `{best.arm}` {holds} ({best.answer} within {best.within})."
+        sentence = f"At best `{best.arm}` {holds} ({best.what_fits.answer} within {best.within})."
     table = pd.DataFrame(
-        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.answer} for fit in found
+        {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.what_fits.answer}
+        for fit in found
     )
     table = table.pivot_table(
         index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
@@ -46,12 +47,12 @@ def fits_table(records: Records) -> pd.DataFrame:
             "Strategy": fit.arm,
             "Held to": fit.within,
             "Precision": fit.any["precision"],
-            "Largest that fits": fit.answer,
+            "Largest that fits": fit.what_fits.answer,
             "x plain": _against_plain(fit, found),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
             "Smallest that does not": fit.value(fit.too_large) or "-",
-            "Why not more": fit.why_not_more,
+            "Why not more": fit.what_fits.why_not_more or "-",
             "Probes": len(fit.rungs),
         }
         for fit in found
@@ -61,7 +62,7 @@ def fits_table(records: Records) -> pd.DataFrame:
 def _against_plain(fit: Fit, found: Sequence[Fit]) -> float:
     """A share of two lower bounds would be none."""
     plain = [each for each in found if _beside(each) == _beside(fit) and each.arm == "single" and each.size > 0]
-    return NAN if not plain or plain[0].is_open or fit.is_open else fit.size / plain[0].size
+    return NAN if not plain or plain[0].what_fits.is_open or fit.what_fits.is_open else fit.size / plain[0].size
 
 
 def _beside(fit: Fit) -> tuple[Any, ...]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from study.launch.verdict import CellState
 from study.report.records.arms import NAN
 from study.report.records.frames import Records, probes
 from study.report.records.workloads import strategy_order, word_for
-from study.sweep.search import Bracket, examine
+from study.sweep.search import Bracket, WhatFits, examine
 
 _MICRO_BATCH = "largest_micro_batch"
 _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
@@ -73,28 +74,11 @@ class Fit:
         return "" if row is None else f"{row[_VALUE[self.axis]]}"
 
     @property
-    def is_open(self) -> bool:
-        """More might fit: the ladder ended first, or the search did."""
-        return self.bracket.fits == self.last or self.bracket.next is not None or self.bracket.stopped_by is not None
+    def what_fits(self) -> WhatFits:
+        def state_at(place: int) -> CellState:
+            return CellState(self.rungs[place]["status_state"], self.rungs[place]["status_reason"] or "")
 
-    @property
-    def answer(self) -> str:
-        if self.largest is None and self.too_large is None:
-            return "-"
-        if self.largest is None:
-            least = "none, {} is too large" if self.bracket.too_large == 0 else "under {}"
-            return least.format(self.value(self.too_large))
-        return f"{'at least ' if self.is_open else ''}{self.value(self.largest)}"
-
-    @property
-    def why_not_more(self) -> str:
-        """As the sweep says it."""
-        row, stopped = self.too_large, self.bracket.stopped_by
-        said = [] if row is None else [f"{self.value(row)}: {row['status_reason']}"]
-        if stopped is not None:
-            at = self.rungs[stopped]
-            said.append(f"stopped at {self.value(at)}: {at['status_state']}, {at['status_reason']}")
-        return "; ".join(said) or ("the ladder ends there" if self.bracket.fits == self.last else "-")
+        return WhatFits(self.bracket, self.last, lambda place: self.value(self.rungs[place]), state_at)
 
     @property
     def size(self) -> float:
