@@ -21,7 +21,8 @@ study: install
 	@$(BIN)/study run laptop; status=$$?; if [ $$status -lt 2 ]; then \
 	  $(BIN)/study report laptop --output runs/laptop/report || status=$$?; fi; exit $$status
 
-# Two files at a time, since half of what a test does is start-up on one core. Then what measures time, alone.
+# Two files at a time, since half of what a test does is start-up on one core. Then what measures time
+# or damages what others use, alone.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not long and not gpu"

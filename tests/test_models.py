@@ -288,13 +288,16 @@ ZERO3 = """
 import sys, pathlib, deepspeed, torch
 from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
+from study.host.operators import build_operators
 from study.spec.config import RunConfig, resolved
+from study.spec.strategies import read_strategy
 from study.measure.flops import model_flops_per_sample
 from study.models.initial import load_initial_model, materialize_initial_weights
 cache = pathlib.Path(sys.argv[1])
 config = resolved(RunConfig(task=sys.argv[2], scale="laptop"), False)
 initial = materialize_initial_weights(config, cache)
 flops = model_flops_per_sample(config)
+build_operators(read_strategy("zero3"), cache)
 rendezvous = f"file://{cache}/rendezvous"
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=0, world_size=1)
 zero3 = {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -7,6 +7,7 @@ import sys
 import time
 
 import cpuinfo
+import pytest
 
 from study.host.operators import _clear_dead_build, _remember_the_processor, build_folder
 from study.record.directory import read_json
@@ -19,6 +20,7 @@ build_operators(read_strategy("zero0"), cache_directory())
 """
 
 
+@pytest.mark.alone
 def test_a_lock_that_a_killed_run_left_holds_up_nobody():
     folder = build_folder("deepspeed_shm_comm")
     (folder / "lock").touch()

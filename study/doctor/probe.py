@@ -22,7 +22,7 @@ from study.doctor.checks import INSTALL, MIB, Check, needed, shown
 from study.errors import first_line
 from study.host.folders import cache_directory
 from study.host.memory import GIB
-from study.host.operators import build_folder, builders, libaio_is_there, use_own_build
+from study.host.operators import build_folder, builders, libaio_is_there, load_operator, use_own_build
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
@@ -168,7 +168,7 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
         return Check(name, "none", found, ANOTHER_DRIVE)
     settings = (read_strategy("zero3_nvme").deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
-    handle = AsyncIOBuilder().load(verbose=False).aio_handle(*(settings[key] for key in order))
+    handle = load_operator(AsyncIOBuilder()).aio_handle(*(settings[key] for key in order))
     example = torch.empty(0, dtype=torch.uint8)
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
     # Random, because some drives compress.

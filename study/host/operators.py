@@ -26,24 +26,29 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     """Build and load what the strategy needs; returns the seconds it took (near 0 if all was there)."""
     if strategy.deepspeed is None:
         return 0.0
-    from filelock import FileLock
-
     started = time.perf_counter()
     use_own_build(cache)
     _remember_the_processor(cache)
     for builder in builders(strategy):
-        folder = build_folder(builder.name)
-        # Beside the folder it guards, so that all who share the folder share the lock.
-        with FileLock(folder.with_suffix(".build.lock")):
-            _clear_dead_build(folder)
-            try:
-                builder.load(verbose=False)
-            except Exception as error:  # the compiler's, the linker's or ninja's
-                raise Unsupported(
-                    f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
-                    "install g++, ninja and, for NVMe, libaio-dev",
-                ) from error
+        try:
+            load_operator(builder)
+        except Exception as error:  # the compiler's, the linker's or ninja's
+            raise Unsupported(
+                f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
+                "install g++, ninja and, for NVMe, libaio-dev",
+            ) from error
     return time.perf_counter() - started
+
+
+def load_operator(builder: Any) -> Any:
+    """The operator's module. Whoever loads without this lock loses torch's to a run that starts beside it."""
+    from filelock import FileLock
+
+    folder = build_folder(builder.name)
+    # Beside the folder it guards, so that all who share the folder share the lock.
+    with FileLock(folder.with_suffix(".build.lock")):
+        _clear_dead_build(folder)
+        return builder.load(verbose=False)
 
 
 def use_own_build(cache: Path) -> None:

@@ -15,7 +15,10 @@ from accelerate import Accelerator, DistributedType, PartialState
 from torch import nn
 from torch.nn import functional
 
+from study.host.folders import cache_directory
+from study.host.operators import build_operators
 from study.measure import Meters
+from study.spec.strategies import this_launch
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 512, 256, 2, 16, 4
 WATCHED_STEP, STEPS = 4, 6
@@ -54,6 +57,8 @@ def main() -> None:
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             # Accelerate turns a group of GPUs into FSDP, a group of CPUs it leaves as DDP (AcceleratorState.__init__).
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # As a run does: DeepSpeed's own loading, beside a run that starts, can lose torch's lock to it.
+    build_operators(this_launch().strategy, cache_directory())
     accelerator = Accelerator()
     if accelerator.distributed_type == "DEEPSPEED":
         config = accelerator.state.deepspeed_plugin.deepspeed_config
