@@ -147,7 +147,9 @@ SUMMARY: Keys = {
     "state_bytes_per_rank": _STATE_BYTES,
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), AMOUNT_OR_NULL),
 }  # fmt: skip
-SUMMARY_KEYS = tuple(SUMMARY)
+# On the wire of one rank; older records have it in traffic.json alone.
+SUMMARY_MAY_HAVE: Keys = {"sent_bytes_per_step": AMOUNT_OR_NULL}
+SUMMARY_KEYS = (*SUMMARY, *SUMMARY_MAY_HAVE)
 _ENGINE: Keys = {
     "strategy": TEXT, "distributed_type": TEXT, "world_size": POSITIVE, "virtual": FLAG,
     "zero_stage": _or_null(_one_of(0, 1, 2, 3)), "offload_optimizer": _or_null(_one_of("cpu", "nvme")),
@@ -163,6 +165,7 @@ _ENGINE_MAY_HAVE: Keys = {
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,
     "host_memory_gib": AMOUNT_OR_NULL, "driver": TEXT_OR_NULL, "cuda": TEXT_OR_NULL, "git_commit": TEXT_OR_NULL,
+    "git_dirty": FLAG, "code_sha256": _or_null(_hex(64)),
     "packages": _keys({}, others=TEXT), "devices": _each(_keys({"name": TEXT}, others=ANYTHING)),
 }  # fmt: skip
 _RANK_STATE_MAY_HAVE: Keys = {
@@ -224,7 +227,7 @@ _KINDS: Keys = {
     "config.json": OBJECT,  # study/spec/config.py says what it may hold
     "environment.json": _keys({}, _ENVIRONMENT_MAY_HAVE, others=ANYTHING),
     "engine.json": _keys(_ENGINE, _ENGINE_MAY_HAVE, others=ANYTHING),
-    "summary.json": _keys(SUMMARY),
+    "summary.json": _keys(SUMMARY, SUMMARY_MAY_HAVE),
     "memory.json": _keys({
         "unit": _one_of("GiB"),
         "ranks": _each(_keys(_RANK_MEMORY, {"time": _or_null(_keys({}, others=figures))}, figures)),
