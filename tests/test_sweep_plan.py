@@ -194,6 +194,30 @@ def test_only_takes_a_flag_s_value_and_several_patterns_at_once(tmp_path):
         plan(file, only=["*-ddp-*", "seed=3"])
 
 
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_an_accumulation_is_the_same_on_every_number_of_ranks(tmp_path, gpus):
+    axes = {"strategy": ["single", "zero1"], "gradient_accumulation_steps": [2, 4], "global_batch_size": 32}
+    cells = plan(write_suite(tmp_path, axes), box_with(gpus) if gpus else CPU_BOX)
+    found = [cell.config.batch_plan(cell.ranks).gradient_accumulation_steps for cell in cells]
+    assert sorted(found) == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("other", [{"global_batch_size": 6}, {"per_device_train_batch_size": 1}])
+def test_an_accumulation_that_cannot_be_is_refused(tmp_path, other):
+    file = write_suite(tmp_path, {"strategy": "zero1", "gradient_accumulation_steps": 4, **other})
+    with pytest.raises(UserError, match=r"tiny\.yaml:\d+: zero1 on 2 ranks: gradient_accumulation_steps"):
+        plan(file)
+
+
+def test_the_equivalence_suite_cuts_each_step_of_every_arm_into_one_two_and_four():
+    found: dict[tuple[str, str], set[int]] = {}
+    for cell in plan(find_suite("equivalence")):
+        steps = cell.config.batch_plan(cell.ranks).gradient_accumulation_steps
+        found.setdefault((cell.config.task, cell.strategy), set()).add(steps)
+    assert len(found) == 2 * len(STRATEGY_NAMES)
+    assert set(map(frozenset, found.values())) == {frozenset({1, 2, 4})}
+
+
 def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
     file = write_suite(tmp_path, {"strategy": "ddp", "world_size": 3})
     with pytest.raises(UserError, match=r"tiny\.yaml:.*ddp on 3 ranks.*does not divide"):
@@ -304,6 +328,12 @@ def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
         (task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STRATEGY_NAMES
     }
     assert {cell.world_size for cell in cells if cell.strategy != "single"} == {2}
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for cell in cells:
+        seeds.setdefault((cell.config.task, cell.strategy), set()).add(cell.config.seed)
+    compared_in_time = [seeds[task, arm] for task, arm in seeds if arm in ("ddp", "zero0", "zero1", "zero2", "zero3")]
+    assert compared_in_time == [{42, 43, 44}] * 10
+    assert {cell.repeat for cell in cells if cell.strategy == "ddp"} == {1, 2, 3}
 
 
 def test_a_box_that_lacks_what_the_suite_needs_is_told_so():

@@ -65,7 +65,7 @@ class RunConfig:
     max_steps: int = _flag("optimizer steps; 0 leaves it to --num_train_epochs", at_least=0)
     learning_rate: float = _flag("AdamW's peak learning rate", at_least=0)
     weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
-    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", 0.0, at_least=0)
+    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", at_least=0)
     lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
     max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
