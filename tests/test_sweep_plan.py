@@ -323,7 +323,7 @@ def test_the_user_may_say_how_much_memory_a_box_that_grows_will_have(monkeypatch
 
 def test_a_driver_that_names_no_processes_ends_no_sweep(monkeypatch):
     # Asked without nvmlInit, or of no GPU, NVML itself refuses.
-    monkeypatch.setattr("study.host.box._handles", lambda: [None])
+    monkeypatch.setattr("study.host.box.visible_gpus", lambda: [None])
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlDeviceGetComputeRunningProcesses(None)
     assert gpu_processes() == []
