@@ -109,7 +109,7 @@ def builders(strategy: Strategy) -> list[Any]:
 
 
 def _pin_memory() -> list[Any]:
-    """An operator that DeepSpeed has since 0.19.5, and that its asynchronous I/O is linked with."""
+    """An operator that later releases of DeepSpeed have, and link their asynchronous I/O with."""
     from deepspeed.ops import op_builder
 
     return [op_builder.PinMemoryBuilder()] if hasattr(op_builder, "PinMemoryBuilder") else []
@@ -117,9 +117,11 @@ def _pin_memory() -> list[Any]:
 
 def lacks_toolkit(builder: Any, on_gpu: bool) -> bool:
     """DeepSpeed dies of a TypeError then. Its optimizers on the host are not linked with CUDA, and want none."""
+    from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
-    return on_gpu and isinstance(builder, CUDAOpBuilder) and toolkit_version() is None
+    is_to_be_built = isinstance(builder, CUDAOpBuilder) and not installed_ops.get(builder.name, False)
+    return on_gpu and is_to_be_built and toolkit_version() is None
 
 
 def toolkit_fix() -> str:
