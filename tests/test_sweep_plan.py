@@ -91,8 +91,16 @@ HEAD = "name: x\ndescription: y\n"
         (HEAD + "grids:\n  - axes: {strategy: ddp, time_limit_s: .inf}\n", 4, "time_limit_s is inf"),
         (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
         (HEAD + "grids:\n  - axes: {strategy: ddp}\n    repeats: 1000000000\n", 3, "grids have 1000000000 runs"),
-        (HEAD + f"grids:\n  - axes: {{seed: &s {list(range(99))}, max_steps: *s, eval_samples: *s}}\n", 3, "970299 runs"),
-        (HEAD + "grids:\n  - search: {largest_micro_batch: {from: 1, to: 1000000000000}}\n", 4, "more than 10000 sizes"),
+        (
+            HEAD + f"grids:\n  - axes: {{seed: &s {list(range(99))}, max_steps: *s, eval_samples: *s}}\n",
+            3,
+            "970299 runs",
+        ),
+        (
+            HEAD + "grids:\n  - search: {largest_micro_batch: {from: 1, to: 1000000000000}}\n",
+            4,
+            "more than 10000 sizes",
+        ),
         ("name: a/b\ndescription: y\ngrids: []\n", 1, "name is 'a/b'"),
         ("name: x\ngrids: []\n", 1, "description is missing"),
     ],

@@ -20,7 +20,7 @@ from study.spec.strategies import STRATEGY_NAMES
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s"})
+CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect"})
 # Where a run writes and what it resumes from is for the sweep to say.
 _SETTINGS = CELL_KEYS | {field.name for field in dataclasses.fields(RunConfig)} - {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
@@ -62,6 +62,7 @@ _CHECKS: dict[str, _Check] = {
     "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
+    "expect": (lambda value: value == "oom", "oom, or leave it out"),
 }  # fmt: skip
 
 
