@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from study.host.box import free_gpu_bytes
 from study.run.audit import check_compute_dtype
 from study.spec.config import RunConfig
 from study.spec.overrides import override
@@ -64,6 +65,10 @@ def make_accelerator(run: OpenRun) -> Accelerator:
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)
+    if launch.strategy.deepspeed is not None:
+        from deepspeed.accelerator import get_accelerator
+
+        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
         "mixed_precision": {"fp32": "no", "bf16": "bf16", "bf16-engine": "bf16", "fp16": "fp16"}[config.precision],
@@ -131,6 +136,25 @@ def cap_device_memory(config: RunConfig, launch: Launch) -> None:
     if config.device_memory_cap_gib is not None:
         total = torch.cuda.get_device_properties(launch.local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(config.device_memory_cap_gib * 2**30 / total, launch.local_rank)
+
+
+def tell_what_is_free(accelerator: Any, cap_gib: float | None) -> None:
+    """Stages 1 and 2 ask DeepSpeed how much memory is free, to choose where they flatten the parameters.
+
+    Its own answer dies of a CUDA_VISIBLE_DEVICES that names GPUs by their UUID, and knows nothing of the cap.
+    """
+    if accelerator.device_name() != "cuda":
+        return
+    import torch
+
+    def available_memory(device_index: int | None = None) -> int:
+        place = accelerator.current_device() if device_index is None else device_index
+        free = free_gpu_bytes(place)
+        if free is None:
+            free = torch.cuda.mem_get_info(place)[0]
+        return free if cap_gib is None else min(free, int(cap_gib * 2**30) - torch.cuda.memory_reserved(place))
+
+    accelerator.available_memory = available_memory
 
 
 def tear_down(accelerator: Accelerator, model: Any) -> None:

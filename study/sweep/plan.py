@@ -37,6 +37,8 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     is one cell.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(grid, box)}
+    if not cells:
+        raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude less")
     # Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs.
     if len({bool(cell.config.virtual_world_size) for cell in cells.values() if isinstance(cell, Cell)}) > 1:
         raise UserError(
