@@ -16,6 +16,7 @@ from test_records import write_run
 from engines import ROOT
 from forked import fork_script
 from study.errors import UserError
+from study.host.folders import cache_directory
 from study.record.directory import read_json, write_json
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
@@ -198,6 +199,25 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     cache = str(tmp_path / "file" / "cache")
     assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
+
+
+@pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
+def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for name, value in {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute", "ZERO_STUDY_CACHE": ""}.items():
+        monkeypatch.setenv(name, "" if name == empty else value)
+    assert cache_directory() == tmp_path / ".cache" / "zero-study"
+    monkeypatch.setenv("ZERO_STUDY_CACHE", "~/mine")
+    assert cache_directory() == tmp_path / "mine"
+
+
+def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:
+    flags = ("--scale", "laptop")
+    says = ("docstrings",)
+    assert_refused(tmp_path, *flags, says=says, fix="unset PYTHONOPTIMIZE", forked=False, PYTHONOPTIMIZE="2")
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def refuse(config: RunConfig, launch: Launch) -> None:
     refuse_what_only_the_study_does("hf_trainer", config)
-    if launch.strategy.name == "fsdp2":
+    if launch.strategy.is_fsdp:
         raise UserError(
             "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/run/engine.py",
             "use study/train.py, or launch hf_trainer with another file",

@@ -159,6 +159,7 @@ _ENGINE_MAY_HAVE: Keys = {
     "trainer": TEXT, "floor": _or_null(_keys({}, others=AMOUNT_OR_NULL)), "data": OBJECT_OR_NULL,
     "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
+    "own_settings": OBJECT_OR_NULL,
 }  # fmt: skip
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,

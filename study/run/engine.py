@@ -56,7 +56,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
         state = PartialState(cpu=True)
-        if launch.strategy.name == "fsdp2":
+        if launch.strategy.is_fsdp:
             # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
@@ -85,7 +85,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         if config.precision == "bf16":
             # DeepSpeed's own bf16 is another training (bf16 weights, fp32 masters); autocast is in the settings.
             arguments["mixed_precision"] = "no"
-    elif launch.strategy.name == "fsdp2" and config.precision == "bf16":
+    elif launch.strategy.is_fsdp and config.precision == "bf16":
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
