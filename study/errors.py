@@ -26,8 +26,8 @@ class UserError(Exception):
     """
 
     def __init__(self, problem: str, fix: str):
-        self.problem = " ".join(problem.split())
-        self.fix = " ".join(fix.split())
+        self.problem = _in_one_line(problem)
+        self.fix = _in_one_line(fix)
         super().__init__(f"{self.problem} -> {self.fix}")
 
     def to_json(self) -> dict[str, Any]:
@@ -55,9 +55,14 @@ class RunFailed(Exception):
     """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
 
     def __init__(self, reason: str, hint: str = ""):
-        self.reason = " ".join(reason.split())
-        self.hint = " ".join(hint.split())
+        self.reason = _in_one_line(reason)
+        self.hint = _in_one_line(hint)
         super().__init__(self.reason)
+
+
+def _in_one_line(text: str) -> str:
+    """A file's name need not be UTF-8, and what is not can be neither printed nor recorded."""
+    return " ".join(text.split()).encode(errors="backslashreplace").decode()
 
 
 def first_line(error: BaseException) -> str:

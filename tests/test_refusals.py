@@ -18,9 +18,11 @@ from forked import fork_script
 from study.errors import UserError
 from study.host.folders import cache_directory
 from study.record.directory import read_json, write_json
+from study.run.checkpoint import digests_of, sealed
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
+from study.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
@@ -232,9 +234,18 @@ def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
     """What a checkpoint holds beside its tensors."""
     write_run(folder, steps=step, end=False)
     config = resolved(RunConfig(scale="laptop", **asked), accelerator_visible=False)
-    manifest = {"step": step, "strategy": "single", "world_size": 1, "config": config.to_dict(), "schedule": {}}
-    write_json(folder / "checkpoint.json", manifest)
+    tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
+    write_manifest(
+        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
+        tokens_sha256=tokens, initial_weights_sha256=weights, files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+    )  # fmt: skip
     return folder
+
+
+def write_manifest(folder: Path, **values: Any) -> None:
+    """As the study writes it, with other values in it."""
+    file = folder / "checkpoint.json"
+    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 1}\n', "torn", None])
@@ -253,9 +264,27 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_pa
 )
 def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {key: value})
+    write_manifest(checkpoint, **{key: value})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
     assert_refused(tmp_path, *arguments, says=("checkpoint",), fix="")
+
+
+def test_a_manifest_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {"schedule": {"a": 1}})
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="")
+
+
+def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+    tokens = load_data(config, tmp_path / "cache").source["tokens_sha256"]
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    write_manifest(checkpoint, tokens_sha256=tokens | {"eval": "0" * 64})
+    assert_refused(tmp_path, *arguments, says=("the eval samples are not those", str(checkpoint)), fix="start anew")
+    write_manifest(checkpoint, tokens_sha256=tokens)
+    assert_refused(tmp_path, *arguments, says=("other initial weights", str(checkpoint)), fix="start anew")
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:
