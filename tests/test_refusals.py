@@ -27,7 +27,7 @@ from study.tasks import load_data
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
 # One that is refused before anything is imported, and two after.
-WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16"])
+WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16-engine"])
 
 
 def refuse(
@@ -134,7 +134,7 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
         ),
         (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
         (["--seq_length", "100000"], ("--seq_length 100000", "bert-tiny"), "or less"),
-        (["--precision", "fp16"], ("--precision fp16", "CPU"), "--precision bf16"),
+        (["--precision", "fp16-engine"], ("fp16-engine", "single"), "use --precision fp16,"),
         (["--precision", "bf16-engine"], ("bf16-engine", "single"), "zero*"),
         (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "leave it out"),
         (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
@@ -151,6 +151,21 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
 ) -> None:
     forked = arguments not in WITH_ITS_IMPORTS
     assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix, forked=forked)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says", "fix"),
+    [
+        ("MIXED_PRECISION", "bf16", ("mixed_precision bf16", "--precision"), "--precision alone"),
+        ("DYNAMO_BACKEND", "INDUCTOR", ("dynamo_backend inductor", "--torch_compile"), "--torch_compile alone"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", ("gradient_accumulation_steps 4",), "--per_device_train_batch_size"),
+    ],
+)
+def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
+    tmp_path: Path, variable: str, value: str, says: tuple[str, ...], fix: str
+) -> None:
+    asked: dict[str, Any] = {f"ACCELERATE_{variable}": value}
+    assert_refused(tmp_path, "--scale", "laptop", says=says, fix=fix, **asked)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from study.cli import main
 from study.errors import UserError
 from study.host.box import Box
-from study.measure.clock import WARMUP_STEPS
+from study.measure.clock import LEAST_WARMUP_STEPS
 from study.models.architecture import shape_of
 from study.models.presets import find_preset
 from study.record.outcome import Ending, Terminated, ending_of
@@ -97,7 +97,7 @@ def test_each_strategy_is_run_once() -> None:
 
 def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() -> None:
     asked = RunConfig(virtual_world_size=8, scale="laptop")
-    assert resolved(asked, accelerator_visible=True).max_steps > WARMUP_STEPS + 1
+    assert resolved(asked, accelerator_visible=True).max_steps > LEAST_WARMUP_STEPS + 1
     # Without one no time is taken, and three steps are the fewest of which the last is like all later ones.
     shortest = resolved(asked, accelerator_visible=False)
     assert shortest.max_steps == 3
@@ -195,10 +195,11 @@ def test_an_epoch_of_enough_steps_is_no_misuse() -> None:
 def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
     config = resolved(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
     figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 1.0}
-    time = dict.fromkeys(("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps"))
+    times = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps", "warmup_steps")
+    time = dict.fromkeys(times)
     phases = {"steady": figures}
     rank = {"rank": 0, "phases": phases, "device_mean_over_steps": None, "time": time, "state": None}
-    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0)
+    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0, skipped_before=0, skipped_steps=0)
     timing = {"runtime_s": 1.0, "startup_s": 1.0}
     summary = summarize(4, config, [rank], None, log, {}, timing)
     assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}

@@ -148,11 +148,16 @@ class OpenRun:
         return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
 
     @property
+    def warmup_steps(self) -> int:
+        """The first of those that are left; their times are in no statistic."""
+        from study.measure.clock import warmup_steps
+
+        return warmup_steps(self.total_steps - self.first_step)
+
+    @property
     def watched_step(self) -> int:
         """One step after the warm-up: what it sends and holds is counted, and its time is not."""
-        from study.measure import WARMUP_STEPS
-
-        return min(self.first_step + WARMUP_STEPS + 1, self.total_steps)
+        return min(self.first_step + self.warmup_steps + 1, self.total_steps)
 
     @property
     def step_numbers(self) -> range:

@@ -22,7 +22,7 @@ from study.spec.defaults import default_values
 Task = Literal["bert-imdb", "gpt-wikitext"]
 Scale = Literal["auto", "paper", "laptop"]
 Weights = Literal["pretrained", "random"]
-Precision = Literal["fp32", "bf16", "bf16-engine", "fp16"]
+Precision = Literal["fp32", "bf16", "bf16-engine", "fp16", "fp16-engine"]
 # transformers' schedules that need nothing but the warm-up and the number of steps.
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -69,7 +69,7 @@ class RunConfig:
     lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
     max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
-    precision: Precision = _flag("bf16: autocast over fp32 weights; bf16-engine: DeepSpeed's own bf16")
+    precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
     attn_implementation: Attention = _flag("transformers' attention; sdpa means eager where a model has none", "sdpa")
     torch_compile: bool = _flag("compile the model with torch.compile", False)

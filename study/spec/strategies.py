@@ -58,9 +58,24 @@ class Strategy:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
     def check_engine_flags(self, config: RunConfig) -> None:
-        """Refuse flags that only DeepSpeed can serve, where it does not run."""
-        if self.deepspeed is None and config.precision == "bf16-engine":
-            problem, fix = "--precision bf16-engine is DeepSpeed's own bf16", "use --precision bf16"
+        """Refuse flags that only DeepSpeed can serve, where it does not run, and what it serves wrongly."""
+        precision = config.precision or ""
+        if precision == "fp16" and self.zero_stage:
+            # Nor does it ever lower the loss scale there: once a step overflows, all are skipped.
+            raise UserError(
+                f"--precision fp16 is autocast, and DeepSpeed's stage {self.zero_stage} clips gradients under it that"
+                " are still scaled",
+                "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16",
+            )
+        if precision == "fp16-engine" and self.zero_stage == 0:
+            raise UserError(
+                "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale that the loss was never multiplied"
+                " by",
+                "use --precision fp16, which is autocast, or another zero* strategy",
+            )
+        if self.deepspeed is None and precision.endswith("-engine"):
+            plain = precision.removesuffix("-engine")
+            problem, fix = f"--precision {precision} is DeepSpeed's own {plain}", f"use --precision {plain}"
         elif self.deepspeed is None and config.engine_override:
             problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
         else:

@@ -148,7 +148,7 @@ def _sum(sizes: Iterable[float | None]) -> float:
 
 
 def _weights(summary: Summary) -> float:
-    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
+    each = 2 if summary["precision"] in ("bf16-engine", "fp16-engine") else 4
     return float(summary["model_parameters"]) * each
 
 
