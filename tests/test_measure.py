@@ -18,7 +18,7 @@ from engines import printed_json
 from forked import fork_ranks
 from probes import measured_steps
 from study.measure import Meters
-from study.measure.clock import HostCost, StepClock, step_time_statistics
+from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
 from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
@@ -41,6 +41,11 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
 
 
 @pytest.mark.alone
+def test_a_fifth_of_a_run_warms_up_and_short_runs_have_steps_to_count() -> None:
+    """From 3, which leaves a search's probe and a virtual rank as they were, up to 10."""
+    assert [warmup_steps(steps) for steps in (3, 8, 19, 20, 40, 50, 1000)] == [3, 3, 3, 4, 8, 10, 10]
+
+
 def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     clock = StepClock(CPU, warmup_steps=2)
     clock.resume()

@@ -141,7 +141,7 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert run.status["attempt"] == 1
     assert run.status["started_at"] <= run.status["ended_at"]
     assert is_finished(run_directory)
-    assert set(SUMMARY) == set(SUMMARY_KEYS)
+    assert set(SUMMARY) == {*SUMMARY_KEYS, "sent_bytes_per_step"}
 
 
 def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
@@ -396,6 +396,17 @@ def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, o
     file = older_run / f"{name}.json"
     file.write_text(f'{{"figure": {token}, {file.read_text().lstrip()[1:]}')
     assert_refused(older_run, file.name, "finite")
+
+
+def test_skipped_steps_are_counted_twice_and_alike(older_run: Path) -> None:
+    rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
+    (older_run / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(older_run).steps == rows
+    for said in (2, 1):
+        (older_run / "summary.json").write_text(json.dumps(SUMMARY | {"steps_skipped": said, "warmup_steps": 3}))
+        if said == 2:
+            assert read_run(older_run).summary["steps_skipped"] == 2
+    assert_refused(older_run, "summary.json", "steps_skipped is 1, and steps.jsonl says 2")
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])

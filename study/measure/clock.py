@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-WARMUP_STEPS = 3
+# In 26 runs of 40 steps the median step took 59, 29, 5, -, 7, 4 and 2 % longer than later ones, and from the 8th on no
+# longer (reports/laptop).
+_WARMUP_SHARE, LEAST_WARMUP_STEPS, _MOST_WARMUP_STEPS = 5, 3, 10
+
+
+def warmup_steps(steps: int) -> int:
+    """Of a run of so many: a fifth, within limits. Short runs, such as a search's probes, are left some to count."""
+    return min(max(LEAST_WARMUP_STEPS, steps // _WARMUP_SHARE), _MOST_WARMUP_STEPS)
 
 
 class HostCost:
@@ -41,7 +48,7 @@ class StepClock:
     def __init__(
         self,
         device: torch.device,
-        warmup_steps: int = WARMUP_STEPS,
+        warmup_steps: int = LEAST_WARMUP_STEPS,
         cost: HostCost | None = None,
         on_segment: Callable[[bool, bool], None] = lambda counted, opened: None,
     ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed
 from study.host.environment import package_version
 from study.models.presets import preset_layers
+from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 from study.spec.strategies import Launch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.run.open import OpenRun
+    from study.run.steps import StepLog
 
 BUCKET_KEYS = (
     "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
@@ -46,10 +48,13 @@ def audit(
     live |= {
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
         "strategy": launch.strategy.name,
+        "own_settings": launch.strategy.own_settings,
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
+        "loss_scaler": read_loss_scaler(accelerator, model),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
     }
     asked = _asked(run, plan)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
@@ -123,13 +128,15 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
         "nvme_path": str(run.swap_folder) if strategy.uses_nvme else None,
+        "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
+        "tf32": False,
         "optimizer_settings": {
             "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
             "decoupled_weight_decay": True,
         },
     }  # fmt: skip
     if strategy.deepspeed is None:
-        asked["fully_sharded"] = strategy.name == "fsdp2"
+        asked["fully_sharded"] = strategy.is_fsdp
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -161,10 +168,10 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
     elif engine.fp16_enabled():
-        precision = "fp16"
+        precision = "fp16-engine"
     elif engine.torch_autocast_enabled():
         autocast = _name(engine.torch_autocast_dtype())
-        precision = "bf16" if autocast == "bfloat16" else autocast
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
         precision = "fp32"
     return {
@@ -197,15 +204,15 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     }
 
 
-def audit_end(run: OpenRun, accelerator: Accelerator, model: Any) -> None:
+def audit_end(run: OpenRun, accelerator: Accelerator, log: StepLog) -> None:
     """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
     accelerator.wait_for_everyone()
     # DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
     # Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
-    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
-    if skipped and (run.config.precision != "fp16" or skipped == steps):
+    skipped, steps = log.skipped_steps, log.last_step - run.first_step
+    if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
         raise RunFailed(
-            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
+            f"{skipped} of {steps} optimizer steps were skipped, whose gradients were not finite",
             "lower --learning_rate, or use a precision with more range",
         )
     _check_swapped(run)
@@ -230,7 +237,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         # A hook would cut the compiled graph in pieces; the same run without compilation makes the check.
         return
     precision = config.precision
-    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
     layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
 
     def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

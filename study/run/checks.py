@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
         # To the other ranks it may be their own main process that is at work there by now.
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     check_request(config, launch)
+    check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
     model_config(config)
@@ -138,8 +139,8 @@ def check_request(config: RunConfig, launch: Launch) -> None:
 
     strategy = launch.strategy
     on_gpu = torch.cuda.is_available()
-    if config.precision == "fp16" and not on_gpu:
-        raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
+    if config.precision.startswith("fp16") and not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise Unsupported(f"--precision {config.precision}: this processor has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
@@ -160,6 +161,22 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
         _check_nvme(strategy, folder_named(config.nvme_path))
+
+
+def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
+    """What the Accelerate file or the launcher's flags ask of training is the run's to say: nothing is left unheard."""
+    precision = config.precision.removesuffix("-engine")
+    for key, ours, flag in (
+        ("mixed_precision", "no" if precision == "fp32" else precision, "precision"),
+        ("dynamo_backend", "inductor" if config.torch_compile else "no", "torch_compile"),
+        ("gradient_accumulation_steps", str(plan.gradient_accumulation_steps), "per_device_train_batch_size"),
+    ):
+        asked = environment.get(f"ACCELERATE_{key.upper()}", "no").lower()
+        if asked not in ("no", ours):
+            raise UserError(
+                f"the launch asks for {key} {asked}, and --{flag} for {ours}",
+                f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
+            )
 
 
 def _check_tracker(name: str) -> None:
