@@ -194,7 +194,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda run: _replace(run / "config.json", '"seed"', '"sead"'), "config.json", "unknown key 'sead'",
     ),
     "a flag out of range": (
-        lambda run: _replace(run / "config.json", '"learning_rate": 0.003', '"learning_rate": -1.0'),
+        lambda run: _replace(run / "config.json", '"learning_rate": 0.004', '"learning_rate": -1.0'),
         "config.json", "out of range",
     ),
     "devices that are none": (
