@@ -16,8 +16,9 @@ from test_records import write_run
 from engines import ROOT
 from forked import fork_script
 from study.errors import UserError
+from study.host.contents import sealed
 from study.record.directory import read_json, write_json
-from study.run.checkpoint import digests_of, sealed
+from study.run.checkpoint import digests_of
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy

@@ -9,8 +9,6 @@ for, so that a checkpoint can hold tensors and plain values and never code.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.host.contents import content_digest
+from study.host.contents import content_digest, sealed
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
 from study.spec.config import RunConfig
@@ -84,12 +82,6 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             "files": {name: digest for each in digests for name, digest in sorted(each.items())},
         }
         write_json(folder / MANIFEST, sealed(manifest))
-
-
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of what it says."""
-    plain = json.loads(json.dumps({key: value for key, value in manifest.items() if key != "sha256"}))
-    return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:

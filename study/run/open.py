@@ -114,6 +114,8 @@ class OpenRun:
         self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
+        if initial is not None and initial.remark:
+            console.shout(f"notice: {initial.remark}")
         console.say(self._headline())
         self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
