@@ -395,6 +395,10 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="pickled ones are not loaded"):
         materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
 
+    (pickled / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match="no safetensors file"):
+        materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+
     holed = local_bert(tmp_path / "holed")
     tensors = load_file(holed / "model.safetensors")
     del tensors["encoder.layer.1.output.dense.weight"]

@@ -163,14 +163,17 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
             made |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
             # By what they hold: a file may be replaced by another one of its name, size and time.
-            made["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+            try:
+                made["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+            except OSError as error:
+                raise UserError(f"cannot read the weights in {source} ({error.strerror})", OTHER_MODEL) from error
         else:
             made |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
     return json.loads(json.dumps(made | {"architecture": described}))
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise UserError(f"there is no safetensors file in {folder}", "convert the weights: pickled ones are not loaded")
     return files

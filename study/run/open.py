@@ -103,7 +103,7 @@ class OpenRun:
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
-        if self.checkpoint:
+        if self.checkpoint and launch.is_main:
             assert initial is not None, "a virtual rank has no checkpoint"
             check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
