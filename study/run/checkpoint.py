@@ -229,8 +229,8 @@ def check_goes_on(
             "start anew",
         )
     before, here = _box(manifest["environment"]), _box(describe_environment())
-    if changed := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
-        name = changed[0]
+    if differ := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
+        name = differ[0]
         raise UserError(
             f"the checkpoint {folder} was saved on another box or stack: {name} was {before.get(name)}, and is"
             f" {here.get(name)}",
