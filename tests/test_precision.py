@@ -114,3 +114,12 @@ def test_what_an_engine_cannot_train_like_the_others_is_refused_by_name(
     with pytest.raises(UserError) as refusal:
         read_strategy(strategy).check_engine_flags(config)
     assert fix in refusal.value.fix
+
+
+@pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
+def test_fp32_is_not_tf32_where_something_has_turned_that_on(trainer: str, tmp_path: Path) -> None:
+    """Accelerate does where it compiles, after the Trainer was told not to; NVIDIA's containers do for everybody."""
+    flags = (*GPT, *FLAGS, "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("single", "tests/probes/with_tf32.py", trainer, *flags, ranks=1)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert read_run(tmp_path / "run").engine["tf32"] is False

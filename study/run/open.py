@@ -164,9 +164,11 @@ class OpenRun:
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """Each step that is left: its number, and this rank's micro-batches."""
+        from study.tasks.blocks import pinned
+
         self.loop_starts()
         for step in self.step_numbers:
-            yield step, [self.data.train.__getitems__(indices) for indices in self.indices(step)]
+            yield step, [pinned(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
         """Which samples this rank takes in a step, a list for each micro-batch."""
