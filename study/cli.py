@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="study", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="study", description="Runs studies, and makes reports of them.", allow_abbrev=False)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))

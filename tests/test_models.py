@@ -5,8 +5,6 @@ import hashlib
 import http.server
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +19,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
+from damage import no_file_larger_than
 from study.errors import UserError
 from study.models.architecture import build_model, model_config
 from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
@@ -549,15 +548,8 @@ def test_a_compiled_forward_pass_is_one_graph(task: Task, accelerator: Accelerat
 
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
     config = run_config("gpt-tiny")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-        with pytest.raises(Exception, match=r"File too large|os error 27"):
-            materialize_initial_weights(config, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
+    with no_file_larger_than(100_000), pytest.raises(Exception, match=r"File too large|os error 27"):
+        materialize_initial_weights(config, tmp_path)
     assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
     assert materialize_initial_weights(config, tmp_path).path.is_dir()
 

@@ -16,10 +16,13 @@ from test_records import write_run
 from engines import ROOT
 from forked import fork_script
 from study.errors import UserError
+from study.host.folders import cache_directory
 from study.record.directory import read_json, write_json
+from study.run.checkpoint import digests_of, sealed
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
+from study.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
@@ -215,6 +218,25 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
 
 
+@pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
+def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for name, value in {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute", "ZERO_STUDY_CACHE": ""}.items():
+        monkeypatch.setenv(name, "" if name == empty else value)
+    assert cache_directory() == tmp_path / ".cache" / "zero-study"
+    monkeypatch.setenv("ZERO_STUDY_CACHE", "~/mine")
+    assert cache_directory() == tmp_path / "mine"
+
+
+def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:
+    flags = ("--scale", "laptop")
+    says = ("docstrings",)
+    assert_refused(tmp_path, *flags, says=says, fix="unset PYTHONOPTIMIZE", forked=False, PYTHONOPTIMIZE="2")
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
 def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
@@ -227,9 +249,18 @@ def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
     """What a checkpoint holds beside its tensors."""
     write_run(folder, steps=step, end=False)
     config = resolved(RunConfig(scale="laptop", **asked), accelerator_visible=False)
-    manifest = {"step": step, "strategy": "single", "world_size": 1, "config": config.to_dict(), "schedule": {}}
-    write_json(folder / "checkpoint.json", manifest)
+    tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
+    write_manifest(
+        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
+        tokens_sha256=tokens, initial_weights_sha256=weights, files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+    )  # fmt: skip
     return folder
+
+
+def write_manifest(folder: Path, **values: Any) -> None:
+    """As the study writes it, with other values in it."""
+    file = folder / "checkpoint.json"
+    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 1}\n', "torn", None])
@@ -248,9 +279,27 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_pa
 )
 def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {key: value})
+    write_manifest(checkpoint, **{key: value})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
     assert_refused(tmp_path, *arguments, says=("checkpoint",), fix="")
+
+
+def test_a_manifest_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {"schedule": {"a": 1}})
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="")
+
+
+def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+    tokens = load_data(config, tmp_path / "cache").source["tokens_sha256"]
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    write_manifest(checkpoint, tokens_sha256=tokens | {"eval": "0" * 64})
+    assert_refused(tmp_path, *arguments, says=("the eval samples are not those", str(checkpoint)), fix="start anew")
+    write_manifest(checkpoint, tokens_sha256=tokens)
+    assert_refused(tmp_path, *arguments, says=("other initial weights", str(checkpoint)), fix="start anew")
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def refuse(config: RunConfig, launch: Launch) -> None:
         raise UserError(
             "hf_trainer cannot tell which steps DeepSpeed's stage 0 skips under fp16", "use study/train.py, or bf16"
         )
-    if launch.strategy.name == "fsdp2":
+    if launch.strategy.is_fsdp:
         raise UserError(
             "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/run/engine.py",
             "use study/train.py, or launch hf_trainer with another file",

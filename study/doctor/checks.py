@@ -188,7 +188,7 @@ def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
     needs = ["operators"]
     # Without a GPU DeepSpeed's ranks talk through an operator that is compiled, too.
     needs += ["compiler", "ninja"] if offloads or not on_gpu else []
-    needs += ["nvcc"] if on_gpu and offloads else []
+    needs += ["nvcc"] if on_gpu and strategy.uses_nvme else []
     needs += ["shared memory"] if not on_gpu else []
     needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []
     return needs

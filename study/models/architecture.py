@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
 from study.models.hub import load_from
-from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model
+from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model, refuse_depth
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
         wanted = "an encoder such as bert-large-uncased"
     if not fits:
         raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
+    refuse_depth(architecture.num_hidden_layers, name)
     largest = getattr(architecture, "max_position_embeddings", None)
     if largest is not None and config.seq_length > largest:
         raise UserError(

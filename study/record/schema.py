@@ -162,6 +162,7 @@ _ENGINE_MAY_HAVE: Keys = {
     "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL, "loss_scaler": OBJECT_OR_NULL,
     "tf32": FLAG, "gradient_checkpointing": FLAG,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
+    "own_settings": OBJECT_OR_NULL,
 }  # fmt: skip
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,

@@ -52,6 +52,7 @@ def audit(
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
         "gradient_checkpointing": bool(accelerator.unwrap_model(model).is_gradient_checkpointing),
         "strategy": launch.strategy.name,
+        "own_settings": launch.strategy.own_settings,
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
@@ -140,7 +141,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         },
     }  # fmt: skip
     if strategy.deepspeed is None:
-        asked["fully_sharded"] = strategy.name == "fsdp2"
+        asked["fully_sharded"] = strategy.is_fsdp
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value

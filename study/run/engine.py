@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from study.host.box import free_gpu_bytes
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
@@ -64,7 +65,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
         state = PartialState(cpu=True)
-        if launch.strategy.name == "fsdp2":
+        if launch.strategy.is_fsdp:
             # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
@@ -73,6 +74,10 @@ def make_accelerator(run: OpenRun) -> Accelerator:
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)
+    if launch.strategy.deepspeed is not None:
+        from deepspeed.accelerator import get_accelerator
+
+        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
         "mixed_precision": "no" if config.precision == "fp32" else config.precision.removesuffix("-engine"),
@@ -90,7 +95,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         if config.precision in _AUTOCAST:
             # DeepSpeed's own is another training (weights in it, fp32 masters); autocast is in the settings.
             arguments["mixed_precision"] = "no"
-    elif launch.strategy.name == "fsdp2" and config.precision in _AUTOCAST:
+    elif launch.strategy.is_fsdp and config.precision in _AUTOCAST:
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -167,6 +172,25 @@ def cap_device_memory(config: RunConfig, launch: Launch) -> None:
     if config.device_memory_cap_gib is not None:
         total = torch.cuda.get_device_properties(launch.local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(config.device_memory_cap_gib * 2**30 / total, launch.local_rank)
+
+
+def tell_what_is_free(accelerator: Any, cap_gib: float | None) -> None:
+    """Stages 1 and 2 ask DeepSpeed how much memory is free, to choose where they flatten the parameters.
+
+    Its own answer dies of a CUDA_VISIBLE_DEVICES that names GPUs by their UUID, and knows nothing of the cap.
+    """
+    if accelerator.device_name() != "cuda":
+        return
+    import torch
+
+    def available_memory(device_index: int | None = None) -> int:
+        place = accelerator.current_device() if device_index is None else device_index
+        free = free_gpu_bytes(place)
+        if free is None:
+            free = torch.cuda.mem_get_info(place)[0]
+        return free if cap_gib is None else min(free, int(cap_gib * 2**30) - torch.cuda.memory_reserved(place))
+
+    accelerator.available_memory = available_memory
 
 
 def tear_down(accelerator: Accelerator, model: Any) -> None:

@@ -99,11 +99,13 @@ class OpenRun:
         from study.host.environment import describe_environment
         from study.host.swap import swap_folder
         from study.measure.profiling import check_profiled_steps
-        from study.run.checkpoint import check_steps_are_left
+        from study.run.checkpoint import check_goes_on
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
-        check_steps_are_left(config, self.checkpoint, len(data.train))
+        if self.checkpoint:
+            assert initial is not None, "a virtual rank has no checkpoint"
+            check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
         if launch.is_main:
             self._held.enter_context(take_folder(output_dir, f"--output_dir {output_dir}"))

@@ -20,7 +20,7 @@ _AT_MOST = {
 }  # fmt: skip
 # For the large box alone, or about weights and data that the tiny models do not need.
 _DROPPED = {
-    "device_memory_cap_gib", "expected_s", "weights", "data", "dataset_config_name", "tokenizer_name",
+    "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
 _RUNGS = 3

@@ -96,8 +96,8 @@ def read_request(options: argparse.Namespace) -> Request:
     runs_dir = options.runs_dir.absolute()
     request = Request(_strategies(options.strategy), config, options.layers_fit, runs_dir, this_box())
     for cell in map(request.cell, request.strategies):
-        if request.depths:
-            preset_of(cell)
+        for depth in request.depths or ():
+            preset_of(cell).with_layers(depth)
     return request
 
 
@@ -136,7 +136,7 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 
 def _depths(text: str) -> tuple[int, int, int]:
-    if not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", text):
+    if not re.fullmatch(r"[1-9]\d{0,99},[1-9]\d{0,99},[1-9]\d{0,99}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not three depths such as 2,4,6")
     first, second, third = (int(part) for part in text.split(","))
     if not first < second < third:

@@ -83,7 +83,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
-        "stage": 3 if row["strategy"] == "fsdp2" else 0 if pd.isna(row["zero_stage"]) else int(row["zero_stage"]),
+        "stage": 3 if row["distributed_type"] == "FSDP" else 0 if pd.isna(stage := row["zero_stage"]) else int(stage),
         "preset_layers": row["preset_layers"],
     }
 
