@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transformers import get_scheduler, set_seed
 
         from study.measure import Meters
+        from study.measure.clock import STEPS_BETWEEN_EVALUATIONS
         from study.models.initial import load_initial_model, materialize_initial_weights
         from study.run import engine
         from study.run.audit import audit, check_compute_dtype
@@ -136,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     with autocast, meters.memory.phase("eval"):
                         evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
+                    # As the study's clock, which leaves out the step after an evaluation.
+                    if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:
+                        uncounted = step + 1
                 started = time_when_done(device)
         progress.close()
 
