@@ -13,6 +13,7 @@ from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
+from study.host.releases import refuse_unverified_pair
 from study.host.swap import refuse_full_drive
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
@@ -64,6 +65,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
 
     if refuse:
         refuse(config, launch)
+    refuse_unverified_pair(launch.strategy)
     if not config.torch_compile:
         # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
