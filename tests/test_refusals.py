@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from test_records import write_run
 
 from engines import ROOT
-from forked import fork_script
+from forked import fork_ranks, fork_script
 from study.errors import UserError
 from study.host.folders import cache_directory
 from study.record.directory import read_json, write_json
@@ -344,6 +345,20 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path:
     assert_is_one_line(ours[0], ("--nvme_path", nvme_path), "a local drive")
     created = {name for name in contents(tmp_path) if name not in before}
     assert created == {"cwd", "cwd/accelerate_configs"}
+
+
+def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free > 1209 * 2**30:
+        pytest.skip("the drive here is large enough")
+    model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
+    folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2
+    assert len(lines) == 1, result.stderr
+    # 16 bytes of each for the optimizer's state and gradients, and 2 for the parameter itself, on both ranks together.
+    assert "zero3_nvme with 72 billion parameters takes 1209.4 GiB there" in lines[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def launch_of(strategy: str, ranks: int) -> Launch:

@@ -13,6 +13,8 @@ from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
+from study.host.releases import refuse_unverified_pair
+from study.host.swap import refuse_full_drive
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
@@ -20,6 +22,7 @@ from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
+from study.theory.memory import state_bytes
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
 # What one trainer cannot do.
@@ -62,6 +65,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
 
     if refuse:
         refuse(config, launch)
+    refuse_unverified_pair(launch.strategy)
     if not config.torch_compile:
         # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -83,6 +87,8 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
     model_config(config)
+    if launch.strategy.uses_nvme:
+        check_room_to_swap(config, launch)
     cache = cache_directory()
     build_operators(launch.strategy, cache)
     if launch.virtual:
@@ -177,6 +183,16 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
                 f"the launch asks for {key} {asked}, and --{flag} for {ours}",
                 f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
             )
+
+
+def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
+    """For all ranks of this box."""
+    from study.models.architecture import shape_of
+
+    parameters, state = shape_of(config).parameters, state_bytes(launch.strategy, config.precision, launch.world_size)
+    processes = 1 if launch.virtual else launch.local_world_size
+    what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
+    refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
 
 
 def _check_tracker(name: str) -> None:

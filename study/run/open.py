@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed, UserError
+from study.host.box import free_memory
 from study.host.folders import folder_named
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
@@ -237,7 +238,7 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         launch, console, output_dir = self.launch, self.console, self.output_dir
-        ending = ending_of(error, alone=launch.virtual or launch.world_size == 1)
+        ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
         traceback.print_exception(error)
         # Where the main process was refused, the folder is another launch's.
         if launch.is_main or is_taken_by_this_launch(output_dir):
