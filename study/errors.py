@@ -11,7 +11,8 @@ REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
 
 
 _BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 4, 4, 100, 60, 60
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist = 2, 4, 4
+_BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 100, 60, 60
 
 
 def brief(value: object) -> str:

@@ -105,6 +105,12 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--output_dir", ""], "--output_dir"),
         (["--engine_override", "a"], "'a'"),
         (["--data", "x\udcff"], "--data 'x\\udcff'"),
+        (["--data", ""], "--data is empty"),
+        (["--nvme_path", ""], "--nvme_path is empty"),
+        (["--resume_from_checkpoint", ""], "--resume_from_checkpoint is empty"),
+        (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
+        (["--max_steps", "9" * 30], "--max_steps 999"),
+        (["--logging_steps", str(2**53 + 1)], "--logging_steps 9007199254740993"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:
@@ -289,8 +295,8 @@ def test_overrides_are_json_and_whole_floats_become_integers() -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"], ["a=[Infinity]"],
-     ['a={"b": 1e999}'], ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
+    [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"],
+     ["a=[Infinity]"], ['a={"b": 1e999}'], ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
 )  # fmt: skip
 def test_an_override_that_says_nothing_or_two_things_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="--engine_override"):

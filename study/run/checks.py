@@ -18,7 +18,8 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
-from study.spec.overrides import override
+from study.spec.names import BATCH_KEYS
+from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
@@ -81,6 +82,8 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     check_request(config, launch)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
+    if launch.strategy.deepspeed is not None:
+        check_engine_settings(config, launch.strategy)
     model_config(config)
     cache = cache_directory()
     build_operators(launch.strategy, cache)
@@ -160,6 +163,38 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         _check_tracker(config.report_to)
     if strategy.uses_nvme:
         _check_nvme(strategy, folder_named(config.nvme_path))
+
+
+def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
+    """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
+    from deepspeed.runtime import config as constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    assert strategy.deepspeed is not None
+    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    for key in parse_overrides(config.engine_override):
+        section = key.split(".")[0]
+        if section not in known:
+            raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
+        if section in BATCH_KEYS:
+            raise UserError(
+                f"--engine_override {key}: the batch of the run decides it",
+                "use --global_batch_size and --per_device_train_batch_size",
+            )
+    zero = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
+    if isinstance(zero, dict):
+        # Accelerate fills these in.
+        zero = {key: value for key, value in zero.items() if value != "auto"}
+    try:
+        DeepSpeedZeroConfig.model_validate(zero)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UserError(
+            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
+            "fix --engine_override, or the strategy's file",
+        ) from None
 
 
 def _check_tracker(name: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, first_line
+from study.host.folders import folder_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +38,7 @@ def local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
 
 
 def _existing(data: str) -> Path:
-    path = Path(data).expanduser()
+    path = folder_named(data)
     if not path.exists():
         raise UserError(f"--data {data}: no such file or folder", "use --data hub, --data builtin or an existing path")
     return path
