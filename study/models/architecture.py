@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
+from study.errors import UserError, first_line
 from study.models.hub import load_from
 from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model, refuse_depth
 from study.spec.config import RunConfig
@@ -52,7 +52,16 @@ def shape_of(config: RunConfig) -> Shape:
     import torch
 
     with torch.device("meta"):
-        model = build_model(config)
+        try:
+            model = build_model(config)
+        except UserError:
+            raise
+        except Exception as error:
+            # Nothing is allocated here, so what fails is the architecture itself.
+            raise UserError(
+                f"no model can be made as {config.model_name_or_path} describes it ({first_line(error)})",
+                "fix its config.json",
+            ) from error
     sizes = [parameter.numel() for parameter in model.parameters()]
     return Shape(sum(sizes), max(sizes), model.config)
 

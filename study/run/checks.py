@@ -20,7 +20,8 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
-from study.spec.overrides import override
+from study.spec.names import BATCH_KEYS
+from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
 from study.theory.memory import state_bytes
 
@@ -86,6 +87,8 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
+    if launch.strategy.deepspeed is not None:
+        check_engine_settings(config, launch.strategy)
     model_config(config)
     if launch.strategy.uses_nvme:
         check_room_to_swap(config, launch)
@@ -193,6 +196,38 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
+
+
+def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
+    """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
+    from deepspeed.runtime import config as constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    assert strategy.deepspeed is not None
+    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    for key in parse_overrides(config.engine_override):
+        section = key.split(".")[0]
+        if section not in known:
+            raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
+        if section in BATCH_KEYS:
+            raise UserError(
+                f"--engine_override {key}: the batch of the run decides it",
+                "use --global_batch_size and --per_device_train_batch_size",
+            )
+    zero = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
+    if isinstance(zero, dict):
+        # Accelerate fills these in.
+        zero = {key: value for key, value in zero.items() if value != "auto"}
+    try:
+        DeepSpeedZeroConfig.model_validate(zero)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UserError(
+            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
+            "fix --engine_override, or the strategy's file",
+        ) from None
 
 
 def _check_tracker(name: str) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed, UserError
 from study.host.box import free_memory
 from study.host.folders import folder_named
+from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import Terminated, ending_of, raising_on
@@ -49,6 +50,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
     opened = time.perf_counter()
     try:
+        check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         is_main = os.environ.get("RANK", "0") == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.launch.cell import Trainer
 from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
@@ -207,13 +208,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list(
 
 def find_suite(name: str) -> Path:
     """A name in study/suites/, or a path."""
-    shipped = SUITE_DIRECTORY / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    if Path(name).is_file():
-        return Path(name)
-    names = ", ".join(sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")))
-    raise UserError(f"no suite is called {name!r}, and no such file is there", f"use one of {names}, or a path")
+    shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    with contextlib.suppress(OSError):
+        if Path(name).is_file():
+            return Path(name)
+    known = ", ".join(sorted(shipped))
+    raise UserError(f"no suite is called {brief(name)}, and no such file is there", f"use one of {known}, or a path")
 
 
 def read_suite(file: Path) -> Suite:
