@@ -106,7 +106,7 @@ class OpenRun:
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
-        if self.checkpoint:
+        if self.checkpoint and launch.is_main:
             assert initial is not None, "a virtual rank has no checkpoint"
             check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
@@ -117,6 +117,8 @@ class OpenRun:
         self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
+        if initial is not None and initial.remark:
+            console.shout(f"notice: {initial.remark}")
         console.say(self._headline())
         self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
