@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 # Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist = 2, 4, 4
+_BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 100, 60, 60
+
+
+def brief(value: object) -> str:
+    """A value as it was given, for a message: a few lines of YAML with aliases can be gigabytes of text."""
+    return _BRIEF.repr(value)
 
 
 class UserError(Exception):

@@ -9,23 +9,50 @@ import time
 import cpuinfo
 import pytest
 
-from study.host.operators import _clear_dead_build, _remember_the_processor, build_folder
+from study.host.operators import (
+    _clear_dead_build,
+    _remember_the_processor,
+    build_folder,
+    lacks_toolkit,
+    libaio_is_there,
+    toolkit_version,
+)  # fmt: skip
 from study.record.directory import read_json
 
 LOAD = """
+import sys
 from study.host.operators import build_operators
 from study.host.folders import cache_directory
 from study.spec.strategies import read_strategy
-build_operators(read_strategy("zero0"), cache_directory())
+build_operators(read_strategy(sys.argv[1]), cache_directory())
 """
 
 
 @pytest.mark.alone
-def test_a_lock_that_a_killed_run_left_holds_up_nobody():
-    folder = build_folder("deepspeed_shm_comm")
+# The last one is loaded by DeepSpeed itself, before its asynchronous I/O.
+@pytest.mark.parametrize(("strategy", "operator"), [("zero0", "deepspeed_shm_comm"), ("zero3_nvme", "pin_memory")])
+def test_a_lock_that_a_killed_run_left_holds_up_nobody(strategy, operator):
+    if strategy == "zero3_nvme" and not libaio_is_there():
+        pytest.skip("libaio is not installed")
+    folder = build_folder(operator)
     (folder / "lock").touch()
-    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", LOAD, strategy], check=True, timeout=240)
     assert not (folder / "lock").exists()
+
+
+def test_on_a_gpu_asynchronous_io_alone_wants_the_toolkit_of_cuda():
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    if toolkit_version() is not None:
+        pytest.skip("a CUDA toolkit is here")
+    asked = {name: CUDA_Accelerator().create_op_builder(f"{name}Builder") for name in ("AsyncIO", "CPUAdam")}
+    asked["AsyncIO"].build_for_cpu = False
+    with pytest.raises(TypeError):
+        asked["AsyncIO"].include_paths()
+    assert {name: lacks_toolkit(builder, on_gpu=True) for name, builder in asked.items()} == {
+        "AsyncIO": True, "CPUAdam": False
+    }  # fmt: skip
+    assert not lacks_toolkit(asked["AsyncIO"], on_gpu=False)
 
 
 def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):

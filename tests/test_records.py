@@ -398,6 +398,17 @@ def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, o
     assert_refused(older_run, file.name, "finite")
 
 
+def test_skipped_steps_are_counted_twice_and_alike(older_run: Path) -> None:
+    rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
+    (older_run / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(older_run).steps == rows
+    for said in (2, 1):
+        (older_run / "summary.json").write_text(json.dumps(SUMMARY | {"steps_skipped": said, "warmup_steps": 3}))
+        if said == 2:
+            assert read_run(older_run).summary["steps_skipped"] == 2
+    assert_refused(older_run, "summary.json", "steps_skipped is 1, and steps.jsonl says 2")
+
+
 @pytest.mark.parametrize("name", ["steps", "evals"])
 @pytest.mark.parametrize("token", ["NaN", "1e999"])
 def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, older_run: Path) -> None:

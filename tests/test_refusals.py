@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import pytest
 from test_records import write_run
 
 from engines import ROOT
-from forked import fork_script
+from forked import fork_ranks, fork_script
 from study.errors import UserError
 from study.host.contents import sealed
 from study.host.environment import describe_environment
+from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
 from study.run.checkpoint import digests_of
@@ -29,7 +31,7 @@ from study.tasks import load_data
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
 # One that is refused before anything is imported, and two after.
-WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16"])
+WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16-engine"])
 
 
 def refuse(
@@ -136,7 +138,7 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
         ),
         (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
         (["--seq_length", "100000"], ("--seq_length 100000", "bert-tiny"), "or less"),
-        (["--precision", "fp16"], ("--precision fp16", "CPU"), "--precision bf16"),
+        (["--precision", "fp16-engine"], ("fp16-engine", "single"), "use --precision fp16,"),
         (["--precision", "bf16-engine"], ("bf16-engine", "single"), "zero*"),
         (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "leave it out"),
         (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
@@ -153,6 +155,21 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
 ) -> None:
     forked = arguments not in WITH_ITS_IMPORTS
     assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix, forked=forked)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says", "fix"),
+    [
+        ("MIXED_PRECISION", "bf16", ("mixed_precision bf16", "--precision"), "--precision alone"),
+        ("DYNAMO_BACKEND", "INDUCTOR", ("dynamo_backend inductor", "--torch_compile"), "--torch_compile alone"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", ("gradient_accumulation_steps 4",), "--per_device_train_batch_size"),
+    ],
+)
+def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
+    tmp_path: Path, variable: str, value: str, says: tuple[str, ...], fix: str
+) -> None:
+    asked: dict[str, Any] = {f"ACCELERATE_{variable}": value}
+    assert_refused(tmp_path, "--scale", "laptop", says=says, fix=fix, **asked)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
@@ -203,6 +220,25 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     cache = str(tmp_path / "file" / "cache")
     assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
+
+
+@pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
+def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for name, value in {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute", "ZERO_STUDY_CACHE": ""}.items():
+        monkeypatch.setenv(name, "" if name == empty else value)
+    assert cache_directory() == tmp_path / ".cache" / "zero-study"
+    monkeypatch.setenv("ZERO_STUDY_CACHE", "~/mine")
+    assert cache_directory() == tmp_path / "mine"
+
+
+def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:
+    flags = ("--scale", "laptop")
+    says = ("docstrings",)
+    assert_refused(tmp_path, *flags, says=says, fix="unset PYTHONOPTIMIZE", forked=False, PYTHONOPTIMIZE="2")
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
@@ -328,6 +364,20 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path:
     assert_is_one_line(ours[0], ("--nvme_path", nvme_path), "a local drive")
     created = {name for name in contents(tmp_path) if name not in before}
     assert created == {"cwd", "cwd/accelerate_configs"}
+
+
+def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free > 1209 * 2**30:
+        pytest.skip("the drive here is large enough")
+    model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
+    folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2
+    assert len(lines) == 1, result.stderr
+    # 16 bytes of each for the optimizer's state and gradients, and 2 for the parameter itself, on both ranks together.
+    assert "zero3_nvme with 72 billion parameters takes 1209.4 GiB there" in lines[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def launch_of(strategy: str, ranks: int) -> Launch:

@@ -192,3 +192,14 @@ def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:
     said = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
     assert said == ["no baseline: no run of this workload ended ok"]
     assert isinstance(alone, pd.DataFrame)
+
+
+def test_an_older_fp16_is_told_from_the_one_that_is_meant_now(tmp_path: Path) -> None:
+    """It was autocast, DeepSpeed's own, or weights in fp16 under fsdp2; whatever skipped steps, nobody saw."""
+    now = {"precision": "fp16", "loss_scaler": {"initial_scale": 65536.0}}
+    for name, engine in (("single", now), ("ddp", now), ("zero3", {"precision": "fp16"}), ("fsdp2", {})):
+        write_run(tmp_path, name, name=name, engine=engine, config={"precision": "fp16"})
+    found = labels(tmp_path)
+    assert found["single"] == found["ddp"] == ""
+    assert found["zero3"].startswith("precision: ran in fp16, DeepSpeed, with a loss scale of its own, fp16 asked")
+    assert found["fsdp2"].startswith("precision: ran in fp16, weights in fp16")

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -19,10 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import INSTALL, MIB, Check, needed, shown
-from study.errors import first_line
+from study.errors import Unsupported, first_line
+from study.host.devices import refuse_useless_gpus
 from study.host.folders import cache_directory
 from study.host.memory import GIB
-from study.host.operators import build_folder, builders, libaio_is_there, load_operator, use_own_build
+from study.host.operators import (
+    build_folder,
+    builders,
+    lacks_toolkit,
+    libaio_is_there,
+    load_operator,
+    toolkit_fix,
+    toolkit_version,
+    use_own_build,
+)  # fmt: skip
 
 CHUNK_MIB, CHUNKS = 32, 8
 # A slow drive gets no more than this for each direction.
@@ -66,11 +75,15 @@ def _gpus() -> Check:
     from study.host.box import this_box
     from study.host.environment import describe_environment
 
+    try:
+        refuse_useless_gpus()
+    except Unsupported as refusal:
+        return Check("gpus", "missing", refusal.problem, refusal.fix)
     visible = this_box().gpus
     seen = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
     if not devices and not visible:
-        return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores, bf16 and fp32, no fp16")
+        return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores")
     counted = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
     found = f"{counted or 'none'}; driver {seen['driver']}, CUDA {seen['cuda']}, torch {torch.__version__}"
     return needed("gpus", len(devices) >= visible, found, f"the driver shows {visible}", REINSTALL_TORCH)
@@ -87,22 +100,17 @@ def _nccl() -> Check:
 
 
 def _nvcc() -> Check:
-    """With a GPU, DeepSpeed compiles the offload operators with it, if its major version is that of torch's CUDA."""
+    """With a GPU, DeepSpeed's asynchronous I/O is linked with CUDA, and finds the library that torch has loaded."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
     if not torch.cuda.is_available():
         return Check("nvcc", "none", "not needed without a GPU")
-    try:
-        from deepspeed.ops.op_builder.builder import installed_cuda_version
-
-        version = installed_cuda_version()
-    except (OSError, RuntimeError, subprocess.SubprocessError, AssertionError):
-        version = ()
-    same = bool(version) and str(version[0]) == str(torch.version.cuda).partition(".")[0]
+    version = toolkit_version()
+    same = version is not None and str(version[0]) == str(torch.version.cuda).partition(".")[0]
     found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
-    problem = f"DeepSpeed compiles the offload operators with it, for torch's CUDA {torch.version.cuda}"
-    return needed("nvcc", same, found, problem, f"export CUDA_HOME=DIR, with the toolkit of CUDA {torch.version.cuda}")
+    problem = f"NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
+    return needed("nvcc", same, found, problem, toolkit_fix())
 
 
 def _matmul() -> Check:
@@ -134,6 +142,7 @@ def _operators() -> Check:
 
 
 def _operator_state(builder: Any) -> str:
+    import torch
     from deepspeed.git_version_info import installed_ops
 
     folder = build_folder(builder.name)
@@ -141,7 +150,8 @@ def _operator_state(builder: Any) -> str:
         return "being built, or left half-built"
     if installed_ops.get(builder.name, False) or (folder / f"{builder.name}.so").exists():
         return "built"
-    return "to be built on first use" if builder.is_compatible(verbose=False) else "not buildable here"
+    is_buildable = builder.is_compatible(verbose=False) and not lacks_toolkit(builder, torch.cuda.is_available())
+    return "to be built on first use" if is_buildable else "not buildable here"
 
 
 def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
@@ -150,25 +160,25 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
     It opens with O_DIRECT, so the page cache is not what is measured.
     """
     import torch
-    from deepspeed.ops.op_builder import AsyncIOBuilder
 
     from study.spec.strategies import read_strategy
 
-    name = "nvme bandwidth"
+    name, strategy = "nvme bandwidth", read_strategy("zero3_nvme")
     if folder is None:
         return Check(name, "none", why_not, ANOTHER_DRIVE)
     # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
-    if _operator_state(AsyncIOBuilder()) != "built":
-        return Check(name, "none", "not measured: the operator async_io is not built yet", f"{BUILD} && study doctor")
+    asynchronous_io = builders(strategy)[-1]
+    if any(_operator_state(builder) != "built" for builder in builders(strategy)):
+        return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
     file = folder / "bandwidth"
     try:
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
         found = f"not measurable: this file system refuses O_DIRECT ({error.strerror})"
         return Check(name, "none", found, ANOTHER_DRIVE)
-    settings = (read_strategy("zero3_nvme").deepspeed or {})["aio"]
+    settings = (strategy.deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
-    handle = load_operator(AsyncIOBuilder()).aio_handle(*(settings[key] for key in order))
+    handle = load_operator(asynchronous_io).aio_handle(*(settings[key] for key in order))
     example = torch.empty(0, dtype=torch.uint8)
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
     # Random, because some drives compress.

@@ -8,10 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from study.host.memory import host_memory
+from study.record.outcome import FreeMemory
 from study.spec.strategies import REPOSITORY
 
 try:
@@ -21,6 +23,7 @@ except ModuleNotFoundError:
     pynvml = None
 
 _MATMUL_LIMIT_S = 120
+Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,23 @@ class Box:
 
 def this_box(root: Path = Path("/")) -> Box:
     """`root` is where `proc` and `sys` are."""
-    memory = (pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in _handles())
+    memory = (pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in visible_gpus())
     return Box(tuple(memory), host_memory(root).total_gib)
+
+
+def free_gpu_bytes(place: int) -> int | None:
+    """What nobody holds of the GPU at this place among the visible ones; None where the driver does not say."""
+    handles = visible_gpus()
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
+    except pynvml.NVMLError:
+        return None
+
+
+def free_memory(place: int) -> FreeMemory:
+    """Of the visible GPU at this place, and of the host."""
+    free = free_gpu_bytes(place)
+    return FreeMemory(None if free is None else free / 2**30, host_memory().available_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:
@@ -46,7 +64,7 @@ def gpu_processes() -> list[dict[str, Any]]:
     try:
         return [
             {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
-            for gpu, handle in enumerate(_handles())
+            for gpu, handle in enumerate(visible_gpus())
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         ]
     except pynvml.NVMLError:
@@ -73,25 +91,42 @@ def matmul_rates(box: Box) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
+    return _asked(lambda: str(pynvml.nvmlSystemGetDriverVersion()))
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver runs, such as 12.4."""
+    number = _asked(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+
+
+def visible_gpus() -> list[Any]:
+    """NVML's handle of each GPU that a run would see; none where there is no driver or no package for it."""
+    return _asked(lambda: [_handle(name) for name in _visible()]) or []
+
+
+def _asked(question: Callable[[], Answer]) -> Answer | None:
     if pynvml is None:
         return None
     try:
         pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
+        return question()
     except pynvml.NVMLError:
         return None
 
 
-def _handles() -> list[Any]:
-    """One for each GPU that a run would see; none where there is no driver or no package for it."""
-    if pynvml is None:
-        return []
-    by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+def _handle(name: str) -> Any:
+    """By its place, or by its UUID or that of a MIG slice; CUDA takes the beginning of a GPU's for all of it."""
+    if name.isdigit():
+        return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     try:
-        pynvml.nvmlInit()
-        return [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in _visible()]
-    except pynvml.NVMLError:
-        return []
+        return pynvml.nvmlDeviceGetHandleByUUID(name)
+    except pynvml.NVMLError_NotFound:
+        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        meant = [handle for handle in every if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(name)]
+        if len(meant) != 1:
+            raise
+        return meant[0]
 
 
 def _visible() -> list[str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import platform
 from pathlib import Path
 
+from study.errors import Unsupported
+from study.host.box import driver_cuda, driver_version, visible_gpus
+from study.host.cgroups import allowed_cores
 from study.host.imports import importing
 from study.spec.strategies import Launch
 
@@ -20,6 +24,8 @@ def prepare_devices(launch: Launch) -> int:
     """Give this rank its share of the processor; returns how many GPUs are visible."""
     # An engine's own OpenMP library reads this once, when it is loaded; torch's is set below.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # NVML and nvidia-smi number the GPUs so; CUDA by itself begins with the fastest.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if launch.virtual:
         # It copies its part into N places where a real one receives: threads that spin between two small copies would
         # take most of the time, and more where the cores are shared.
@@ -27,6 +33,7 @@ def prepare_devices(launch: Launch) -> int:
     with importing():
         import torch
 
+    refuse_useless_gpus()
     gpus = torch.cuda.device_count()
     # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs the cores are shared
     # out: launchers set 1, which would starve an optimizer that runs on the host.
@@ -40,8 +47,41 @@ def prepare_devices(launch: Launch) -> int:
     return gpus
 
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def refuse_useless_gpus() -> None:
+    """GPUs that the driver shows and this torch cannot use: torch counts them, and then every run would fail."""
+    import torch
+
+    gpus = len(visible_gpus())
+    if not gpus or torch.cuda.is_available():
+        return
+    built, runs = torch.version.cuda, driver_cuda() or "of an unknown version"
+    problem = (
+        f"{gpus} GPU{'s'[: gpus > 1]} are here and torch {torch.__version__} can use none: it is built for"
+        f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {driver_version()} runs CUDA {runs}"
+    )
+    raise Unsupported(
+        problem, f"{torch_for_driver(runs, torch.__version__)}; or let CUDA_VISIBLE_DEVICES be empty, to train on cores"
+    )
+
+
+def torch_for_driver(runs: str, version: str) -> str:
+    """How to get a torch that the driver can run, which is one for its own major version of CUDA or an older one."""
+    install = f"python -m pip install --force-reinstall torch=={version.partition('+')[0]}"
+    if runs.startswith("12."):
+        # Every driver of CUDA 12 runs every build of it, and this one is made of the newest torch, too.
+        return f"{install} --index-url https://download.pytorch.org/whl/cu129"
+    if runs.startswith(("10.", "11.")):
+        return "update the driver: every torch that this study runs on needs one of CUDA 12 or newer"
+    return install
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """Those that this process may run on, or as many as its container's share of time is worth.
+
+    More threads than that are stopped together for the rest of each period. `root` is where `proc` and `sys` are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, allowed_cores(root))))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from study.errors import UserError
+from study.host.cgroups import cgroups, counter, number
 from study.spec.strategies import Strategy
 
 # Overrides how much memory the box seems to have.
@@ -81,56 +82,26 @@ class OomCounts:
 
 def oom_counts(root: Path = Path("/")) -> OomCounts:
     """Counters of this process's cgroup and of the host; 0 where the kernel keeps none."""
-    killed = _counter(root / "proc/vmstat", "oom_kill")
+    killed = counter(root / "proc/vmstat", "oom_kill")
     limit_hit = 0
-    for folder in _memory_cgroups(root):
-        killed += _counter(folder / "memory.events", "oom_kill") + _counter(folder / "memory.oom_control", "oom_kill")
-        limit_hit += _counter(folder / "memory.events", "oom") + _number(folder / "memory.failcnt")
+    for folder in cgroups(root, "memory"):
+        killed += counter(folder / "memory.events", "oom_kill") + counter(folder / "memory.oom_control", "oom_kill")
+        limit_hit += counter(folder / "memory.events", "oom") + number(folder / "memory.failcnt")
     return OomCounts(killed, limit_hit)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
     """Bytes in all and bytes left, of this process's cgroup and of those above it."""
-    for folder in _memory_cgroups(root):
+    for folder in cgroups(root, "memory"):
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             # "max" is no number, and without a limit version 1 shows a huge one.
-            if total := _number(folder / limit):
+            if total := number(folder / limit):
                 # The kernel drops cached files before it refuses memory.
-                used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
+                used = number(folder / usage) - counter(folder / "memory.stat", cache)
                 yield total, max(0, total - used)
-
-
-def _memory_cgroups(root: Path) -> Iterator[Path]:
-    """Its own cgroup and those above it, as far as they can be seen."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        own = top / path.lstrip("/")
-        yield from (own, *(above for above in own.parents if above.is_relative_to(top)))
-
-
-def _counter(file: Path, name: str) -> int:
-    try:
-        rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
-        return next((int(row[1]) for row in rows if row[0] == name), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _number(file: Path) -> int:
-    try:
-        return int(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
 
 
 def can_lock(size: int) -> bool:

@@ -26,10 +26,16 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     """Build and load what the strategy needs; returns the seconds it took (near 0 if all was there)."""
     if strategy.deepspeed is None:
         return 0.0
+    import torch
+
     started = time.perf_counter()
     use_own_build(cache)
     _remember_the_processor(cache)
     for builder in builders(strategy):
+        if lacks_toolkit(builder, torch.cuda.is_available()):
+            raise Unsupported(
+                f"DeepSpeed links its operator {builder.name} with CUDA: no toolkit is here", toolkit_fix()
+            )
         try:
             load_operator(builder)
         except Exception as error:  # the compiler's, the linker's or ninja's
@@ -44,6 +50,10 @@ def load_operator(builder: Any) -> Any:
     """The operator's module. Whoever loads without this lock loses torch's to a run that starts beside it."""
     from filelock import FileLock
 
+    if builder.name == "async_io":
+        # It loads that one first, by itself: past this lock, and for ever behind a dead one of torch's.
+        for first in _pin_memory():
+            load_operator(first)
     folder = build_folder(builder.name)
     # Beside the folder it guards, so that all who share the folder share the lock.
     with FileLock(folder.with_suffix(".build.lock")):
@@ -94,9 +104,40 @@ def builders(strategy: Strategy) -> list[Any]:
         names.append("ShareMemCommBuilder")
     if strategy.offload_device("optimizer"):
         names.append("CPUAdamBuilder")
-    if strategy.uses_nvme:
-        names.append("AsyncIOBuilder")
-    return [accelerator.create_op_builder(name) for name in names]
+    found = [accelerator.create_op_builder(name) for name in names]
+    return [*found, *_pin_memory(), accelerator.create_op_builder("AsyncIOBuilder")] if strategy.uses_nvme else found
+
+
+def _pin_memory() -> list[Any]:
+    """An operator that later releases of DeepSpeed have, and link their asynchronous I/O with."""
+    from deepspeed.ops import op_builder
+
+    return [op_builder.PinMemoryBuilder()] if hasattr(op_builder, "PinMemoryBuilder") else []
+
+
+def lacks_toolkit(builder: Any, on_gpu: bool) -> bool:
+    """DeepSpeed dies of a TypeError then. Its optimizers on the host are not linked with CUDA, and want none."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    is_to_be_built = isinstance(builder, CUDAOpBuilder) and not installed_ops.get(builder.name, False)
+    return on_gpu and is_to_be_built and toolkit_version() is None
+
+
+def toolkit_fix() -> str:
+    import torch
+
+    return f"install the toolkit of CUDA {torch.version.cuda}, nvcc included, and export CUDA_HOME=DIR"
+
+
+def toolkit_version() -> tuple[int, ...] | None:
+    """Of the CUDA toolkit that torch finds; None without one, or without an nvcc in it."""
+    from deepspeed.ops.op_builder.builder import installed_cuda_version
+
+    try:
+        return tuple(installed_cuda_version())
+    except Exception:  # DeepSpeed's own kinds, which differ between its releases
+        return None
 
 
 def build_folder(name: str) -> Path:

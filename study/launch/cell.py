@@ -35,6 +35,8 @@ class Cell:
     # The suite's own estimate, which holds until a record says better.
     expected_s: float | None = None
     trainer: Trainer = "study"
+    # That a box which the suite is made for runs out of memory here, which is what the cell is there to show.
+    expect: Literal["oom"] | None = None
 
     @functools.cached_property
     def id(self) -> str:

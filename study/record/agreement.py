@@ -46,6 +46,7 @@ def _said_elsewhere(run: Run) -> dict[str, dict[str, float | None]]:
         "steps.jsonl": {
             "steps": len(run.steps), "tokens": sum(row["tokens"] for row in run.steps),
             "train_loss_first": first.get("loss"), "train_loss_final": last.get("loss"),
+            **({"steps_skipped": sum("skipped" in row for row in run.steps)} if "steps_skipped" in run.summary else {}),
         },
         "evals.jsonl": {
             "eval_loss_final": evaluation.get("eval_loss"), "eval_accuracy": evaluation.get("accuracy"),

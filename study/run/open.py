@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed, UserError
+from study.host.box import free_memory
 from study.host.folders import folder_named
+from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import Terminated, ending_of, raising_on
@@ -48,6 +50,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
     opened = time.perf_counter()
     try:
+        check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         is_main = os.environ.get("RANK", "0") == "0"
@@ -150,11 +153,16 @@ class OpenRun:
         return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
 
     @property
+    def warmup_steps(self) -> int:
+        """The first of those that are left; their times are in no statistic."""
+        from study.measure.clock import warmup_steps
+
+        return warmup_steps(self.total_steps - self.first_step)
+
+    @property
     def watched_step(self) -> int:
         """One step after the warm-up: what it sends and holds is counted, and its time is not."""
-        from study.measure import WARMUP_STEPS
-
-        return min(self.first_step + WARMUP_STEPS + 1, self.total_steps)
+        return min(self.first_step + self.warmup_steps + 1, self.total_steps)
 
     @property
     def step_numbers(self) -> range:
@@ -163,9 +171,11 @@ class OpenRun:
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """Each step that is left: its number, and this rank's micro-batches."""
+        from study.tasks.blocks import pinned
+
         self.loop_starts()
         for step in self.step_numbers:
-            yield step, [self.data.train.__getitems__(indices) for indices in self.indices(step)]
+            yield step, [pinned(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
         """Which samples this rank takes in a step, a list for each micro-batch."""
@@ -232,7 +242,7 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         launch, console, output_dir = self.launch, self.console, self.output_dir
-        ending = ending_of(error, alone=launch.virtual or launch.world_size == 1)
+        ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
         traceback.print_exception(error)
         # Where the main process was refused, the folder is another launch's.
         if launch.is_main or is_taken_by_this_launch(output_dir):

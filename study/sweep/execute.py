@@ -106,7 +106,8 @@ class Sweep:
                     raise Stopped(f"{place} cannot be written ({error.strerror}): make room, or fix it") from None
                 # A probe asks whether it fits: that it does not is an answer, and no failure.
                 seconds = time.monotonic() - started
-                self.progress.end(cell, ending, seconds, oom_is_an_answer=isinstance(item, Search))
+                is_an_answer = isinstance(item, Search) or cell.expect == "oom"
+                self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
             if isinstance(item, Search):
                 finding = item.finding(self.root)
                 self.progress.searched(f"{item.id}: {finding.what_fits.answer} ({finding.what_fits.why_not_more})")

@@ -20,7 +20,7 @@ _AT_MOST = {
 }  # fmt: skip
 # For the large box alone, or about weights and data that the tiny models do not need.
 _DROPPED = {
-    "device_memory_cap_gib", "expected_s", "weights", "data", "dataset_config_name", "tokenizer_name",
+    "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
     "num_train_epochs",
 }  # fmt: skip
 _RUNGS = 3
@@ -72,8 +72,6 @@ def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 def _small(key: str, value: Any) -> Any:
     if key == "model_name_or_path":
         return "bert-tiny" if "bert" in value else "gpt-tiny"
-    if key == "precision" and value == "fp16":
-        return "bf16"  # no CPU trains in fp16
     return min(value, _AT_MOST[key]) if key in _AT_MOST else value
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.launch.cell import Trainer
 from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
@@ -19,9 +21,11 @@ from study.spec.strategies import STRATEGY_NAMES
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s"})
+CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect"})
+# The same on any number of ranks, where a micro-batch is not.
+ACCUMULATION = "gradient_accumulation_steps"
 # Where a run writes and what it resumes from is for the sweep to say.
-_SETTINGS = CELL_KEYS | {field.name for field in dataclasses.fields(RunConfig)} - {
+_SETTINGS = CELL_KEYS | {ACCUMULATION} | {field.name for field in dataclasses.fields(RunConfig)} - {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
 }  # fmt: skip
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
@@ -33,14 +37,17 @@ _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
     "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
     "largest_model": ("model_name_or_path",),
 }
+# Of a file with its aliases written out, of a suite's cells and of a ladder's rungs: more is a slip, and takes minutes
+# to plan or all of the memory.
+MOST = 10_000
 _NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 # What is right for a value, and how to say it. What is not here is a flag of study/train.py, which knows that itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
 _COUNT: _Check = (lambda value: type(value) is int and value >= 1, "a whole number from 1 up")
-_SECONDS: _Check = (lambda value: type(value) in (int, float) and value > 0, "a number of seconds")
-_GIB: _Check = (lambda value: type(value) in (int, float) and value >= 0, "a number of GiB")
+_SECONDS: _Check = (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number of seconds")
+_GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
 _CHECKS: dict[str, _Check] = {
@@ -57,7 +64,8 @@ _CHECKS: dict[str, _Check] = {
     ),
     "strategy": (lambda value: value in STRATEGY_NAMES, f"{', '.join(STRATEGY_NAMES)} or all"),
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
-    "world_size": _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
+    "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
+    "expect": (lambda value: value == "oom", "oom, or leave it out"),
 }  # fmt: skip
 
 
@@ -162,6 +170,15 @@ class _Section(dict[str, Any]):
 class _Loader(yaml.SafeLoader):
     file: Path
 
+    def checked_data(self) -> Any:
+        """What the file holds, unless its aliases make more of it than any suite has."""
+        node = self.get_single_node()
+        if node is None:
+            return None
+        if _written_out(node, {}) > MOST:
+            raise UserError(f"{self.file} holds more than {MOST} values, its aliases written out", "fix the file")
+        return self.construct_document(node)
+
     def section(self, node: yaml.MappingNode) -> _Section:
         section = _Section(f"{self.file}:{node.start_mark.line + 1}")
         for key_node, value_node in node.value:
@@ -174,6 +191,16 @@ class _Loader(yaml.SafeLoader):
         return section
 
 
+def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values there would be without aliases."""
+    if node not in known:
+        known[node] = 1  # also for one that holds itself
+        if isinstance(node, yaml.CollectionNode):
+            parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            known[node] += sum(_written_out(part, known) for part in parts)
+    return known[node]
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.section)
 # YAML 1.1 reads 1e-5 as a word; who writes it means the number.
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
@@ -181,20 +208,21 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list(
 
 def find_suite(name: str) -> Path:
     """A name in study/suites/, or a path."""
-    shipped = SUITE_DIRECTORY / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    if Path(name).is_file():
-        return Path(name)
-    names = ", ".join(sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")))
-    raise UserError(f"no suite is called {name!r}, and no such file is there", f"use one of {names}, or a path")
+    shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    with contextlib.suppress(OSError):
+        if Path(name).is_file():
+            return Path(name)
+    known = ", ".join(sorted(shipped))
+    raise UserError(f"no suite is called {brief(name)}, and no such file is there", f"use one of {known}, or a path")
 
 
 def read_suite(file: Path) -> Suite:
     try:
         loader = _Loader(file.read_text(encoding="utf-8"))
         loader.file = file
-        document = loader.get_single_data()
+        document = loader.checked_data()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not readable ({error})", "fix the file") from None
     except yaml.YAMLError as error:
@@ -216,12 +244,16 @@ def _suite(document: Any, file: str) -> Suite:
             slices=tuple(SliceOf(each.place, each.value("suite"), tuple(each.value("only", []))) for each in slices),
         )  # fmt: skip
     top.need("grids")
+    requires = Requirements(**_settings(top.section("requires", vars(Requirements()))))
+    grids = tuple(_grid(each, shared) for each in top.sections("grids", _GRID_KEYS))
+    if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MOST:
+        raise top.refusal("grids", f"have {runs} runs, and a suite has {MOST} at most", "make several suites of it")
     return Suite(
         name=name,
         description=description,
-        requires=Requirements(**_settings(top.section("requires", vars(Requirements())))),
+        requires=requires,
         order_seed=top.value("order_seed", 0),
-        grids=tuple(_grid(each, shared) for each in top.sections("grids", _GRID_KEYS)),
+        grids=grids,
     )
 
 
@@ -264,7 +296,9 @@ def _ladder(grid: _Section) -> Ladder:
         fix = "use {from: 1, to: 512}, or a list such as [1, 2, 4, 8] that goes up"
         if isinstance(given, _Section):
             ends = section.section(axis, ("from", "to"))
-            rungs = list(range(ends.value("from"), ends.value("to") + 1))
+            rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MOST) + 1))
+    if isinstance(rungs, list) and len(rungs) > MOST:
+        raise section.refusal(axis, f"has more than {MOST} sizes", "list those that are to be tried")
     is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
     if not is_ladder or len(set(rungs)) < len(rungs) or (kind is int and (rungs != sorted(rungs) or rungs[0] < 1)):
         raise section.refusal(axis, f"is {given!r}", fix)

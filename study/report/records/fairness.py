@@ -184,6 +184,8 @@ def _warnings(run: Row) -> list[str]:
 def _notes(run: Row) -> str:
     """What a reader of the row should know, though it breaks no invariant."""
     notes = [warning for warning in _warnings(run) if "are rounded" not in warning]
+    if run["steps_skipped"]:
+        notes.append(f"{run['steps_skipped']:g} of {run['steps']:g} steps skipped, whose gradients were not finite")
     if run["zero_stage"] and run["world_size"] == 1 and not any("shards nothing" in note for note in notes):
         notes.append(f"with one rank stage {run['zero_stage']} shards nothing")
     return "; ".join(notes)

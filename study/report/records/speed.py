@@ -45,7 +45,7 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
 def parameters(beside: pd.DataFrame) -> float:
     """Parameters of a workload's model, from the arms that hold them whole; NaN where none ran."""
-    whole = beside[(beside["status_state"] == "ok") & (beside["strategy"] != "fsdp2")]
+    whole = beside[(beside["status_state"] == "ok") & (beside["distributed_type"] != "FSDP")]
     whole = whole[whole["zero_stage"].fillna(0) < 3]
     held = whole[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
     return float((held / whole["param_dtype"].map(_BYTES)).max()) if len(whole) else NAN

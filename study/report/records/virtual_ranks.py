@@ -83,7 +83,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
-        "stage": 3 if row["strategy"] == "fsdp2" else 0 if pd.isna(row["zero_stage"]) else int(row["zero_stage"]),
+        "stage": 3 if row["distributed_type"] == "FSDP" else 0 if pd.isna(stage := row["zero_stage"]) else int(stage),
         "preset_layers": row["preset_layers"],
     }
 
@@ -148,7 +148,7 @@ def _sum(sizes: Iterable[float | None]) -> float:
 
 
 def _weights(summary: Summary) -> float:
-    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
+    each = 2 if summary["precision"] in ("bf16-engine", "fp16-engine") else 4
     return float(summary["model_parameters"]) * each
 
 

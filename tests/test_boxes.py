@@ -1,0 +1,161 @@
+"""Boxes with GPUs, by what their driver and their kernel say of them: NVML's answers are made up, all else is real."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from study.errors import Unsupported
+from study.host.box import free_gpu_bytes, this_box
+from study.host.devices import available_cores, refuse_useless_gpus, torch_for_driver
+from study.measure.energy import handle_of
+from study.measure.memory import MemoryMeter
+from study.run.engine import tell_what_is_free
+
+GIB = 2**30
+FIRST, SECOND = "GPU-8a56e0b1-0000-4000-8000-000000000001", "GPU-95c1f2a7-0000-4000-8000-000000000002"
+SLICE = "MIG-1f2e3d4c-0000-4000-8000-000000000003"
+FREE_GIB = {FIRST: 3, SECOND: 60, SLICE: 9}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs of 80 GiB and a slice of one, with a driver for CUDA 12.4. A handle is a UUID."""
+    by_place = [FIRST, SECOND]
+
+    def by_uuid(name):
+        if name not in FREE_GIB:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return name
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(by_place),
+        "nvmlDeviceGetHandleByIndex": by_place.__getitem__,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetUUID": lambda handle: handle,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=FREE_GIB[handle] * GIB),
+        "nvmlSystemGetDriverVersion": lambda: "550.54.15",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "free_gib"),
+    [
+        (None, [3, 60]), ("1,0", [60, 3]), (SECOND, [60]), (f"{SECOND},{FIRST}", [60, 3]), (SLICE, [9]),
+        # CUDA takes the beginning of a UUID for all of it, where only one GPU's begins so.
+        ("GPU-95c1", [60]), ("GPU-", []), ("GPU-77", []), ("", []),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visible, free_gib):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_box().gpu_memory_gib == (80.0,) * len(free_gib)
+    assert [free_gpu_bytes(place) for place in range(len(free_gib))] == [gib * GIB for gib in free_gib]
+    assert free_gpu_bytes(len(free_gib)) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "cap_gib", "expected_gib"),
+    [(f"{SECOND},{FIRST}", None, 60), (SLICE, None, 9), ("1", None, 60), ("1", 16.0, 16), (SECOND, 16.0, 16)],
+)
+def test_deepspeed_learns_what_is_free_however_a_gpu_is_named_and_within_the_cap(
+    two_gpus, monkeypatch, visible, cap_gib, expected_gib
+):
+    from deepspeed.accelerator import cuda_accelerator
+
+    monkeypatch.setattr(cuda_accelerator, "pynvml", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    accelerator = cuda_accelerator.CUDA_Accelerator()
+    if not visible.isdigit():
+        with pytest.raises(ValueError, match="invalid literal for int"):
+            accelerator.available_memory(0)
+    tell_what_is_free(accelerator, cap_gib)
+    assert accelerator.available_memory(0) == expected_gib * GIB
+
+
+def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_driver(two_gpus, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("torch can use a GPU here")
+    with pytest.raises(Unsupported) as refusal:
+        refuse_useless_gpus()
+    assert "2 GPUs are here" in refusal.value.problem
+    assert "the driver 550.54.15 runs CUDA 12.4" in refusal.value.problem
+    assert "https://download.pytorch.org/whl/cu129" in refusal.value.fix
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refuse_useless_gpus()
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"), [("11.8", "update the driver"), ("12.0", "cu129"), ("13.0", "torch==2.13.0")]
+)
+def test_a_driver_is_named_the_torch_that_it_can_run(runs, says):
+    assert says in torch_for_driver(runs, "2.13.0+cu130")
+
+
+@pytest.mark.parametrize(
+    ("uuid", "divided", "expected"),
+    [
+        (FIRST, None, FIRST), (FIRST, [0, 0], FIRST), (SLICE, [1, 1], SLICE), ("GPU-77", None, None),
+        # Of a slice some versions of CUDA say the UUID of the card it is cut from, whose figures are not its own.
+        (FIRST, [1, 1], None),
+    ],
+)  # fmt: skip
+def test_figures_of_a_slice_are_not_those_of_its_card(two_gpus, monkeypatch, uuid, divided, expected):
+    def mig_mode(handle):
+        if divided is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return divided
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", mig_mode)
+    assert handle_of(uuid.partition("-")[2]) == expected
+
+
+def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
+    meter = MemoryMeter(torch.device("cpu"))
+    meter._nvml = FIRST
+    answers = iter([SimpleNamespace(used=5 * GIB)])
+
+    def used(handle):
+        for answer in answers:
+            return answer
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
+    assert [meter._sample_device() for _ in range(3)] == [5 * GIB, None, None]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "250000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/job/a\n", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 64),
+        (
+            {
+                "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+        ),
+        ({}, 64),
+    ],
+)
+def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypatch, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert available_cores(Path(tmp_path)) == expected

@@ -1,0 +1,158 @@
+"""The arithmetic of memory: against real models, against what engines kept, and for every cell planned for a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoConfig
+
+from study.cli import main
+from study.host.box import Box
+from study.models.architecture import model_class, shape_of, with_run_settings
+from study.models.presets import PRESETS
+from study.record.directory import RunWriter
+from study.report.records.frames import read_records
+from study.spec.config import RunConfig, resolved
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.sweep.needs import needs_of
+from study.sweep.plan import plan_cells
+from study.sweep.search import Search, example_of
+from study.sweep.slices import plan_suite
+from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
+from study.theory.memory import activation_bytes, sizes_of, state_bytes
+from sweeps import ROOT, write_suite
+
+GIB = 2**30
+# A common drive's, in each direction.
+DRIVE_BYTES_PER_S = 2e9
+
+SMALL = {
+    "vocab_size": 300, "hidden_size": 64, "n_embd": 64, "intermediate_size": 256, "num_attention_heads": 4, "n_head": 4,
+    "num_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "n_layer": 2, "num_layers": 2, "num_hidden_layers": 2,
+    "rotary_dim": 8, "attention_types": [[["global", "local"], 1]], "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+GPU_SUITES = [
+    suite for file in sorted(SUITE_DIRECTORY.glob("*.yaml")) if (suite := read_suite(file)).requires.gpus
+]  # fmt: skip
+
+
+def config_of(preset, name):
+    asked = RunConfig(scale="laptop", model_name_or_path=name, dropout=0.0)
+    return resolved(asked if preset.model_type == "bert" else replace(asked, task="gpt-wikitext"), False)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_parameters_are_counted_as_the_model_has_them(name):
+    preset = PRESETS[name].with_layers(3)
+    counted = sizes_of(preset.model_type, preset.architecture).parameters
+    assert counted == shape_of(config_of(preset, preset.name)).parameters
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", "gpt-neo-2.7b", "gpt-j-6b", "gemma-2-9b"])
+def test_the_bound_of_activations_is_below_what_autograd_keeps_and_near_it(name, checkpointing):
+    preset = PRESETS[name]
+    architecture = {key: SMALL.get(key, value) for key, value in preset.architecture.items()}
+    config = config_of(preset, name)
+    settings = with_run_settings(AutoConfig.for_model(preset.model_type, **architecture), config)
+    model = model_class(config, settings)(settings).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(0, 300, (4, 128))
+    labels = torch.zeros(4, dtype=torch.long) if preset.model_type == "bert" else tokens
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
+    really = sum(storage.nbytes() for storage in kept.values())
+    sizes = sizes_of(preset.model_type, architecture)
+    bound = activation_bytes(sizes, 4, 128, "fp32", checkpointing)
+    # What only the backward pass makes: the logits' gradient, and a layer that was not kept.
+    bound -= 4 * 128 * 300 * 4 if sizes.predicts_tokens else 0
+    if checkpointing:
+        twice = activation_bytes(sizes, 4, 128, "fp32", False)
+        logits = 4 * 128 * 300 * 8 if sizes.predicts_tokens else 0
+        bound -= (twice - logits) // sizes.layers
+    assert 0.4 * really <= bound <= really
+
+
+def test_model_state_is_counted_as_the_engines_kept_it():
+    runs = read_records(ROOT / "reports" / "laptop").runs
+    assert set(runs["strategy"]) == set(STRATEGY_NAMES)
+    for _, run in runs.iterrows():
+        state = state_bytes(read_strategy(run["strategy"]), run["precision"], run["world_size"])
+        for place, least in (("device", state.device), ("host", state.host), ("nvme", state.nvme)):
+            parts = [run[f"{kind}_bytes_{place}"] for kind in ("params", "grads", "optimizer")]
+            kept = sum(part for part in parts if not pd.isna(part)) / run["model_parameters"]
+            # On tiny models small parameters stay whole, and off the drive.
+            low, high = (0.7 * least, least) if place == "nvme" else (least, least + 1.3)
+            assert low - 1e-6 <= kept <= high + 1e-6, (run["strategy"], place, kept, least)
+
+
+def cells_of(suite):
+    wanted = suite.requires
+    cells = plan_cells(suite, Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib))
+    return [cell for cell in cells if not isinstance(cell, Search)]
+
+
+@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
+def test_what_cannot_fit_on_the_box_that_a_suite_asks_for_is_there_to_show_that(suite):
+    assert suite.requires.gpu_memory_gib
+    assert suite.requires.host_memory_gib or all(cell.expect for cell in cells_of(suite))
+    for cell in cells_of(suite):
+        needs = needs_of(cell)
+        assert needs is not None, cell.id
+        device_gib = cell.config.device_memory_cap_gib or suite.requires.gpu_memory_gib
+        fits = needs.device_bytes <= device_gib * GIB and needs.host_bytes <= suite.requires.host_memory_gib * GIB
+        said = f"{cell.id}: {needs.device_bytes / GIB:.0f} GiB, and {needs.host_bytes / GIB:.0f} on the host"
+        assert fits == (cell.expect is None), said
+
+
+@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
+def test_what_goes_through_a_drive_ends_within_its_time_limit(suite):
+    for cell in cells_of(suite):
+        steps = cell.total_steps or cell.config.total_steps(800)
+        needs = needs_of(cell)
+        assert needs is not None
+        seconds = steps * needs.nvme_bytes_per_step / DRIVE_BYTES_PER_S
+        assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
+
+
+def test_what_deepspeed_overlaps_and_to_whom_it_reduces_is_varied_against_ddp():
+    (suite,) = [suite for suite in GPU_SUITES if suite.name == "h100x8"]
+    varied: dict[tuple[str, ...], set[str]] = {}
+    for cell in cells_of(suite):
+        if cell.config.model_name == "gpt2-xl" and cell.world_size == 8:
+            varied.setdefault(cell.config.engine_override, set()).add(cell.strategy)
+    overlap, owner = "zero_optimization.overlap_comm=true", "zero_optimization.use_multi_rank_bucket_allreduce=false"
+    assert {(overlap,), (owner,), (overlap, owner)} < varied.keys()
+    assert "ddp" in varied[()]
+    assert all({"zero1", "zero2"} <= strategies for strategies in varied.values())
+
+
+def test_a_cell_that_is_there_to_run_out_of_memory_is_no_failure_and_a_dry_run_says_it(tmp_path, capsys):
+    file = write_suite(tmp_path, {"strategy": ["single", "ddp"]}, overrides=[
+        {"where": {"strategy": "single"}, "fixed": {"expect": "oom"}},
+    ])  # fmt: skip
+    arguments = [str(file), "--runs-dir", str(tmp_path / "runs")]
+    assert main(["run", *arguments, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert line.endswith("# expected to run out of memory") == ("single.yaml" in line)
+    (part,) = plan_suite(str(file), Box((), 16.0), tmp_path / "runs").slices
+    folders = {example_of(cell).strategy: part.root / cell.id for cell in part.cells}
+    RunWriter(folders["single"]).close("oom", "made up")
+    RunWriter(folders["ddp"]).close("ok")
+    assert main(["run", *arguments]) == 0
+    RunWriter(folders["ddp"]).close("oom", "made up")
+    assert main(["run", *arguments]) == 1
