@@ -426,7 +426,7 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
         ("quantization_config", {"quant_method": "nonsense"}, "quantized weights"),
         ("hidden_act", "nonsense", "cannot be built .*nonsense"),
         ("num_attention_heads", 5, "cannot be built .*attention heads"),
-        ("num_hidden_layers", -1, "has -1 layers"),
+        ("num_hidden_layers", -1, "-1 layers"),
     ],
 )
 def test_a_configuration_that_nothing_can_be_trained_from_is_refused(
