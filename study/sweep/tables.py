@@ -24,7 +24,7 @@ from study.sweep.slices import Slice
 _MIB = 2**20
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
-    "GPU GiB", "host GiB", "state MiB/rank", "MiB/step",
+    "GPU GiB", "host GiB", "state MiB/rank", "sent MiB/step",
 )  # fmt: skip
 # Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")
@@ -141,7 +141,7 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
         (summary.get("peak_memory_gib_device"), "{:.2f}", 1),
         (summary.get("host_peak_rss_gib"), "{:.2f}", 1),
         (sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / _MIB),
-        (summary.get("comm_bytes_per_step"), "{:.1f}", 1 / _MIB),
+        (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / _MIB),
     ]
     texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
     return [cell.arm, cell.config.task, cell.config.model_name, str(cell.ranks), run.state, *texts]
