@@ -129,6 +129,8 @@ def prepare(
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)
+    # DeepSpeed's stage 0 under fp16 autocast has one of its own, and leaves it out of its checkpoints.
+    accelerator.scaler = getattr(prepared_model, "torch_autocast_z0_gradscaler", None) or accelerator.scaler
     return prepared_model, prepared_optimizer
 
 
