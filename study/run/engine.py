@@ -114,8 +114,9 @@ def hold_to_precision(accelerator: Accelerator, config: RunConfig) -> None:
     if config.precision == "fp16" and without_engine and accelerator.device.type == "cpu":
         # Left to itself Accelerate would train in fp32 here, and still say "fp16".
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **GRAD_SCALER)
-    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere.
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere. After torch's
+    # other switches for it some are at odds, and torch.compile stops there.
+    torch.set_float32_matmul_precision("highest")
 
 
 def prepare(
