@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from study.host.memory import host_memory
+from study.record.outcome import FreeMemory
 from study.spec.strategies import REPOSITORY
 
 try:
@@ -50,6 +51,12 @@ def free_gpu_bytes(place: int) -> int | None:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
     except pynvml.NVMLError:
         return None
+
+
+def free_memory(place: int) -> FreeMemory:
+    """Of the visible GPU at this place, and of the host."""
+    free = free_gpu_bytes(place)
+    return FreeMemory(None if free is None else free / 2**30, host_memory().available_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
-from study.host.environment import package_version
+from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
@@ -88,6 +88,8 @@ def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model:
     import torch
 
     warnings = []
+    if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
+        warnings.append(f"experiment: {pair}, which has not been shown to train as DDP does")
     if "DeepSpeedCPUAdam" in live["optimizer_class"]:
         warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
     if launch.strategy.offload_device("param") == "nvme":

@@ -133,8 +133,8 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Without its owner or its folder."""
-        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
+        """Without its owner or its folder, and short enough to be part of a folder's name."""
+        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
     def scalars(self) -> dict[str, Any]:
         """For trackers, which take neither null nor lists."""
