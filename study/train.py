@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.checkpoint:
             load_checkpoint(accelerator, schedule, *run.checkpoint)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator)
         progress = run.console.progress(run.total_steps, run.first_step)
         evaluation: dict[str, float | None] = {}
         model.train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked import fork_ranks
-from runs import FLAGS, RunFactory
+from runs import FLAGS, RunFactory, train
 from study.errors import UserError
 from study.record.directory import Run, read_run
 from study.run.loss_scale import LOSS_SCALER
@@ -82,6 +82,20 @@ def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
     assert waits == [step for step in skipped(run) if step < 8]
     # The schedule falls to 0 over 8 steps that are taken.
     assert rates[3] == pytest.approx(0.3 * 7 / 8)
+
+
+@needs_fp16
+@pytest.mark.parametrize(("strategy", "precision"), [("zero0", FP16), ("fsdp2", FP16), ("zero1", ENGINE)])
+def test_a_resumed_run_goes_on_with_its_loss_scale(strategy: str, precision: tuple[str, str], tmp_path: Path) -> None:
+    """At the first scale it would skip the next steps as well."""
+    flags = (*GPT, *precision, *OVERFLOWS)
+    assert train(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4").returncode == 0
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step_0000004")
+    assert train(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint).returncode == 0
+    whole, again = read_run(tmp_path / "whole"), read_run(tmp_path / "again")
+    assert losses(again) == losses(whole)
+    assert skipped(again) == skipped(whole)
+    assert again.summary["steps_skipped"] == whole.summary["steps_skipped"] > 0
 
 
 @needs_fp16

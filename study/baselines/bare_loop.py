@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model, scaler)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
         done: list[tuple[int, Any, float, Any, list[Any], bool]] = []

@@ -58,7 +58,7 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
         "loss_scaler": read_loss_scaler(accelerator, model),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
     }
     asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]

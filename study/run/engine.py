@@ -114,8 +114,9 @@ def hold_to_precision(accelerator: Accelerator, config: RunConfig) -> None:
     if config.precision == "fp16" and without_engine and accelerator.device.type == "cpu":
         # Left to itself Accelerate would train in fp32 here, and still say "fp16".
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **GRAD_SCALER)
-    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere.
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere. After torch's
+    # other switches for it some are at odds, and torch.compile stops there.
+    torch.set_float32_matmul_precision("highest")
 
 
 def prepare(
@@ -129,6 +130,8 @@ def prepare(
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)
+    # DeepSpeed's stage 0 under fp16 autocast has one of its own, and leaves it out of its checkpoints.
+    accelerator.scaler = getattr(prepared_model, "torch_autocast_z0_gradscaler", None) or accelerator.scaler
     return prepared_model, prepared_optimizer
 
 
