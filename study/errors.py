@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 # Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist = 2, 4, 4
+_BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 100, 60, 60
+
+
+def brief(value: object) -> str:
+    """A value as it was given, for a message: a few lines of YAML with aliases can be gigabytes of text."""
+    return _BRIEF.repr(value)
 
 
 class UserError(Exception):
@@ -16,8 +27,8 @@ class UserError(Exception):
     """
 
     def __init__(self, problem: str, fix: str):
-        self.problem = " ".join(problem.split())
-        self.fix = " ".join(fix.split())
+        self.problem = _in_one_line(problem)
+        self.fix = _in_one_line(fix)
         super().__init__(f"{self.problem} -> {self.fix}")
 
     def to_json(self) -> dict[str, Any]:
@@ -45,9 +56,14 @@ class RunFailed(Exception):
     """A run that started and cannot go on, for a reason that is known: becomes `failed` in status.json."""
 
     def __init__(self, reason: str, hint: str = ""):
-        self.reason = " ".join(reason.split())
-        self.hint = " ".join(hint.split())
+        self.reason = _in_one_line(reason)
+        self.hint = _in_one_line(hint)
         super().__init__(self.reason)
+
+
+def _in_one_line(text: str) -> str:
+    """A file's name need not be UTF-8, and what is not can be neither printed nor recorded."""
+    return " ".join(text.split()).encode(errors="backslashreplace").decode()
 
 
 def first_line(error: BaseException) -> str:

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.audit import audit, audit_end
         from study.run.checkpoint import load_checkpoint, save_checkpoint
         from study.run.evaluation import evaluate
+        from study.run.loss_scale import SkippedSteps
         from study.run.steps import StepLog
         from study.tasks import load_data
 
@@ -49,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.keep_log()
         set_seed(config.seed)
         meters = Meters(
-            accelerator.device, run.watched_step, profiled_steps=run.profiled_steps, records_profile=launch.is_main
+            accelerator.device,
+            run.watched_step,
+            run.warmup_steps,
+            profiled_steps=run.profiled_steps,
+            records_profile=launch.is_main,
         )
 
         model = load_initial_model(config, initial)
@@ -64,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.checkpoint:
             load_checkpoint(accelerator, schedule, *run.checkpoint)
 
-        log = StepLog(run, accelerator)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model)
         progress = run.console.progress(run.total_steps, run.first_step)
         evaluation: dict[str, float | None] = {}
         model.train()
@@ -72,10 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step, micro_batches in run.steps():
             learning_rate = schedule.get_last_lr()[0]
             with meters.step(step):
-                loss, grad_norm = train_step(
-                    accelerator, model, optimizer, schedule, micro_batches, config.max_grad_norm
-                )
-            log.add(step, loss, learning_rate, grad_norm, micro_batches)
+                loss, grad_norm = train_step(accelerator, model, optimizer, micro_batches, config.max_grad_norm)
+                # Left out by the engine, because its gradients were not finite: the schedule waits.
+                skipped = skips.last_was_skipped()
+                if not skipped:
+                    schedule.step()
+            log.add(step, loss, learning_rate, grad_norm, micro_batches, skipped)
 
             if run.flushes_after(step):
                 with meters.paused():
@@ -93,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meters.finish()
         progress.close()
 
-        audit_end(run, accelerator, model)
+        audit_end(run, accelerator, log)
         run.finish(accelerator, meters, log, evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, model)
@@ -104,7 +111,6 @@ def train_step(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    schedule: Any,
     micro_batches: list[dict[str, torch.Tensor]],
     max_grad_norm: float,
 ) -> tuple[torch.Tensor, Any]:
@@ -116,7 +122,7 @@ def train_step(
     grad_norm = None
     for micro_batch in micro_batches:
         with accelerator.accumulate(model):
-            loss = model(**send_to_device(micro_batch, accelerator.device)).loss
+            loss = model(**send_to_device(micro_batch, accelerator.device, non_blocking=True)).loss
             # Scales by the accumulation steps where the engine does not; doing it here too would be once too often.
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -125,8 +131,6 @@ def train_step(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.detach())
-    if not accelerator.optimizer_step_was_skipped:
-        schedule.step()
     return torch.stack(losses).mean(), grad_norm
 
 

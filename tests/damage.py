@@ -1,8 +1,13 @@
-"""Damage to the files of a record, as several tests do it."""
+"""Damage to files, and to the room for them, as several tests do it."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 SNIPPETS = (
     b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
@@ -27,3 +32,22 @@ def damaged_bytes(whole: bytes, rng: random.Random) -> bytes:
     if kind == 4:
         return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
     return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def no_file_larger_than(count: int) -> Iterator[None]:
+    """This process may write so many bytes to a file: as if the drive were full."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (count, limit[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)

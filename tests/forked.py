@@ -36,7 +36,9 @@ def fork_ranks(
         return launch(strategy, script, *args, ranks=ranks, timeout=timeout)
     # The ranks meet there, as in the launcher's own.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    launched = ["--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes", str(ranks)]
+    # An absolute path stands for itself.
+    file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
+    launched = ["--config_file", str(file), "--num_processes", str(ranks)]
     return _ask(
         _server(), timeout, command=[str(script), *args], launch=launched, ranks=ranks, port=store.port,
         folder=str(ROOT), environment=os.environ | ONE_THREAD,

@@ -26,12 +26,18 @@ FLAGS = (
 
 
 def train(
-    strategy: str, output_dir: Path, *flags: str, ranks: int = 2, timeout: float = 300, launched: bool = False
+    strategy: str,
+    output_dir: Path,
+    *flags: str,
+    ranks: int = 2,
+    timeout: float = 300,
+    launched: bool = False,
+    script: str = "study/train.py",
 ) -> subprocess.CompletedProcess[str]:
     """In forks, or launched as a user does."""
     nvme = output_dir.parent / "nvme"
     return (launch if launched else fork_ranks)(
-        strategy, "study/train.py", *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
+        strategy, script, *FLAGS, "--output_dir", str(output_dir), "--nvme_path", str(nvme), *flags,
         ranks=ranks, timeout=timeout,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from transformers import SchedulerType
 
 from study.errors import UserError
@@ -104,6 +105,12 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--output_dir", ""], "--output_dir"),
         (["--engine_override", "a"], "'a'"),
         (["--data", "x\udcff"], "--data 'x\\udcff'"),
+        (["--data", ""], "--data is empty"),
+        (["--nvme_path", ""], "--nvme_path is empty"),
+        (["--resume_from_checkpoint", ""], "--resume_from_checkpoint is empty"),
+        (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
+        (["--max_steps", "9" * 30], "--max_steps 999"),
+        (["--logging_steps", str(2**53 + 1)], "--logging_steps 9007199254740993"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:
@@ -261,6 +268,19 @@ def test_a_record_or_suite_with_an_unknown_key_or_a_wrong_type_is_refused_by_nam
     assert "suite.yaml" in refusal.value.problem
 
 
+def test_a_value_whose_text_would_fill_the_memory_is_refused_in_one_line() -> None:
+    """Twelve lines of YAML: each alias stands for ten of the line before."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{turn}: &a{turn} [{', '.join([f'*a{turn - 1}'] * 10)}]" for turn in range(1, 12)]
+    bomb = yaml.safe_load("\n".join(lines))["a11"]
+    for key in ("engine_override", "seed", "task"):
+        with pytest.raises(UserError, match=f"{key} in a suite") as refusal:
+            RunConfig.from_dict({key: bomb}, "a suite")
+        assert len(refusal.value.problem) < 1000
+    with pytest.raises(UserError, match="unknown key 3 in a suite"):
+        RunConfig.from_dict({3: bomb, "nonsense": 1}, "a suite")  # type: ignore[dict-item]
+
+
 def test_null_and_a_whole_number_for_a_real_one_are_taken() -> None:
     config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
     assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
@@ -276,7 +296,7 @@ def test_overrides_are_json_and_whole_floats_become_integers() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [["a"], ["=1"], ["a="], ["a=b"], ["a=null"], [".a=1"], ["a..b=1"], ["a.=1"], ["a=NaN"], ["a=1e999"],
-     ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
+     ["a=[Infinity]"], ['a={"b": 1e999}'], ["a=" + "[" * 100_000], ["a=1", "a=2"], ["a=1", "a.b=2"], ["a.b=2", "a=1"]],
 )  # fmt: skip
 def test_an_override_that_says_nothing_or_two_things_is_refused(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="--engine_override"):

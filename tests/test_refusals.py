@@ -17,15 +17,21 @@ from test_records import write_run
 from engines import ROOT
 from forked import fork_ranks, fork_script
 from study.errors import UserError
+from study.host.contents import sealed
+from study.host.environment import describe_environment
+from study.host.folders import cache_directory
+from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
+from study.run.checkpoint import digests_of
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
+from study.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
 # One that is refused before anything is imported, and two after.
-WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16"])
+WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16-engine"])
 
 
 def refuse(
@@ -132,7 +138,7 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
         ),
         (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
         (["--seq_length", "100000"], ("--seq_length 100000", "bert-tiny"), "or less"),
-        (["--precision", "fp16"], ("--precision fp16", "CPU"), "--precision bf16"),
+        (["--precision", "fp16-engine"], ("fp16-engine", "single"), "use --precision fp16,"),
         (["--precision", "bf16-engine"], ("bf16-engine", "single"), "zero*"),
         (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "leave it out"),
         (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
@@ -149,6 +155,21 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
 ) -> None:
     forked = arguments not in WITH_ITS_IMPORTS
     assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix, forked=forked)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says", "fix"),
+    [
+        ("MIXED_PRECISION", "bf16", ("mixed_precision bf16", "--precision"), "--precision alone"),
+        ("DYNAMO_BACKEND", "INDUCTOR", ("dynamo_backend inductor", "--torch_compile"), "--torch_compile alone"),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", ("gradient_accumulation_steps 4",), "--per_device_train_batch_size"),
+    ],
+)
+def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
+    tmp_path: Path, variable: str, value: str, says: tuple[str, ...], fix: str
+) -> None:
+    asked: dict[str, Any] = {f"ACCELERATE_{variable}": value}
+    assert_refused(tmp_path, "--scale", "laptop", says=says, fix=fix, **asked)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
@@ -201,6 +222,25 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
 
 
+@pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
+def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for name, value in {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute", "ZERO_STUDY_CACHE": ""}.items():
+        monkeypatch.setenv(name, "" if name == empty else value)
+    assert cache_directory() == tmp_path / ".cache" / "zero-study"
+    monkeypatch.setenv("ZERO_STUDY_CACHE", "~/mine")
+    assert cache_directory() == tmp_path / "mine"
+
+
+def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:
+    flags = ("--scale", "laptop")
+    says = ("docstrings",)
+    assert_refused(tmp_path, *flags, says=says, fix="unset PYTHONOPTIMIZE", forked=False, PYTHONOPTIMIZE="2")
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
 def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
@@ -213,9 +253,19 @@ def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
     """What a checkpoint holds beside its tensors."""
     write_run(folder, steps=step, end=False)
     config = resolved(RunConfig(scale="laptop", **asked), accelerator_visible=False)
-    manifest = {"step": step, "strategy": "single", "world_size": 1, "config": config.to_dict(), "schedule": {}}
-    write_json(folder / "checkpoint.json", manifest)
+    tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
+    write_manifest(
+        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
+        tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
+        files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+    )  # fmt: skip
     return folder
+
+
+def write_manifest(folder: Path, **values: Any) -> None:
+    """As the study writes it, with other values in it."""
+    file = folder / "checkpoint.json"
+    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
 
 
 @pytest.mark.parametrize("rows", ["", '{"step": 1}\n', "torn", None])
@@ -234,9 +284,42 @@ def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_pa
 )
 def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {key: value})
+    write_manifest(checkpoint, **{key: value})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
     assert_refused(tmp_path, *arguments, says=("checkpoint",), fix="")
+
+
+def test_a_manifest_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {"schedule": {"a": 1}})
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="")
+
+
+def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+    tokens = load_data(config, tmp_path / "cache").source["tokens_sha256"]
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    write_manifest(checkpoint, tokens_sha256=tokens | {"eval": "0" * 64})
+    assert_refused(tmp_path, *arguments, says=("the eval samples are not those", str(checkpoint)), fix="start anew")
+    write_manifest(checkpoint, tokens_sha256=tokens)
+    assert_refused(tmp_path, *arguments, says=("other initial weights", str(checkpoint)), fix="start anew")
+
+
+def test_a_checkpoint_of_another_stack_or_other_engine_settings_is_refused(tmp_path: Path) -> None:
+    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+    initial = materialize_initial_weights(config, tmp_path / "cache")
+    here = describe_environment() | {"threads_per_rank": 1}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_manifest(
+        checkpoint, tokens_sha256=load_data(config, tmp_path / "cache").source["tokens_sha256"],
+        initial_weights_sha256=initial.sha256, environment=here | {"packages": here["packages"] | {"torch": "2.0.0"}},
+    )  # fmt: skip
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("torch was 2.0.0", str(checkpoint)), fix="where it was saved")
+    write_manifest(checkpoint, deepspeed={"zero_optimization": {"stage": 1}})
+    assert_refused(tmp_path, *arguments, says=("DeepSpeed settings of single",), fix="start anew")
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:

@@ -81,3 +81,54 @@ def test_it_takes_a_clean_virtual_environment_to_a_report(tmp_path):
     assert len(states) == 2
     assert not any("-single-" in run for run in states)
     assert set(states.values()) == {"ok"}
+
+
+def archive_of(file: Path, **members: str) -> Path:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, text in members.items():
+            archive.writestr(name.replace("__", "/"), text)
+    return file
+
+
+def project_of(source: str | Path, work: Path) -> subprocess.CompletedProcess[str]:
+    """The notebook's cells up to the one that finds the project."""
+    cells = {cell.id: cell.source for cell in nbformat.read(COLAB, as_version=4).cells}
+    code = "\n".join([cells["parameters"], f"source, work_dir = {str(source)!r}, {str(work)!r}"])
+    code = "\n".join([code, cells["gpu"], cells["project"]])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=work.parent, check=False)
+
+
+def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
+    source, work = tmp_path / "zero-study.zip", tmp_path / "work"
+    found = []
+    for text in ("old", "new", "new"):
+        archive_of(source, **{"zero-study__study__train.py": text, "zero-study__docs__study__train.py": "a copy"})
+        result = project_of(source, work)
+        assert result.returncode == 0, result.stderr
+        found.append(Path(result.stdout.split("the project is ")[1].strip()))
+        assert (found[-1] / "study" / "train.py").read_text() == text
+        assert ("fetched before" in result.stdout) is (len(found) == 3)
+    assert found[1] == found[2] != found[0]
+    # A folder is taken where it is.
+    assert project_of(found[0], work).stdout.endswith(f"the project is {found[0]}\n")
+
+
+@pytest.mark.parametrize("damage", ["other", "torn", "text", "folder", "empty"])
+def test_a_source_without_the_project_is_refused_in_one_line(damage: str, tmp_path: Path) -> None:
+    source, work = tmp_path / "zero-study.zip", tmp_path / "work"
+    archive_of(source, **{"zero-study__study__train.py": "x" * 1000})
+    if damage == "other":
+        archive_of(source, thesis__chapter="years of work")
+    elif damage == "folder":
+        source.unlink()
+        source.mkdir()
+    else:
+        whole = source.read_bytes()
+        source.write_bytes({"torn": whole[: len(whole) // 2], "text": b"not an archive", "empty": b""}[damage])
+    result = project_of(source, work)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert str(source) in line
+    assert ("no whole .zip" if damage in ("torn", "text", "empty") else "holds no study/train.py") in line
+    # What was refused is not taken for a project the next time.
+    assert list(work.iterdir()) == []

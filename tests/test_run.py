@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+from test_refusals import write_manifest
 
+from damage import flip_a_bit
 from engines import launch
 from runs import train
-from study.record.directory import read_run, read_status
+from study.errors import UserError
+from study.models.initial import materialize_initial_weights
+from study.record.directory import read_json, read_run, read_status
+from study.run.checkpoint import digests_of, find_checkpoint
+from study.spec.config import RunConfig
+from study.spec.strategies import Launch, read_strategy
 
 GPT = ("--task", "gpt-wikitext")
 
@@ -28,6 +39,76 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy)
         [row[key] for key in figures] for row in whole.steps
     ]
     assert again.evals == whole.evals
+    assert_no_file_can_be_changed(checkpoint, Launch(read_strategy(strategy), 2, 0, 0, 2))
+
+
+def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
+    """All that the engine wrote is in the manifest, and each is refused by its name that is not as it was."""
+    manifest = read_json(checkpoint / "checkpoint.json")
+    saved = manifest["files"]
+    there = {file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file()}
+    assert saved.keys() == there - {"checkpoint.json"}
+    assert {"random_states_0.pkl", "random_states_1.pkl"} < there
+    config = RunConfig.from_dict(manifest["config"] | {"resume_from_checkpoint": str(checkpoint)}, "this test")
+    assert find_checkpoint(config, launch, checkpoint) is not None
+    for name in sorted(saved):
+        whole = (checkpoint / name).read_bytes()
+        middle = len(whole) // 2
+        damaged = {
+            "is missing": None,
+            "is not what was saved": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+            if whole
+            else b"0",
+        }
+        for words, content in damaged.items():
+            (checkpoint / name).unlink(missing_ok=True)
+            if content is not None:
+                (checkpoint / name).write_bytes(content)
+            # The rows are looked at first, and what is wrong with them is said in their own words.
+            words = "" if name.endswith(".jsonl") else words
+            with pytest.raises(UserError, match=rf"{re.escape(name)}.*{words}"):
+                find_checkpoint(config, launch, checkpoint)
+        (checkpoint / name).write_bytes(whole)
+    (checkpoint / "random_states_7.pkl").write_bytes(b"another run's")
+    with pytest.raises(UserError, match=r"random_states_7\.pkl was not saved with it"):
+        find_checkpoint(config, launch, checkpoint)
+    assert find_checkpoint(config, dataclasses.replace(launch, local_rank=1), checkpoint) is not None
+
+
+def test_initial_weights_with_a_flipped_bit_are_made_anew_by_one_rank_which_says_so(run_of, tmp_path, monkeypatch):
+    whole = run_of("ddp", *GPT)
+    initial = materialize_initial_weights(RunConfig.from_dict(whole.config, "this test"), tmp_path / "cache")
+    flip_a_bit(initial.path / "model.safetensors")
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    result = train("ddp", tmp_path / "run", *GPT)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stderr.count("model.safetensors was changed) and have been made anew") == 1
+    again = read_run(tmp_path / "run")
+    assert again.engine["initial_weights_sha256"] == whole.engine["initial_weights_sha256"]
+    assert [row["loss"] for row in again.steps] == [row["loss"] for row in whole.steps]
+
+
+def test_latest_is_the_last_checkpoint_of_the_run_in_the_folder_and_not_of_one_before_it(tmp_path):
+    run = tmp_path / "run"
+
+    def again(*flags: str) -> subprocess.CompletedProcess[str]:
+        return train("single", run, *GPT, "--overwrite_output_dir", *flags, ranks=1)
+
+    resumed = ("--resume_from_checkpoint", "latest")
+    assert again("--checkpointing_steps", "4").returncode == 0
+    rows = read_run(run).steps
+    shutil.rmtree(run / "checkpoints" / "step_0000008")
+    assert again(*resumed).returncode == 0
+    assert read_run(run).steps[:4] == rows[:4]
+    assert [row["loss"] for row in read_run(run).steps] == [row["loss"] for row in rows]
+    # The same request once more from its start: its rows are others, if only by their times.
+    assert again().returncode == 0
+    rows = read_run(run).steps
+    refused = again(*resumed)
+    assert refused.returncode == 2
+    assert f"{run} holds no whole checkpoint of the run whose rows are there" in refused.stderr
+    assert read_run(run).steps == rows
+    assert (run / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
 
 
 def test_a_checkpoint_that_holds_code_is_not_loaded(tmp_path):
@@ -37,6 +118,7 @@ def test_a_checkpoint_that_holds_code_is_not_loaded(tmp_path):
     assert train("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4", ranks=1).returncode == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
     torch.save(_Trap(str(tmp_path / "sprung")), checkpoint / "optimizer.bin")
+    write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
     resumed = train("single", tmp_path / "again", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
     assert not (tmp_path / "sprung").exists()
@@ -77,7 +159,8 @@ def test_steps_that_deepspeed_leaves_out_are_no_training(tmp_path):
     assert train("zero1", tmp_path / "run", *GPT, *flags).returncode != 0
     run = read_run(tmp_path / "run")
     assert run.state == "failed"
-    assert run.status["reason"].startswith("DeepSpeed skipped 7 of 8 optimizer steps")
+    assert run.status["reason"].startswith("7 of 8 optimizer steps were skipped")
+    assert ["skipped" in row for row in run.steps] == [False] + [True] * 7
     assert [row["loss"] is None for row in run.steps] == [False] * 8
     # A loss of 1e8 has a perplexity that no float holds.
     assert [row["perplexity"] for row in run.evals] == [None]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from damage import no_file_larger_than
 from study.errors import UserError
 from study.spec.config import RunConfig, resolved
 from study.tasks import load_data, sources
@@ -249,6 +252,45 @@ def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path
     assert data.source["data"] == "local"
 
 
+def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(tmp_path: Path) -> None:
+    file = write_jsonl(review_table(), tmp_path / "a.jsonl")
+    config, cache = asked("bert-imdb", file), tmp_path / "cache"
+    first, before = sources.load_reviews(config, cache), file.stat()
+    file.write_bytes(file.read_bytes().replace(b"review", b"verdic"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert sources.load_reviews(config, cache).train.texts == [
+        text.replace("review", "verdic") for text in first.train.texts
+    ]
+    # And what is read again is converted once, wherever it lies.
+    kept = sorted(cache.rglob("*.arrow"))
+    assert len(kept) == 2
+    moved = file.rename(tmp_path / "b.jsonl")
+    moved.touch()
+    sources.load_reviews(asked("bert-imdb", moved), cache)
+    assert sorted(cache.rglob("*.arrow")) == kept
+
+
+@pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl", "hf:a.jsonl"])
+def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
+    write_jsonl(other_table(), tmp_path / "data" / "abc.jsonl")
+    file = write_jsonl(review_table(), tmp_path / "data" / name)
+    raw = sources.load_reviews(asked("bert-imdb", file, train_samples=0), tmp_path / "cache")
+    assert len(raw.train.texts) == 24
+
+
+def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = write_jsonl(review_table(), tmp_path / "a.jsonl")
+    config, cache = asked("bert-imdb", file), tmp_path / "cache"
+    with no_file_larger_than(500), pytest.raises(UserError, match="ZERO_STUDY_CACHE"):
+        sources.load_reviews(config, cache)
+    assert [path.suffix for path in (cache / "datasets").iterdir()] == [".lock"]
+    (killed := next((cache / "datasets").iterdir()).with_suffix(".partial")).mkdir()
+    (killed / "half.arrow").write_bytes(b"half")
+    assert len(sources.load_reviews(config, cache).train.texts) == 10
+    assert not killed.exists()
+
+
 # What is refused
 
 
@@ -287,11 +329,34 @@ def unlike_shards(folder: Path) -> Path:
     return folder
 
 
+def zipped_named_jsonl(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "a.jsonl", "w") as archive:
+        archive.writestr("b.jsonl", '{"text": "a", "label": 0}\n' * 9)
+    return folder
+
+
+def archive_with_a_pipe(folder: Path) -> Path:
+    for name in ("neg", "pos"):
+        (folder / "train" / name).mkdir(parents=True)
+        (folder / "train" / name / "1_7.txt").write_text("good")
+    os.mkfifo(folder / "train" / "pos" / "2_7.txt")
+    return folder
+
+
+def archive_with_a_name_that_is_not_utf8(folder: Path) -> Path:
+    half_archive(folder)
+    (folder / "train" / "neg").mkdir()
+    (folder / "train" / "neg" / os.fsdecode(b"\xff.txt")).write_bytes(b"\xff")
+    return folder
+
+
 def broken_save(folder: Path) -> Path:
     (folder / "state.json").write_text("{}")
     return folder
 
 
+DEEP = b'{"text": "a", "label": 0, "more": %b1%b}\n'
+ROWS = b'{"text": "[[[[\\"[[[[", "label": 0}\n' * 20
 TEXT = ["a", "b", "c", "d", "e", "f"]
 REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no such path": ("bert-imdb", lambda folder: folder / "nowhere", "no such file or folder"),
@@ -333,6 +398,20 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "half an archive": ("bert-imdb", half_archive, "neg holds no reviews"),
     "shards that differ": ("bert-imdb", unlike_shards, "differ in their columns"),
     "broken save_to_disk": ("bert-imdb", broken_save, "cannot read"),
+    "gzip": ("bert-imdb", text_file("a.jsonl", gzip.compress(ROWS * 300_000)), r"a.jsonl is packed \(gzip\)"),
+    "zip": ("bert-imdb", zipped_named_jsonl, r"a.jsonl is packed \(zip\)"),
+    "packed text": ("gpt-wikitext", text_file("wiki.train.raw", gzip.compress(b"words\n" * 99)), "is packed"),
+    "a pipe": ("bert-imdb", archive_with_a_pipe, "2_7.txt .*it is not a file"),
+    "a name that is not utf-8": ("bert-imdb", archive_with_a_name_that_is_not_utf8, r"cannot read .*udcff.txt"),
+    "a name that is too long": ("bert-imdb", lambda folder: folder / ("a" * 5000), "File name too long"),
+    "nobody's folder": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/x"), "home directory"),
+    # Such a file ended the process with a segmentation fault.
+    "deep lists": ("bert-imdb", text_file("a.jsonl", ROWS + DEEP % (b"[" * 100_000, b"]" * 100_000)), "64 levels"),
+    "deep objects": (
+        "bert-imdb",
+        text_file("a.json", ROWS + DEEP % (b'{"a":\n' * 100_000, b"}" * 100_000)),
+        "64 levels",
+    ),
 }
 
 
@@ -345,6 +424,9 @@ def test_data_that_cannot_serve_are_refused_by_name_with_a_fix(case: str, tmp_pa
         {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
     assert refusal.value.fix
     assert "data" in refusal.value.problem
+    refusal.value.problem.encode()
+    # However much a file would unpack to.
+    assert sum(file.stat().st_size for file in tmp_path.glob("cache/**/*") if file.is_file()) < 1e6
 
 
 # The hub. Its libraries read the environment when imported, so these run in their own process.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,21 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
+from runs import train
 from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
-from study.spec.strategies import STRATEGY_NAMES, Launch, Strategy, read_strategy, this_launch
+from study.record.directory import read_run
+from study.spec.names import SHIPPED, digest_of
+from study.spec.strategies import (
+    STRATEGY_NAMES,
+    Launch,
+    Strategy,
+    asked_of_files,
+    read_deepspeed_json,
+    read_strategy,
+    read_yaml,
+    this_launch,
+)
 
 DIRECTORY = ROOT / "accelerate_configs"
 
@@ -266,6 +279,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "name": strategy,
                 "distributed_type": expected.distributed_type,
                 "deepspeed": expected.deepspeed,
+                "own_settings": None,
             },
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
             "virtual": False,
@@ -295,12 +309,158 @@ def test_a_rank_on_the_second_machine_is_main_only_there() -> None:
     assert (second.strategy.name, second.is_main, second.local_rank) == ("ddp", False, 0)
 
 
+def launched_with(file: Path) -> Strategy:
+    return this_launch({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}).strategy
+
+
+def own_file(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
+    """A shipped DeepSpeed JSON under another name, with changed keys of its zero_optimization."""
+    settings = json.loads((DIRECTORY / "deepspeed" / f"{shipped}.json").read_text())
+    settings["zero_optimization"] |= zero
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(settings))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "shipped", "zero", "run"),
+    [
+        ("zero3", "zero1", {}, "zero1"),
+        ("mine", "zero3", {}, "zero3"),
+        ("mine", "zero2", {"reduce_bucket_size": 5e8}, "zero2"),
+        ("zero3", "zero1", {"reduce_bucket_size": 7}, r"zero1-custom-[0-9a-f]{8}"),
+        ("zero3_fast", "zero2", {"reduce_bucket_size": 7}, r"zero2-custom-[0-9a-f]{8}"),
+        ("zero3_fast", "zero3", {"reduce_bucket_size": 7}, r"zero3_fast-[0-9a-f]{8}"),
+        ("ddp", "zero3", {"overlap_comm": False}, r"zero3-custom-[0-9a-f]{8}"),
+        ("mine", "zero3_nvme", {"offload_param": {"device": "cpu"}}, r"mine-[0-9a-f]{8}"),
+    ],
+)
+def test_a_run_is_named_after_what_its_file_asks_and_not_after_the_file(
+    name: str, shipped: str, zero: dict[str, Any], run: str, tmp_path: Path
+) -> None:
+    strategy = launched_with(own_file(tmp_path, name, shipped, **zero))
+    assert re.fullmatch(run, strategy.name)
+    assert strategy.zero_stage == STRATEGIES[shipped][0]
+    assert (strategy.own_settings is None) == (strategy.name in STRATEGY_NAMES)
+    if strategy.own_settings:
+        assert strategy.own_settings["zero_optimization"].items() >= zero.items()
+
+
+def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
+    file = own_file(tmp_path, "zero3", "zero1", reduce_bucket_size=100_000)
+    document = read_yaml(DIRECTORY / "zero3.yaml")
+    document["deepspeed_config"]["deepspeed_config_file"] = str(file)
+    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(document))
+    result = train(f"{tmp_path}/zero3", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    engine = read_run(tmp_path / "run").engine
+    assert re.fullmatch(r"zero1-custom-[0-9a-f]{8}", engine["strategy"])
+    assert engine["zero_stage"] == 1
+    assert engine["own_settings"]["zero_optimization"]["reduce_bucket_size"] == 100_000
+    assert engine["buckets"]["reduce_bucket_size"] == 100_000
+
+
+def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:
+    names = [launched_with(own_file(tmp_path, "mine", "zero3", reduce_bucket_size=size)).name for size in (7, 8, 7)]
+    assert names[0] == names[2] != names[1]
+
+
+def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None:
+    file = own_file(tmp_path, "mine", "zero3_nvme")
+    settings = json.loads(file.read_text()) | {"train_batch_size": 3, "gradient_clipping": 9}
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = "/elsewhere"
+    file.write_text(json.dumps(settings))
+    assert launched_with(file).name == "zero3_nvme"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        (None, None, None),
+        ("fsdp_config", "fsdp_reshard_after_forward", False),
+        ("fsdp_config", "fsdp_activation_checkpointing", True),
+        ("fsdp_config", "fsdp_auto_wrap_policy", "NO_WRAP"),
+        ("fsdp_config", "fsdp_offload_params", True),
+        ("deepspeed_config", "zero3_init_flag", False),
+    ],
+)
+def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
+    section: str | None, key: str | None, value: Any, tmp_path: Path
+) -> None:
+    """As Accelerate's own launcher hands the file on."""
+    shipped = "zero3" if section == "deepspeed_config" else "fsdp2"
+    document = yaml.safe_load((DIRECTORY / f"{shipped}.yaml").read_text())
+    if section is not None:
+        document[section][key] = value
+    file = tmp_path / f"{shipped}.yaml"
+    file.write_text(yaml.safe_dump(document))
+    launched = printed_json(fork_ranks(f"{tmp_path}/{shipped}", "tests/probes/this_launch.py", ranks=1))
+    name = launched[0]["strategy"]["name"]
+    assert re.fullmatch(shipped if section is None else rf"{shipped}-custom-[0-9a-f]{{8}}", name)
+
+
+def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DIRECTORY, tmp_path / "accelerate_configs")
+    monkeypatch.setattr("study.spec.strategies.REPOSITORY", tmp_path)
+    monkeypatch.setattr("study.spec.strategies.STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
+    assert read_strategy("zero3").zero_stage == 3
+    change_json("zero3", lambda _, zero: zero.update(reduce_bucket_size=7))(tmp_path / "accelerate_configs")
+    change_yaml("fsdp2", lambda document: document["fsdp_config"].update(fsdp_offload_params=True))(
+        tmp_path / "accelerate_configs"
+    )
+    for name in ("zero3", "fsdp2"):
+        with pytest.raises(UserError, match=f"under the name {name}"):
+            read_strategy(name)
+    assert read_strategy("zero2").zero_stage == 2
+
+
+def test_the_table_of_shipped_settings_is_that_of_the_files() -> None:
+    found = {}
+    for name in SHIPPED:
+        document = read_yaml(DIRECTORY / f"{name}.yaml")
+        json_file = DIRECTORY / "deepspeed" / f"{name}.json"
+        settings = read_deepspeed_json(json_file) if json_file.exists() else None
+        found[name] = digest_of(asked_of_files(document, settings))
+    assert found == SHIPPED
+    assert set(SHIPPED) == {*STRATEGY_NAMES} - {"single", "ddp"}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "JSON"), ("[" * 100_000, "JSON"), ("[]", "no ZeRO stage"),
+        ('{"zero_optimization": {"stage": "3"}}', "stage"),
+        ('{"zero_optimization": {"stage": 3, "offload_param": "cpu"}}', "offload_param"),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "tape"}}}', "offload_optimizer"),
+        ('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": ["cpu"]}}}', "offload_optimizer"),
+    ],
+)  # fmt: skip
+def test_a_deepspeed_json_that_asks_for_no_strategy_is_refused(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(UserError, match=named):
+        launched_with(tmp_path / "mine.json")
+
+
+def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
+    for name in ("my file", "..", "x" * 41, "zürich"):
+        with pytest.raises(UserError, match="would be named after"):
+            launched_with(own_file(tmp_path, name, "zero3", reduce_bucket_size=7))
+
+
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed_config_file"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "not/there.json"}, "not/there.json"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
+            "fsdp_reshard_after_forward",
+        ),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
         ({"RANK": "x"}, "RANK is 'x'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
     ],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pynvml
@@ -227,6 +228,30 @@ def test_only_takes_a_flag_s_value_and_several_patterns_at_once(tmp_path):
         plan(file, only=["*-ddp-*", "seed=3"])
 
 
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_an_accumulation_is_the_same_on_every_number_of_ranks(tmp_path, gpus):
+    axes = {"strategy": ["single", "zero1"], "gradient_accumulation_steps": [2, 4], "global_batch_size": 32}
+    cells = plan(write_suite(tmp_path, axes), box_with(gpus) if gpus else CPU_BOX)
+    found = [cell.config.batch_plan(cell.ranks).gradient_accumulation_steps for cell in cells]
+    assert sorted(found) == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("other", [{"global_batch_size": 6}, {"per_device_train_batch_size": 1}])
+def test_an_accumulation_that_cannot_be_is_refused(tmp_path, other):
+    file = write_suite(tmp_path, {"strategy": "zero1", "gradient_accumulation_steps": 4, **other})
+    with pytest.raises(UserError, match=r"tiny\.yaml:\d+: zero1 on 2 ranks: gradient_accumulation_steps"):
+        plan(file)
+
+
+def test_the_equivalence_suite_cuts_each_step_of_every_arm_into_one_two_and_four():
+    found: dict[tuple[str, str], set[int]] = {}
+    for cell in plan(find_suite("equivalence")):
+        steps = cell.config.batch_plan(cell.ranks).gradient_accumulation_steps
+        found.setdefault((cell.config.task, cell.strategy), set()).add(steps)
+    assert len(found) == 2 * len(STRATEGY_NAMES)
+    assert set(map(frozenset, found.values())) == {frozenset({1, 2, 4})}
+
+
 def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
     file = write_suite(tmp_path, {"strategy": "ddp", "world_size": 3})
     with pytest.raises(UserError, match=r"tiny\.yaml:.*ddp on 3 ranks.*does not divide"):
@@ -324,6 +349,30 @@ def kind_of(cell):
     return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
+    """Without dropout step by step; with it, masks differ between arms, and only means over seeds can be compared."""
+    alike = defaultdict(list)
+    for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
+        if not isinstance(cell, Search) and not cell.config.virtual_world_size:
+            same = dataclasses.replace(cell.config, seed=0, dropout=0.0)
+            alike[same, cell.world_size].append(cell)
+    for cells in alike.values():
+        seeds: dict[tuple[str, float], set[int]] = {(cell.strategy, cell.config.dropout): set() for cell in cells}
+        for cell in cells:
+            seeds[cell.strategy, cell.config.dropout].add(cell.config.seed)
+        assert {strategy for strategy, _ in seeds} == {strategy for strategy, dropout in seeds if dropout == 0}
+        assert all(len(of_it) >= 3 for (_, dropout), of_it in seeds.items() if dropout), seeds
+
+
+@pytest.mark.parametrize("name", ["a100", "one_gpu_bert_epochs"])
+def test_the_document_that_saw_another_loss_is_repeated_with_its_dropout(name):
+    """S2-01: stage 3 on one GPU ends with a loss 1.2 % lower, with the dropout that the model has by itself."""
+    cells = [cell for cell in plan_cells(read_suite(find_suite(name)), box_with(1)) if not isinstance(cell, Search)]
+    own = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
+    assert own == {"single", "zero3_cpu_optimizer"}
+
+
 def estimated_minutes(name):
     cells = plan_cells(read_suite(find_suite(name)), box_with(1))
     seconds = sum(expected_s(cell, {}) for cell in cells if not isinstance(cell, Search))
@@ -344,6 +393,12 @@ def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
         (task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STRATEGY_NAMES
     }
     assert {cell.world_size for cell in cells if cell.strategy != "single"} == {2}
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for cell in cells:
+        seeds.setdefault((cell.config.task, cell.strategy), set()).add(cell.config.seed)
+    compared_in_time = [seeds[task, arm] for task, arm in seeds if arm in ("ddp", "zero0", "zero1", "zero2", "zero3")]
+    assert compared_in_time == [{42, 43, 44}] * 10
+    assert {cell.repeat for cell in cells if cell.strategy == "ddp"} == {1, 2, 3}
 
 
 def test_a_box_that_lacks_what_the_suite_needs_is_told_so():

@@ -11,7 +11,7 @@ import pytest
 from study.cli import main
 from study.errors import UserError
 from study.host.box import Box
-from study.measure.clock import WARMUP_STEPS
+from study.measure.clock import LEAST_WARMUP_STEPS
 from study.models.architecture import shape_of
 from study.models.presets import find_preset
 from study.record.outcome import Ending, Terminated, ending_of
@@ -44,6 +44,14 @@ REFUSALS = {
     "two steps": ((*ZERO3, "--max_steps", "2"), "a virtual run of 2 steps would watch one that is not like"),
     "one epoch": ((*ZERO3, "--max_steps", "0"), "a virtual run of 1 step would watch"),
     "depths": ((*ZERO3, "--layers-fit", "3,2,4"), "does not rise"),
+    "a depth that would be silence for hours": (
+        (*ZERO3, "--model_name_or_path", "gpt-tiny", "--layers-fit", "1,2,99999999999"),
+        "99999999999 layers of gpt-tiny are out of range",
+    ),
+    "a model of that depth": (
+        (*ZERO3, "--model_name_or_path", "gpt-neo-2.7b-99999999layers"), "99999999 layers of gpt-neo-2.7b are out",
+    ),
+    "a depth of more digits than Python reads": ((*ZERO3, "--layers-fit", f"1,2,{'9' * 5000}"), "is not three depths"),
     "no model": ((*ZERO3, "--model_name_or_path", ""), "--model_name_or_path is empty"),
     "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers-fit", "1,2,3"), "has one depth"),
     "no layers": (
@@ -89,7 +97,7 @@ def test_each_strategy_is_run_once() -> None:
 
 def test_a_gpus_step_time_is_of_steps_after_the_warm_up_and_the_watched_one() -> None:
     asked = RunConfig(virtual_world_size=8, scale="laptop")
-    assert resolved(asked, accelerator_visible=True).max_steps > WARMUP_STEPS + 1
+    assert resolved(asked, accelerator_visible=True).max_steps > LEAST_WARMUP_STEPS + 1
     # Without one no time is taken, and three steps are the fewest of which the last is like all later ones.
     shortest = resolved(asked, accelerator_visible=False)
     assert shortest.max_steps == 3
@@ -187,10 +195,11 @@ def test_an_epoch_of_enough_steps_is_no_misuse() -> None:
 def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> None:
     config = resolved(RunConfig(task="gpt-wikitext", virtual_world_size=4), accelerator_visible=False)
     figures = {"allocated": 1, "reserved": 2, "device": 3, "host": 1.0}
-    time = dict.fromkeys(("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps"))
+    times = ("step_time_s_median", "step_time_s_p10", "step_time_s_p90", "window_s", "window_steps", "warmup_steps")
+    time = dict.fromkeys(times)
     phases = {"steady": figures}
     rank = {"rank": 0, "phases": phases, "device_mean_over_steps": None, "time": time, "state": None}
-    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0)
+    log: Any = SimpleNamespace(first_loss=None, last_loss=None, last_step=0, skipped_before=0, skipped_steps=0)
     timing = {"runtime_s": 1.0, "startup_s": 1.0}
     summary = summarize(4, config, [rank], None, log, {}, timing)
     assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}

@@ -20,7 +20,7 @@ PACKAGE = "study"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arrows", action="store_true", help="list every arrow below the row")
     options = parser.parse_args()
     root = Path.cwd()

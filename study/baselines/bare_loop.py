@@ -52,11 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torch.nn.parallel import DistributedDataParallel
         from transformers import get_scheduler, set_seed
 
-        from study.measure import WARMUP_STEPS, Meters
+        from study.measure import Meters
+        from study.measure.clock import STEPS_BETWEEN_EVALUATIONS
         from study.models.initial import load_initial_model, materialize_initial_weights
         from study.run import engine
         from study.run.audit import audit, check_compute_dtype
         from study.run.evaluation import evaluate
+        from study.run.loss_scale import GRAD_SCALER, SkippedSteps
         from study.run.steps import StepLog
         from study.tasks import load_data
 
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.keep_log()
         set_seed(config.seed)
         # Only its peaks are read, and only between steps: peaks are kept by torch and by Linux, at no cost to the loop.
-        meters = Meters(device, watched_step=None)
+        meters = Meters(device, None, run.warmup_steps)
 
         model: Any = load_initial_model(config, initial).to(device)
         check_compute_dtype(model, config)
@@ -86,16 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = torch.compile(model)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
-        scaler = torch.amp.GradScaler(enabled=config.precision == "fp16")
+        scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16", **GRAD_SCALER)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
-        log = StepLog(run, accelerator)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
-        done: list[tuple[int, Any, float, Any, list[Any]]] = []
-        # The study warms up for WARMUP_STEPS and then watches one step, which its window leaves out too.
-        uncounted = WARMUP_STEPS + 1
+        done: list[tuple[int, Any, float, Any, list[Any], bool]] = []
+        # The study warms up and then watches one step, which its window leaves out too.
+        uncounted = run.warmup_steps + 1
         started = 0.0
         model.train()
         meters.memory.enter_phase("steady")
@@ -103,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             learning_rate = schedule.get_last_lr()[0]
             losses = []
             for turn, micro_batch in enumerate(micro_batches, start=1):
-                batch = {name: tensor.to(device) for name, tensor in micro_batch.items()}
+                batch = {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
                 if launch.world_size > 1:
                     model.require_backward_grad_sync = turn == len(micro_batches)
                 with autocast:
@@ -112,14 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 losses.append(loss.detach())
             scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
-            scale = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            # A step that overflowed was skipped, and halved the scale.
-            if scaler.get_scale() >= scale:
+            skipped = skips.last_was_skipped()
+            if not skipped:
                 schedule.step()
-            done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches))
+            done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches, skipped))
 
             if step == uncounted:
                 started = time_when_done(device)
@@ -136,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     with autocast, meters.memory.phase("eval"):
                         evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
+                    # As the study's clock, which leaves out the step after an evaluation.
+                    if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:
+                        uncounted = step + 1
                 started = time_when_done(device)
         progress.close()
 

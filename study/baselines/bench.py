@@ -38,11 +38,12 @@ from study.sweep.tables import print_tables, table_of
 SCRIPTS = {
     "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
 }  # fmt: skip
-# Longer than what no window of the study counts: three steps that warm up and the one that is watched.
 STEPS_PER_TURN = 5
+# Longer than what no window of the study counts: at most ten steps that warm up, and the one that is watched.
+WARMUP_TURNS = 3
 WINDOW = (
     f"one turn is {STEPS_PER_TURN} optimizer steps and the writing of their rows, the device synchronized at its ends; "
-    "start-up, the first turn (warm-up) and evaluation are left out"
+    f"start-up, the first {WARMUP_TURNS} turns (warm-up) and evaluation are left out"
 )
 CLOCKS = {
     "wall": "by the wall clock",
@@ -82,7 +83,7 @@ class Runner:
 
     def __init__(self, trainer: str, case: Case, folder: Path):
         self.trainer, self.output_dir = trainer, folder / trainer
-        steps = STEPS_PER_TURN * (1 + case.turns)
+        steps = STEPS_PER_TURN * (WARMUP_TURNS + case.turns)
         arguments = [*case.arguments, *_SHARED, "--max_steps", str(steps), "--output_dir", str(self.output_dir)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "study.baselines.bench", "--runner", trainer, *arguments],
@@ -90,6 +91,8 @@ class Runner:
             env={**os.environ, **LARGE_PAGES},
         )  # fmt: skip
         self._processor_s = self._wait_until_it_waits()
+        for _ in range(WARMUP_TURNS - 1):
+            self.turn()
 
     def turn(self) -> dict[str, float]:
         """Let it go on until it waits again; the seconds that took by either clock."""

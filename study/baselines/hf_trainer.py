@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 def refuse(config: RunConfig, launch: Launch) -> None:
     refuse_what_only_the_study_does("hf_trainer", config)
-    if launch.strategy.name == "fsdp2":
+    if config.precision == "fp16" and launch.strategy.name == "zero0":
+        raise UserError(
+            "hf_trainer cannot tell which steps DeepSpeed's stage 0 skips under fp16", "use study/train.py, or bf16"
+        )
+    if launch.strategy.is_fsdp:
         raise UserError(
             "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/run/engine.py",
             "use study/train.py, or launch hf_trainer with another file",
@@ -41,14 +45,14 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
         # As an argument: the engine's plugin is built while TrainingArguments is, and never again.
         deepspeed = engine.deepspeed_settings(run)
     # DeepSpeed's torch_autocast, in its settings, is what `bf16` means there.
-    autocast = config.precision == "bf16" and deepspeed is None
+    mixed = "no" if config.precision == "bf16" and deepspeed else config.precision.removesuffix("-engine")
     arguments = TrainingArguments(
         output_dir=str(run.output_dir),
         # Without it the Trainer looks for a GPU backend, finds none, and every rank believes that it is alone.
         use_cpu=not torch.cuda.is_available(),
         deepspeed=deepspeed,
-        bf16=autocast or config.precision == "bf16-engine",
-        fp16=config.precision == "fp16",
+        bf16=mixed == "bf16",
+        fp16=mixed == "fp16",
         optim="adamw_torch_fused",
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
@@ -59,7 +63,7 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
         per_device_train_batch_size=plan.per_device_train_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         torch_compile=config.torch_compile,
-        # By default the Trainer turns TF32 on where it compiles; no other loop here multiplies fp32 that way.
+        # By default the Trainer turns TF32 on where it compiles, and so does Accelerate after it.
         tf32=False,
         seed=config.seed,
         # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
@@ -105,7 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.keep_log()
         set_seed(config.seed)
         meters = Meters(
-            training.device, run.watched_step, profiled_steps=run.profiled_steps, records_profile=launch.is_main
+            training.device,
+            run.watched_step,
+            run.warmup_steps,
+            profiled_steps=run.profiled_steps,
+            records_profile=launch.is_main,
         )
         model = load_initial_model(config, initial)
         check_compute_dtype(model, config)
@@ -113,10 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # step. BERT does not, and its loss would grow with accumulation steps and ranks; this asks for plain means.
         model.accepts_loss_kwargs = False
         trainer = RecordedTrainer(run, model, training, meters)
+        engine.hold_to_precision(trainer.accelerator, config)
         trainer.train()
 
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
-        audit_end(run, accelerator, wrapped)
+        audit_end(run, accelerator, trainer.log_rows)
         run.finish(accelerator, meters, trainer.log_rows, trainer.evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, wrapped)

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from study.measure import Meters
+from study.run import engine
 from study.run.audit import audit
 from study.run.evaluation import evaluate
+from study.run.loss_scale import SkippedSteps
 from study.run.open import OpenRun
 from study.run.steps import StepLog
 
@@ -46,7 +48,15 @@ class RecordedTrainer(Trainer):
         """This rank's micro-batches of all steps, as one epoch."""
         train = self.run.data.train
         micro_batches = [part for step in self.run.step_numbers for part in self.run.indices(step)]
-        return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch)
+        pinned = self.args.dataloader_pin_memory and torch.cuda.is_available()
+        return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch, pin_memory=pinned)
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*arguments, **options)
+        # A fused step leaves itself out where gradients are not finite, and the Trainer's schedule would not know:
+        # without this torch's GradScaler does not call it then.
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self.step_batches.append(inputs)
@@ -78,6 +88,9 @@ class StepRecorder(TrainerCallback):
         live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
         run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
         self.progress = run.console.progress(run.total_steps, 0)
+        engine.forget_first_step(trainer.model_wrapped)
+        # Called by no other hook before the first step, and DeepSpeed's engine is there by now.
+        self.skips = SkippedSteps(trainer.accelerator, trainer.model_wrapped)
         run.loop_starts()
         trainer.model_wrapped.train()
         trainer.meters.start(trainer.model_wrapped, trainer.optimizer)
@@ -95,7 +108,8 @@ class StepRecorder(TrainerCallback):
         log = trainer.log_rows
         # The Trainer's losses are shares of the step's mean.
         loss = torch.stack(trainer.step_losses).sum()
-        log.add(step, loss, self.learning_rate, trainer.step_grad_norm, trainer.step_batches)
+        skipped = self.skips.last_was_skipped()
+        log.add(step, loss, self.learning_rate, trainer.step_grad_norm, trainer.step_batches, skipped)
         if run.flushes_after(step):
             with trainer.meters.paused():
                 log.flush(dict(trainer.meters.flush()))

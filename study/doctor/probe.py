@@ -83,7 +83,7 @@ def _gpus() -> Check:
     seen = describe_environment()
     devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
     if not devices and not visible:
-        return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores, bf16 and fp32, no fp16")
+        return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores")
     counted = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
     found = f"{counted or 'none'}; driver {seen['driver']}, CUDA {seen['cuda']}, torch {torch.__version__}"
     return needed("gpus", len(devices) >= visible, found, f"the driver shows {visible}", REINSTALL_TORCH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -11,14 +12,28 @@ from study.errors import UserError
 
 def folder_named(text: str) -> Path:
     """The folder that is meant, before anything is asked of it: `new/..` is not a folder of its own."""
-    folder = Path(text).expanduser()
+    try:
+        folder = Path(text).expanduser()
+    except RuntimeError:
+        raise UserError(f"{text}: nobody's home folder is known by that name here", "write the whole path") from None
     return folder.resolve() if ".." in folder.parts else folder
 
 
+def folder_argument(text: str) -> Path:
+    """As argparse takes it. Left empty, as by a variable that is not set, it would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return folder_named(text)
+
+
 def cache_directory() -> Path:
-    """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "zero-study"
-    folder = Path(os.environ.get("ZERO_STUDY_CACHE", default))
+    """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it. An empty variable is none."""
+    if own := os.environ.get("ZERO_STUDY_CACHE"):
+        folder = folder_named(own)
+    else:
+        # A relative path is to be ignored there: https://specifications.freedesktop.org/basedir-spec
+        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (xdg if xdg.is_absolute() else folder_named("~/.cache")) / "zero-study"
     refuse_unwritable(folder, f"the cache {folder}", "let ZERO_STUDY_CACHE name a folder that you may write")
     return folder
 

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
+from study.errors import UserError
 from study.spec.strategies import Strategy
 
 
@@ -27,6 +28,11 @@ def importing() -> Iterator[None]:
 
 
 def import_libraries(strategy: Strategy) -> None:
+    if sys.flags.optimize > 1:
+        raise UserError(
+            "Python leaves docstrings out here, and transformers reads them where it is imported",
+            "unset PYTHONOPTIMIZE, and leave out -OO",
+        )
     # transformers and evaluate import parts of scipy where they find it, for what no run here uses. So it is hidden
     # from them, unless scikit-learn is installed: that needs scipy, and some versions of transformers import it.
     if importlib.util.find_spec("sklearn") is None:

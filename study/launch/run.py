@@ -26,9 +26,10 @@ from study.spec.strategies import REPOSITORY
 
 _POLL_S = 0.25
 _LOG_TAIL_BYTES = 64 * 1024
-# What a launcher exports for its ranks would make the next one believe that it is a rank itself.
-_ANOTHER_LAUNCH = re.compile(
-    r"ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
+# What a launcher exports for its ranks would make the next one believe that it is a rank itself. Without docstrings
+# transformers is not imported.
+_NOT_FOR_A_RUN = re.compile(
+    r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
 )
 
 
@@ -131,7 +132,7 @@ def _end(supervisor: subprocess.Popen[bytes]) -> int:
 
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not _ANOTHER_LAUNCH.match(name)}
+    kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
     # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     return {**kept, MARKER: str(directory.resolve()), REFUSAL_FILE_VARIABLE: str(refusal_file)}

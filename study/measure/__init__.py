@@ -1,6 +1,6 @@
 """What a run measures about itself, in one object that keeps the training loop readable:
 
-meters = Meters(device, watched_step=4, profiled_steps=range(28, 31), records_profile=is_main)
+meters = Meters(device, watched_step=7, warmup_steps=6, profiled_steps=range(28, 31), records_profile=is_main)
 model, optimizer = accelerator.prepare(...)
 meters.start(model, optimizer)
 for step in ...:
@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 
-from study.measure.clock import WARMUP_STEPS, HostCost, StepClock, step_time_statistics
+from study.measure.clock import LEAST_WARMUP_STEPS, HostCost, StepClock, step_time_statistics
 from study.measure.energy import EnergyMeter
 from study.measure.memory import MemoryMeter, Phase
 from study.measure.profiling import PROFILER_WARMUP_STEPS, StepProfiler
 from study.measure.state import StateWatch
 from study.measure.traffic import TrafficWatch
-
-__all__ = ["WARMUP_STEPS", "Meters"]
 
 
 class Meters:
@@ -40,13 +38,15 @@ class Meters:
         self,
         device: torch.device,
         watched_step: int | None,
+        warmup_steps: int = LEAST_WARMUP_STEPS,
         profiled_steps: range = range(0),
         records_profile: bool = False,
     ) -> None:
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
-        self.clock = StepClock(device, cost=self.cost, on_segment=self._segment)
+        self.clock = StepClock(device, warmup_steps, cost=self.cost, on_segment=self._segment)
+        self.warmup_steps = warmup_steps
         self.watched_step = watched_step
         self.profiled_steps = profiled_steps
         self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None
@@ -101,8 +101,10 @@ class Meters:
     @contextlib.contextmanager
     def interruption(self, phase: Phase) -> Iterator[None]:
         """Around what is not a training step: its time is in no step, and its memory in a phase of its own."""
-        with self.paused(), self.memory.phase(phase):
+        self.clock.pause()
+        with self.memory.phase(phase):
             yield
+        self.clock.resume_cold()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -134,6 +136,7 @@ class Meters:
             **step_time_statistics(self.clock.counted_step_times),
             "window_s": self.clock.window_s if self.clock.window_steps else None,
             "window_steps": self.clock.window_steps or None,
+            "warmup_steps": self.warmup_steps,
             "self_cost_s": self.cost.seconds,
             "energy_j": self.energy.joules,
         }

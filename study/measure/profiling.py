@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import re
 import warnings
 from collections import defaultdict
@@ -19,7 +20,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, a
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from study.errors import Unsupported, UserError
-from study.measure.clock import WARMUP_STEPS
+from study.measure.clock import warmup_steps
 from study.measure.kernels import category
 from study.record.schema import PROFILE_CATEGORIES
 from study.spec.config import RunConfig
@@ -38,7 +39,8 @@ _DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
 
 def check_profiled_steps(config: RunConfig, steps: int) -> None:
     """`steps`: how many this run does itself, after a checkpoint it goes on from."""
-    needed = WARMUP_STEPS + 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
+    others = 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
+    needed = next(count for count in itertools.count(others) if count >= warmup_steps(count) + others)
     if config.profile_steps and steps < needed:
         raise UserError(
             f"--profile_steps {config.profile_steps} needs {needed} steps (warm-up, the watched one, {COUNTED_STEPS}"

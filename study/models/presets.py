@@ -36,6 +36,10 @@ DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), ("attention_dropout",)),
 }
 
+# DeepNet has the most that anybody has published, 1000 (https://arxiv.org/abs/2203.00555), and such a model is made
+# without its tensors in four seconds here. One of ten million would be silence for hours.
+LARGEST_LAYERS = 1000
+
 # Where an architecture keeps its number of layers.
 _LAYERS_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")
 
@@ -70,6 +74,7 @@ class Preset:
     def with_layers(self, layers: int) -> Preset:
         """The same architecture at another depth; no weights are published for it."""
         assert layers > 0
+        refuse_depth(layers, self.base)
         changed: dict[str, Any] = {self._layers_field: layers}
         if self.model_type == "gpt_neo":
             changed["attention_types"] = _alternating_attention(layers)
@@ -79,6 +84,11 @@ class Preset:
     @property
     def _layers_field(self) -> str:
         return next(field for field in _LAYERS_FIELDS if field in self.architecture)
+
+
+def refuse_depth(layers: int, model: str) -> None:
+    if not 0 < layers <= LARGEST_LAYERS:
+        raise UserError(f"{layers} layers of {model} are out of range", f"use 1 to {LARGEST_LAYERS}")
 
 
 def _alternating_attention(layers: int) -> list[list[Any]]:
@@ -176,7 +186,7 @@ def find_preset(name: str) -> Preset | None:
     for preset in _ALL:
         if name in (preset.name, preset.hub_id):
             return preset
-    other_depth = re.fullmatch(r"(.+)-([1-9]\d*)layers", name)
+    other_depth = re.fullmatch(r"(.+)-([1-9]\d{0,99})layers", name)
     if other_depth and other_depth[1] in PRESETS:
         return PRESETS[other_depth[1]].with_layers(int(other_depth[2]))
     return None

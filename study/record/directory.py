@@ -106,9 +106,8 @@ class RunWriter:
             self._streams[name] = (self.path / name).open("a", encoding="utf-8")
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
-    def first_loss(self) -> float | None:
-        steps, _ = read_rows(self.path)
-        return steps[0]["loss"] if steps else None
+    def steps_so_far(self) -> list[dict[str, Any]]:
+        return read_rows(self.path)[0]
 
     def flush(self) -> None:
         for stream in self._streams.values():

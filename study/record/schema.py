@@ -147,6 +147,8 @@ SUMMARY: Keys = {
     "state_bytes_per_rank": _STATE_BYTES,
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), AMOUNT_OR_NULL),
 }  # fmt: skip
+# Later keys, which older records lack.
+SUMMARY_MAY_HAVE: Keys = {"sent_bytes_per_step": AMOUNT_OR_NULL, "steps_skipped": COUNT, "warmup_steps": COUNT}
 SUMMARY_KEYS = tuple(SUMMARY)
 _ENGINE: Keys = {
     "strategy": TEXT, "distributed_type": TEXT, "world_size": POSITIVE, "virtual": FLAG,
@@ -157,12 +159,15 @@ _ENGINE: Keys = {
 }  # fmt: skip
 _ENGINE_MAY_HAVE: Keys = {
     "trainer": TEXT, "floor": _or_null(_keys({}, others=AMOUNT_OR_NULL)), "data": OBJECT_OR_NULL,
-    "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL,
+    "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL, "loss_scaler": OBJECT_OR_NULL,
+    "tf32": FLAG, "gradient_checkpointing": FLAG,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
+    "own_settings": OBJECT_OR_NULL,
 }  # fmt: skip
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,
     "host_memory_gib": AMOUNT_OR_NULL, "driver": TEXT_OR_NULL, "cuda": TEXT_OR_NULL, "git_commit": TEXT_OR_NULL,
+    "git_dirty": FLAG, "code_sha256": _or_null(_hex(64)),
     "packages": _keys({}, others=TEXT), "devices": _each(_keys({"name": TEXT}, others=ANYTHING)),
 }  # fmt: skip
 _RANK_STATE_MAY_HAVE: Keys = {
@@ -218,13 +223,15 @@ _STEP: Keys = {
     "step": POSITIVE, "loss": _or_null(NUMBER), "lr": AMOUNT, "grad_norm": AMOUNT_OR_NULL,
     "step_time_s": AMOUNT_OR_NULL, "tokens": COUNT, "samples_hash": _hex(16),
 }  # fmt: skip
+# Only where the engine left the step out, because its gradients were not finite.
+_STEP_MAY_HAVE: Keys = {"skipped": _one_of(True)}
 _EVALUATION_MAY_HAVE: Keys = {"accuracy": SHARE, "perplexity": AMOUNT_OR_NULL}
 _KINDS: Keys = {
     "status.json": _status,
     "config.json": OBJECT,  # study/spec/config.py says what it may hold
     "environment.json": _keys({}, _ENVIRONMENT_MAY_HAVE, others=ANYTHING),
     "engine.json": _keys(_ENGINE, _ENGINE_MAY_HAVE, others=ANYTHING),
-    "summary.json": _keys(SUMMARY),
+    "summary.json": _keys(SUMMARY, SUMMARY_MAY_HAVE),
     "memory.json": _keys({
         "unit": _one_of("GiB"),
         "ranks": _each(_keys(_RANK_MEMORY, {"time": _or_null(_keys({}, others=figures))}, figures)),
@@ -233,7 +240,7 @@ _KINDS: Keys = {
         "step": POSITIVE_OR_NULL, "world_size": POSITIVE, "collectives": _keys({}, others=_COLLECTIVE),
     }),
     "profile.json": _profile,
-    "steps.jsonl": _keys(_STEP),
+    "steps.jsonl": _keys(_STEP, _STEP_MAY_HAVE),
     "evals.jsonl": _keys({"step": POSITIVE, "eval_loss": NUMBER}, _EVALUATION_MAY_HAVE),
 }  # fmt: skip
 # A row as the writer leaves it: whatever matches has every key of a step once, each with a value that its kind allows.

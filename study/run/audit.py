@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
+from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 from study.spec.strategies import Launch
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.run.open import OpenRun
+    from study.run.steps import StepLog
 
+# Of DeepSpeed's ZeRO settings, those that change what is held and what is sent.
 BUCKET_KEYS = (
     "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
     "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
 )  # fmt: skip
 
 
@@ -45,13 +50,17 @@ def audit(
     base = base_optimizer(optimizer)
     live |= {
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
+        "gradient_checkpointing": bool(accelerator.unwrap_model(model).is_gradient_checkpointing),
         "strategy": launch.strategy.name,
+        "own_settings": launch.strategy.own_settings,
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
+        "loss_scaler": read_loss_scaler(accelerator, model),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
     }
-    asked = _asked(run, plan)
+    asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
     if differences:
         raise RunFailed(
@@ -125,13 +134,16 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
         "nvme_path": str(run.swap_folder) if strategy.uses_nvme else None,
+        "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
+        "tf32": False,
+        "gradient_checkpointing": config.gradient_checkpointing,
         "optimizer_settings": {
             "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
             "decoupled_weight_decay": True,
         },
     }  # fmt: skip
     if strategy.deepspeed is None:
-        asked["fully_sharded"] = strategy.name == "fsdp2"
+        asked["fully_sharded"] = strategy.is_fsdp
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -163,10 +175,10 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
     elif engine.fp16_enabled():
-        precision = "fp16"
+        precision = "fp16-engine"
     elif engine.torch_autocast_enabled():
         autocast = _name(engine.torch_autocast_dtype())
-        precision = "bf16" if autocast == "bfloat16" else autocast
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
         precision = "fp32"
     return {
@@ -186,12 +198,14 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
+    buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
         **dict.fromkeys(("zero_stage", "offload_optimizer", "offload_param", "nvme_path")),
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "param_dtype": _name(next(model.parameters()).dtype),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "buckets": {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {},
+        "buckets": buckets,
+        **_read_fsdp(model),
         "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
@@ -199,15 +213,54 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     }
 
 
-def audit_end(run: OpenRun, accelerator: Accelerator, model: Any) -> None:
+def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
+    """What FSDP2 holds and sends by: empty without it. Torch tells none of it but from inside."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
+    # the forward pass unless told otherwise, and says so only once that has begun.
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    states = list({id(state): state for state in found}.values())
+    if not states:
+        return {}
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    gathered = states[0]._fsdp_param_groups if states[0]._auto_reshard_after_forward else []
+    resharded = [group for group in groups if group.post_forward_mesh_info is not None and group not in gathered]
+    return {
+        "fsdp_groups": len(groups),
+        "fsdp_resharded_groups": len(resharded),
+        "fsdp_reshard_after_forward": bool(resharded),
+        "fsdp_offload_params": any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
+        "fsdp_activation_checkpointing": any(isinstance(module, ActivationWrapper) for module in model.modules()),
+    }
+
+
+def _asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not accelerator.is_fsdp2:
+        return {}
+    asked = {
+        "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
+    }
+    # Where no block is wrapped there is nothing to let go of.
+    if plugin.auto_wrap_policy:
+        asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
+    return asked
+
+
+def audit_end(run: OpenRun, accelerator: Accelerator, log: StepLog) -> None:
     """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all."""
     accelerator.wait_for_everyone()
     # DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
     # Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
-    skipped, steps = getattr(model, "skipped_steps", 0), getattr(model, "global_steps", 0)
-    if skipped and (run.config.precision != "fp16" or skipped == steps):
+    skipped, steps = log.skipped_steps, log.last_step - run.first_step
+    if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
         raise RunFailed(
-            f"DeepSpeed skipped {skipped} of {steps} optimizer steps, whose gradients were not finite",
+            f"{skipped} of {steps} optimizer steps were skipped, whose gradients were not finite",
             "lower --learning_rate, or use a precision with more range",
         )
     _check_swapped(run)
@@ -232,7 +285,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         # A hook would cut the compiled graph in pieces; the same run without compilation makes the check.
         return
     precision = config.precision
-    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
+    expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
     layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
 
     def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

@@ -1,18 +1,26 @@
 """Checkpoints every N steps, and a resume that continues as if nothing had happened.
 
+The manifest has a digest of every file, and they are held against it before a run goes on: with a random state that is
+missing, or one bit that differs, an engine trains on to other numbers and says nothing.
+
 Accelerate and DeepSpeed save with torch's pickle format. Loading is forced to weights_only, whatever the engine asks
 for, so that a checkpoint can hold tensors and plain values and never code.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
+from study.host.contents import content_digest, sealed
+from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
 from study.spec.config import RunConfig
@@ -21,7 +29,9 @@ from study.spec.strategies import Launch
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from study.models.initial import InitialWeights
     from study.run.open import OpenRun
+    from study.tasks.blocks import TaskData
 
 FOLDER = "checkpoints"
 MANIFEST = "checkpoint.json"
@@ -30,44 +40,72 @@ _FREE_KEYS = {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "checkpointing_steps", "report_to", "nvme_path",
     "logging_steps",
 }  # fmt: skip
+_MANIFEST_KEYS = {
+    "step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict, "tokens_sha256": dict,
+    "initial_weights_sha256": str, "environment": dict, "files": dict,
+}  # fmt: skip
 # Everything that Accelerate and the engines under it write here.
 _OF_A_CHECKPOINT = re.compile(
-    r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|(pytorch_model|optimizer|scheduler|sampler)(_\d+)?\.bin|scaler\.pt"
-    r"|random_states_\d+\.pkl|latest|zero_to_fp32\.py|pytorch_model/\w+_states\.pt"
+    r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|scaler\.pt|random_states_\d+\.pkl"
+    r"|(pytorch_model(_fsdp)?|optimizer|scheduler|sampler)(_\d+)?\.bin"
+    r"|latest|zero_to_(fp32|torch)\.py|pytorch_model/\w+_states\.pt"
     r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|\w+\.distcp)"
 )
 
 
 def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step: int) -> None:
     """Model, optimizer, RNG and schedule after `step`; the manifest is written last and makes it whole."""
-    folder = run.output_dir / FOLDER / f"step_{step:07d}"
+    from accelerate.utils import gather_object
+
+    folder, launch = run.output_dir / FOLDER / f"step_{step:07d}", run.launch
     if accelerator.is_main_process:
         _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         # The rows that led here travel along, so that a resumed run's record is whole wherever it is written.
         for name in ROW_FILES:
             shutil.copyfile(run.output_dir / name, folder / name)
+    accelerator.wait_for_everyone()
+    # A share for each rank of a host: what its own host wrote is what it sees for certain.
+    own = _files_of(folder)[launch.local_rank :: launch.local_world_size]
+    digests = gather_object([digests_of(folder, own)])
+    if accelerator.is_main_process:
+        assert run.initial is not None
         manifest = {
             "step": step,
-            "strategy": run.launch.strategy.name,
-            "world_size": run.launch.world_size,
+            "strategy": launch.strategy.name,
+            "world_size": launch.world_size,
             "config": run.config.to_dict(),
             "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
+            "tokens_sha256": run.data.source["tokens_sha256"],
+            "initial_weights_sha256": run.initial.sha256,
+            "deepspeed": launch.strategy.deepspeed,
+            "environment": read_json(run.output_dir / "environment.json"),
+            "files": {name: digest for each in digests for name, digest in sorted(each.items())},
         }
-        write_json(folder / MANIFEST, manifest)
+        write_json(folder / MANIFEST, sealed(manifest))
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: content_digest(folder / name), names), strict=True))
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Those of a checkpoint that are there, and not what somebody keeps beside them."""
+    files = (file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir())
+    return sorted(filter(_OF_A_CHECKPOINT.fullmatch, files))
 
 
 def _clear(folder: Path) -> None:
-    """Take an earlier checkpoint away by the names of its files, and leave what else somebody keeps beside them."""
+    """Take an earlier checkpoint away by the names of its files."""
     # First: without it the rest is no checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
-    for file in sorted(folder.rglob("*")):
-        if _OF_A_CHECKPOINT.fullmatch(file.relative_to(folder).as_posix()) and not file.is_dir():
-            file.unlink()
+    for name in _files_of(folder):
+        (folder / name).unlink()
 
 
 def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -81,13 +119,7 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
         )
     if asked is None:
         return None
-    if asked == "latest":
-        whole = sorted(file.parent for file in (output_dir / FOLDER).glob(f"*/{MANIFEST}"))
-        if not whole:
-            raise UserError(f"{output_dir} holds no whole checkpoint", "leave --resume_from_checkpoint out")
-        folder = whole[-1]
-    else:
-        folder = Path(asked)
+    folder = _latest(output_dir) if asked == "latest" else Path(asked)
     try:
         manifest = _read_manifest(folder)
     except RecordError as error:
@@ -102,6 +134,12 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"{launch.world_size}",
             f"run: accelerate launch --config_file accelerate_configs/{was[0]}.yaml --num_processes {was[1]} ...",
         )
+    settings = launch.strategy.deepspeed
+    if manifest.get("deepspeed") != (json.loads(json.dumps(settings)) if settings else None):
+        raise UserError(
+            f"the DeepSpeed settings of {launch.strategy.name} are not those that the checkpoint was saved under",
+            "put the JSON file beside the launched one back, or start anew",
+        )
     now = config.to_dict()
     changed = [key for key in now if key not in _FREE_KEYS and now[key] != saved.get(key)]
     if changed:
@@ -110,28 +148,99 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {now[key]}",
             f"use --{key} {saved.get(key)}, or start anew",
         )
+    if launch.local_rank == 0:
+        # The others of this host wait for this one before they load it.
+        _check_files(folder, manifest["files"])
     return folder, manifest
+
+
+def _latest(output_dir: Path) -> Path:
+    """The last one that led to the rows in the folder: those of a run that was overwritten are not taken."""
+    try:
+        rows, _ = read_rows(output_dir)
+        whole = sorted(file.parent for file in (output_dir / FOLDER).glob(f"step_*/{MANIFEST}"))
+        led_here = [folder for folder in whole if (steps := read_rows(folder)[0]) == rows[: len(steps)]]
+    except RecordError as error:
+        raise UserError(f"{output_dir} holds damaged rows ({error})", "name the folder of the checkpoint") from None
+    if not whole:
+        raise UserError(f"{output_dir} holds no whole checkpoint", "leave --resume_from_checkpoint out")
+    if not led_here:
+        raise UserError(
+            f"{output_dir} holds no whole checkpoint of the run whose rows are there, only of an earlier one",
+            f"leave --resume_from_checkpoint out, or name the folder: {whole[-1]}",
+        )
+    return led_here[-1]
+
+
+def _check_files(folder: Path, saved: Mapping[str, str]) -> None:
+    there = _files_of(folder)
+    problems = [f"{name} is missing" for name in saved if name not in there]
+    problems += [f"{name} was not saved with it" for name in there if name not in saved]
+    try:
+        now = {} if problems else digests_of(folder, saved)
+    except OSError as error:
+        now = {}
+        problems = [f"{error.filename} cannot be read ({error.strerror})"]
+    problems += [f"{name} is not what was saved" for name in now if now[name] != saved[name]]
+    if problems:
+        earlier = sorted(file.parent for file in folder.parent.glob(f"step_*/{MANIFEST}") if file.parent < folder)
+        raise UserError(
+            f"the checkpoint {folder} is damaged: {problems[0]}",
+            f"resume from an earlier one, such as {earlier[-1]}" if earlier else "start anew",
+        )
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     manifest = read_json(file)
-    for key, kind in {"step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict}.items():
+    for key, kind in _MANIFEST_KEYS.items():
         if type(manifest.get(key)) is not kind:
             raise RecordError(file, f"{key} is {manifest.get(key)!r}, not a value of type {kind.__name__}")
+    if sealed(manifest) != manifest:
+        raise RecordError(file, "was changed after the checkpoint was saved")
     steps, _ = read_rows(folder, complete=True)
     if len(steps) != manifest["step"]:
         raise RecordError(folder / "steps.jsonl", f"{len(steps)} rows at step {manifest['step']}")
     return manifest
 
 
-def check_steps_are_left(config: RunConfig, checkpoint: tuple[Path, dict[str, Any]] | None, train_samples: int) -> None:
-    total = config.total_steps(train_samples)
-    if checkpoint and checkpoint[1]["step"] >= total:
+def check_goes_on(
+    config: RunConfig, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
+) -> None:
+    """What only the data, the weights and the libraries can tell: is a step left, and is it the same training?"""
+    folder, manifest = checkpoint
+    total = config.total_steps(len(data.train))
+    if manifest["step"] >= total:
         raise UserError(
-            f"the checkpoint {checkpoint[0]} is at step {checkpoint[1]['step']} of {total}: nothing is left to do",
+            f"the checkpoint {folder} is at step {manifest['step']} of {total}: nothing is left to do",
             "resume from an earlier one, or start a longer run anew",
         )
+    saved, now = manifest["tokens_sha256"], data.source["tokens_sha256"]
+    if saved != now:
+        changed = " and ".join(split for split in now if saved.get(split) != now[split])
+        raise UserError(
+            f"the {changed} samples are not those that the checkpoint {folder} was trained on: the data or the"
+            " tokenizer was changed since",
+            "put them back, or start anew",
+        )
+    if manifest["initial_weights_sha256"] != initial.sha256:
+        raise UserError(
+            f"the checkpoint {folder} began from other initial weights, which were changed or drawn anew since",
+            "start anew",
+        )
+    before, here = _box(manifest["environment"]), _box(describe_environment())
+    if differ := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
+        name = differ[0]
+        raise UserError(
+            f"the checkpoint {folder} was saved on another box or stack: {name} was {before.get(name)}, and is"
+            f" {here.get(name)}",
+            "resume where it was saved, or start anew",
+        )
+
+
+def _box(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record can say once only, of all its steps."""
+    return environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
 
 
 def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> None:

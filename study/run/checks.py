@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
-from study.spec.overrides import override
+from study.spec.names import BATCH_KEYS
+from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
 from study.theory.memory import state_bytes
 
@@ -83,8 +84,11 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
         # To the other ranks it may be their own main process that is at work there by now.
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     check_request(config, launch)
+    check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
+    if launch.strategy.deepspeed is not None:
+        check_engine_settings(config, launch.strategy)
     model_config(config)
     if launch.strategy.uses_nvme:
         check_room_to_swap(config, launch)
@@ -144,8 +148,8 @@ def check_request(config: RunConfig, launch: Launch) -> None:
 
     strategy = launch.strategy
     on_gpu = torch.cuda.is_available()
-    if config.precision == "fp16" and not on_gpu:
-        raise Unsupported("--precision fp16 needs a GPU: Accelerate trains no fp16 on a CPU", "use --precision bf16")
+    if config.precision.startswith("fp16") and not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise Unsupported(f"--precision {config.precision}: this processor has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
@@ -168,6 +172,22 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         _check_nvme(strategy, folder_named(config.nvme_path))
 
 
+def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
+    """What the Accelerate file or the launcher's flags ask of training is the run's to say: nothing is left unheard."""
+    precision = config.precision.removesuffix("-engine")
+    for key, ours, flag in (
+        ("mixed_precision", "no" if precision == "fp32" else precision, "precision"),
+        ("dynamo_backend", "inductor" if config.torch_compile else "no", "torch_compile"),
+        ("gradient_accumulation_steps", str(plan.gradient_accumulation_steps), "per_device_train_batch_size"),
+    ):
+        asked = environment.get(f"ACCELERATE_{key.upper()}", "no").lower()
+        if asked not in ("no", ours):
+            raise UserError(
+                f"the launch asks for {key} {asked}, and --{flag} for {ours}",
+                f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
+            )
+
+
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     """For all ranks of this box."""
     from study.models.architecture import shape_of
@@ -176,6 +196,38 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
+
+
+def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
+    """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
+    from deepspeed.runtime import config as constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    assert strategy.deepspeed is not None
+    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    for key in parse_overrides(config.engine_override):
+        section = key.split(".")[0]
+        if section not in known:
+            raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
+        if section in BATCH_KEYS:
+            raise UserError(
+                f"--engine_override {key}: the batch of the run decides it",
+                "use --global_batch_size and --per_device_train_batch_size",
+            )
+    zero = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
+    if isinstance(zero, dict):
+        # Accelerate fills these in.
+        zero = {key: value for key, value in zero.items() if value != "auto"}
+    try:
+        DeepSpeedZeroConfig.model_validate(zero)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UserError(
+            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
+            "fix --engine_override, or the strategy's file",
+        ) from None
 
 
 def _check_tracker(name: str) -> None:

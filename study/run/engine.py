@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
 from study.run.audit import check_compute_dtype
+from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from study.run.open import OpenRun
+
+
+# By --precision: what autocast computes in, over fp32 weights.
+_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
@@ -32,10 +37,13 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
     settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     settings["gradient_clipping"] = config.max_grad_norm
-    if config.precision == "bf16":
+    if config.precision in _AUTOCAST:
         # Like for like with Accelerate's DDP: autocast over fp32 weights, and gradients travel in fp32. DeepSpeed's
-        # own default would reduce the gradients of every nn.Linear in bf16.
-        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        # own default would reduce the gradients of every nn.Linear in the lower precision.
+        dtype = _AUTOCAST[config.precision]
+        settings["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
+    elif config.precision == "fp16-engine":
+        settings["fp16"] = dict(FP16_SECTION)
     for what in ("offload_optimizer", "offload_param"):
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":
@@ -48,6 +56,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
     from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate.utils import GradScalerKwargs
 
     config, launch = run.config, run.launch
     if launch.virtual:
@@ -56,7 +65,7 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
         state = PartialState(cpu=True)
-        if launch.strategy.name == "fsdp2":
+        if launch.strategy.is_fsdp:
             # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
@@ -67,7 +76,8 @@ def make_accelerator(run: OpenRun) -> Accelerator:
     cap_device_memory(config, launch)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
-        "mixed_precision": {"fp32": "no", "bf16": "bf16", "bf16-engine": "bf16", "fp16": "fp16"}[config.precision],
+        "mixed_precision": "no" if config.precision == "fp32" else config.precision.removesuffix("-engine"),
+        "kwargs_handlers": [GradScalerKwargs(**GRAD_SCALER)],
         "log_with": None if config.report_to == "none" else config.report_to,
         "project_dir": str(run.output_dir),
         "dynamo_backend": "inductor" if config.torch_compile else "no",
@@ -78,20 +88,30 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         from accelerate import DeepSpeedPlugin
 
         arguments["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepspeed_settings(run))
-        if config.precision == "bf16":
-            # DeepSpeed's own bf16 is another training (bf16 weights, fp32 masters); autocast is in the settings.
+        if config.precision in _AUTOCAST:
+            # DeepSpeed's own is another training (weights in it, fp32 masters); autocast is in the settings.
             arguments["mixed_precision"] = "no"
-    elif launch.strategy.name == "fsdp2" and config.precision == "bf16":
+    elif launch.strategy.is_fsdp and config.precision in _AUTOCAST:
         from accelerate import FullyShardedDataParallelPlugin
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
     accelerator = Accelerator(**arguments)
-    if config.torch_compile:
-        # Accelerate turns TF32 on where it compiles without autocast: fp32 would no longer mean fp32.
-        torch.backends.cuda.matmul.allow_tf32 = False
+    hold_to_precision(accelerator, config)
     return accelerator
+
+
+def hold_to_precision(accelerator: Accelerator, config: RunConfig) -> None:
+    """What Accelerate and the box make of a precision by themselves, put right: before anything is prepared."""
+    import torch
+
+    without_engine = accelerator.distributed_type.value != "DEEPSPEED"
+    if config.precision == "fp16" and without_engine and accelerator.device.type == "cpu":
+        # Left to itself Accelerate would train in fp32 here, and still say "fp16".
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **GRAD_SCALER)
+    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere.
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def prepare(
@@ -104,7 +124,23 @@ def prepare(
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
+    forget_first_step(prepared_model)
     return prepared_model, prepared_optimizer
+
+
+def forget_first_step(model: Any) -> None:
+    """DeepSpeed's stage 0 in half precision takes a step with gradients of zero, to make the optimizer's state.
+
+    Adam would count it, and correct its first moments too little; weight decay has moved the fp32 weights already.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    if type(optimizer).__name__ != "FP16_UnfusedOptimizer":
+        return
+    for state in optimizer.optimizer.state.values():
+        state["step"].zero_()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
 
 
 def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None:

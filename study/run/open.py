@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed, UserError
 from study.host.box import free_memory
 from study.host.folders import folder_named
+from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import Terminated, ending_of, raising_on
@@ -49,6 +50,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
     opened = time.perf_counter()
     try:
+        check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         is_main = os.environ.get("RANK", "0") == "0"
@@ -100,11 +102,13 @@ class OpenRun:
         from study.host.environment import describe_environment
         from study.host.swap import swap_folder
         from study.measure.profiling import check_profiled_steps
-        from study.run.checkpoint import check_steps_are_left
+        from study.run.checkpoint import check_goes_on
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
-        check_steps_are_left(config, self.checkpoint, len(data.train))
+        if self.checkpoint and launch.is_main:
+            assert initial is not None, "a virtual rank has no checkpoint"
+            check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
         if launch.is_main:
             self._held.enter_context(take_folder(output_dir, f"--output_dir {output_dir}"))
@@ -113,6 +117,8 @@ class OpenRun:
         self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
+        if initial is not None and initial.remark:
+            console.shout(f"notice: {initial.remark}")
         console.say(self._headline())
         self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
@@ -147,11 +153,16 @@ class OpenRun:
         return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
 
     @property
+    def warmup_steps(self) -> int:
+        """The first of those that are left; their times are in no statistic."""
+        from study.measure.clock import warmup_steps
+
+        return warmup_steps(self.total_steps - self.first_step)
+
+    @property
     def watched_step(self) -> int:
         """One step after the warm-up: what it sends and holds is counted, and its time is not."""
-        from study.measure import WARMUP_STEPS
-
-        return min(self.first_step + WARMUP_STEPS + 1, self.total_steps)
+        return min(self.first_step + self.warmup_steps + 1, self.total_steps)
 
     @property
     def step_numbers(self) -> range:
@@ -160,9 +171,11 @@ class OpenRun:
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """Each step that is left: its number, and this rank's micro-batches."""
+        from study.tasks.blocks import pinned
+
         self.loop_starts()
         for step in self.step_numbers:
-            yield step, [self.data.train.__getitems__(indices) for indices in self.indices(step)]
+            yield step, [pinned(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
         """Which samples this rank takes in a step, a list for each micro-batch."""

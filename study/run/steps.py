@@ -29,9 +29,12 @@ class StepLog:
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
         # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
         self._virtual = run.launch.virtual
-        self._pending: list[tuple[int, torch.Tensor, float, Any, int]] = []
-        # A resumed run's first loss is in the rows it goes on from.
-        self.first_loss: float | None = run.record.first_loss() if run.record else None
+        self._pending: list[tuple[int, torch.Tensor, float, Any, int, bool]] = []
+        # Of a resumed run, the rows it goes on from.
+        earlier = run.record.steps_so_far() if run.record else []
+        self.first_loss: float | None = earlier[0]["loss"] if earlier else None
+        self.skipped_before = sum("skipped" in row for row in earlier)
+        self.skipped_steps = 0
         self.last_loss: float | None = None
         self.last_step = 0
         self.tokens_per_s: float | None = None
@@ -43,10 +46,12 @@ class StepLog:
         learning_rate: float,
         grad_norm: Any,
         micro_batches: list[dict[str, torch.Tensor]],
+        skipped: bool = False,
     ) -> None:
         """What a step left behind; `micro_batches` as they were on the host, to prove which samples it took."""
         samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches)
-        self._pending.append((step, loss, learning_rate, grad_norm, samples_hash))
+        self._pending.append((step, loss, learning_rate, grad_norm, samples_hash, skipped))
+        self.skipped_steps += skipped
 
     def flush(self, step_times_s: dict[int, float]) -> None:
         """Write the pending rows; raises RunFailed at the first loss that is not a number."""
@@ -54,15 +59,17 @@ class StepLog:
 
         if not self._pending:
             return
-        losses = torch.stack([loss.reshape(()).double() for _, loss, _, _, _ in self._pending])
+        losses = torch.stack([loss.reshape(()).double() for _, loss, *_ in self._pending])
         # A 64-bit hash as two numbers, whose sums over ranks are exact in float64.
-        halves = [divmod(samples_hash % 2**64, 2**32) for *_, samples_hash in self._pending]
+        halves = [divmod(samples_hash % 2**64, 2**32) for *_, samples_hash, _ in self._pending]
         rows = torch.column_stack([losses, torch.tensor(halves, dtype=torch.float64, device=losses.device)])
         loss_is_on_host = rows.device.type == "cpu"
         reduced = self._accelerator.reduce(rows, reduction="sum").tolist()
         pending, self._pending = self._pending, []
         not_finite = None
-        for (step, _, learning_rate, grad_norm, _), (loss_sum, high, low) in zip(pending, reduced, strict=True):
+        for (step, _, learning_rate, grad_norm, _, skipped), (loss_sum, high, low) in zip(
+            pending, reduced, strict=True
+        ):
             loss = None if self._virtual else number_or_none(loss_sum / self._accelerator.num_processes)
             if loss is None and not_finite is None and not self._virtual:
                 not_finite = (step, loss_sum)
@@ -78,6 +85,8 @@ class StepLog:
                 "tokens": self._tokens_per_step,
                 "samples_hash": f"{(int(high) * 2**32 + int(low)) % 2**64:016x}",
             }
+            if skipped:
+                row["skipped"] = True
             if self._record is not None:
                 self._record.append("steps.jsonl", row)
             if not_finite is not None:

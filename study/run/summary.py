@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -97,10 +97,14 @@ def summarize(
             for kind in STATE_KINDS
         },
         "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
+        "sent_bytes_per_step": sum(entry["wire_bytes_per_rank"] for entry in collectives) if traffic else None,
         "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
         "energy_j": None if None in energies else sum(energies),
+        "steps_skipped": log.skipped_before + log.skipped_steps,
+        "warmup_steps": time["warmup_steps"],
     }
-    assert set(summary) == set(SUMMARY_KEYS), set(summary) ^ set(SUMMARY_KEYS)
+    known = {*SUMMARY_KEYS, *SUMMARY_MAY_HAVE}
+    assert set(summary) == known, set(summary) ^ known
     return summary
 
 

@@ -16,14 +16,14 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.spec.checks import check_values
 from study.spec.defaults import default_values
 
 Task = Literal["bert-imdb", "gpt-wikitext"]
 Scale = Literal["auto", "paper", "laptop"]
 Weights = Literal["pretrained", "random"]
-Precision = Literal["fp32", "bf16", "bf16-engine", "fp16"]
+Precision = Literal["fp32", "bf16", "bf16-engine", "fp16", "fp16-engine"]
 # transformers' schedules that need nothing but the warm-up and the number of steps.
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
@@ -66,11 +66,11 @@ class RunConfig:
     max_steps: int = _flag("optimizer steps; 0 leaves it to --num_train_epochs", at_least=0)
     learning_rate: float = _flag("AdamW's peak learning rate", at_least=0)
     weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
-    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", 0.0, at_least=0)
+    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", at_least=0)
     lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
     max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
-    precision: Precision = _flag("bf16: autocast over fp32 weights; bf16-engine: DeepSpeed's own bf16")
+    precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
     attn_implementation: Attention = _flag("transformers' attention; sdpa means eager where a model has none", "sdpa")
     torch_compile: bool = _flag("compile the model with torch.compile", False)
@@ -137,8 +137,8 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Without its owner or its folder."""
-        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
+        """Without its owner or its folder, and short enough to be part of a folder's name."""
+        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
     def scalars(self) -> dict[str, Any]:
         """For trackers, which take neither null nor lists."""
@@ -151,9 +151,9 @@ class RunConfig:
     def from_dict(cls, values: dict[str, Any], where: str) -> RunConfig:
         """Build from a record or a suite; unknown keys and wrong types are refused by name. Null is as left out."""
         hints = typing.get_type_hints(cls)
-        unknown = sorted(set(values) - set(hints))
+        unknown = [key for key in values if key not in hints]
         if unknown:
-            raise UserError(f"unknown key {unknown[0]!r} in {where}", f"known keys: {', '.join(sorted(hints))}")
+            raise UserError(f"unknown key {brief(unknown[0])} in {where}", f"known keys: {', '.join(sorted(hints))}")
         given = {key: value for key, value in values.items() if value is not None}
         return cls(**{key: _of_type(hints[key], value, f"{key} in {where}") for key, value in given.items()})
 
@@ -234,13 +234,13 @@ def _of_type(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is Literal:
         if value in typing.get_args(kind):
             return value
-        raise UserError(f"{where} is {value!r}", f"use one of {', '.join(typing.get_args(kind))}")
+        raise UserError(f"{where} is {brief(value)}", f"use one of {', '.join(typing.get_args(kind))}")
     if typing.get_origin(kind) is tuple:
         if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             return tuple(value)
-        raise UserError(f"{where} is {value!r}", "use a list of KEY=JSON strings")
+        raise UserError(f"{where} is {brief(value)}", "use a list of KEY=JSON strings")
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is kind:
         return value
-    raise UserError(f"{where} is {value!r}", f"use a value of type {kind.__name__}")
+    raise UserError(f"{where} is {brief(value)}", f"use a value of type {kind.__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # What a model or a virtual run has its own value for; what nothing changes stands beside its flag.
-_EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10}
+_EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10, "warmup_ratio": 0.0}
 _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bert-imdb", "paper"): {
         "model_name_or_path": "bert-large-uncased", "weights": "pretrained", "data": "hub", "seq_length": 128,
@@ -20,12 +20,12 @@ _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bert-imdb", "laptop"): {
         "model_name_or_path": "bert-tiny", "weights": "random", "data": "builtin", "seq_length": 64,
         "train_samples": 1600, "eval_samples": 400, "global_batch_size": 16, "num_train_epochs": 1,
-        "learning_rate": 1e-3, "dropout": 0.0, "eval_steps": 25,
+        "learning_rate": 6e-4, "warmup_ratio": 0.1, "dropout": 0.0, "eval_steps": 25,
     },
     ("gpt-wikitext", "laptop"): {
         "model_name_or_path": "gpt-tiny", "weights": "random", "data": "builtin", "seq_length": 64,
         "train_samples": 1600, "eval_samples": 200, "global_batch_size": 16, "num_train_epochs": 1,
-        "learning_rate": 3e-3, "dropout": 0.0, "eval_steps": 25,
+        "learning_rate": 4e-3, "warmup_ratio": 0.2, "dropout": 0.0, "eval_steps": 25,
     },
 }  # fmt: skip
 # Gemma-2-9B was trained at 2048 tokens in bf16; nothing else in the documents asks for its own defaults.
@@ -40,6 +40,8 @@ def default_values(asked: dict[str, Any], scale: str, accelerator_visible: bool)
     defaults = _EVERYWHERE | _DEFAULTS[asked["task"], scale]
     model = asked.get("model_name_or_path", defaults["model_name_or_path"])
     defaults |= _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
+    if asked.get("lr_scheduler_type") == "constant":
+        defaults["warmup_ratio"] = 0.0
     if asked.get("virtual_world_size"):
         defaults |= _virtual_values(asked, scale, accelerator_visible)
     return defaults

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study.errors import UserError
+from study.errors import UserError, brief
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -17,13 +17,12 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for item in overrides:
         key, equals, text = item.partition("=")
         try:
-            value = json.loads(text)
+            value = json.loads(text, parse_constant=_finite, parse_float=_finite)
         except (ValueError, RecursionError):
             value = None
-        infinite = isinstance(value, float) and not math.isfinite(value)
-        if not (equals and all(key.split("."))) or value is None or infinite:
+        if not (equals and all(key.split("."))) or value is None:
             raise UserError(
-                f"--engine_override {item!r} is not KEY=JSON",
+                f"--engine_override {brief(item)} is not KEY=JSON",
                 "write it as zero_optimization.reduce_bucket_size=5000000",
             )
         for other in parsed:
@@ -31,6 +30,12 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
                 raise UserError(f"--engine_override sets both {other} and {key}", "leave one of them out")
         parsed[key] = int(value) if isinstance(value, float) and value.is_integer() else value
     return parsed
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not finite")
+    return float(text)
 
 
 def override(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import yaml
 
 from study.errors import UserError
 from study.spec.config import RunConfig
+from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, name_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
@@ -35,6 +36,12 @@ class Strategy:
     name: str
     distributed_type: str
     deepspeed: Mapping[str, Any] | None = None
+    # What a file asks for that is none of this study's: the record tells it.
+    own_settings: Mapping[str, Any] | None = None
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.distributed_type == "FSDP"
 
     @property
     def zero_stage(self) -> int | None:
@@ -51,9 +58,24 @@ class Strategy:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
     def check_engine_flags(self, config: RunConfig) -> None:
-        """Refuse flags that only DeepSpeed can serve, where it does not run."""
-        if self.deepspeed is None and config.precision == "bf16-engine":
-            problem, fix = "--precision bf16-engine is DeepSpeed's own bf16", "use --precision bf16"
+        """Refuse flags that only DeepSpeed can serve, where it does not run, and what it serves wrongly."""
+        precision = config.precision or ""
+        if precision == "fp16" and self.zero_stage:
+            # Nor does it ever lower the loss scale there: once a step overflows, all are skipped.
+            raise UserError(
+                f"--precision fp16 is autocast, and DeepSpeed's stage {self.zero_stage} clips gradients under it that"
+                " are still scaled",
+                "use --precision fp16-engine, which is DeepSpeed's own fp16, or --precision bf16",
+            )
+        if precision == "fp16-engine" and self.zero_stage == 0:
+            raise UserError(
+                "DeepSpeed's own fp16 at stage 0 divides gradients by a loss scale that the loss was never multiplied"
+                " by",
+                "use --precision fp16, which is autocast, or another zero* strategy",
+            )
+        if self.deepspeed is None and precision.endswith("-engine"):
+            plain = precision.removesuffix("-engine")
+            problem, fix = f"--precision {precision} is DeepSpeed's own {plain}", f"use --precision {plain}"
         elif self.deepspeed is None and config.engine_override:
             problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
         else:
@@ -79,8 +101,10 @@ class Launch:
 
     def command(self, num_processes: int) -> str:
         """This very run as a command to paste, with another number of ranks."""
+        # Accelerate does not tell a rank which file was launched.
+        file = "YOUR_FILE" if self.strategy.own_settings else self.strategy.name
         return (
-            f"accelerate launch --config_file accelerate_configs/{self.strategy.name}.yaml "
+            f"accelerate launch --config_file accelerate_configs/{file}.yaml "
             f"--num_processes {num_processes} study/train.py {shlex.join(sys.argv[1:])}"
         ).strip()
 
@@ -116,6 +140,9 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int 
 
 
 def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
+    for section in ("parallelism_config", "megatron_lm"):
+        if environment.get(f"ACCELERATE_USE_{section.upper()}", "false").lower() == "true":
+            raise UserError(f"the launched Accelerate file has a {section}, which no strategy here has", "leave it out")
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
@@ -123,24 +150,44 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
                 "the launched Accelerate file has no deepspeed_config_file",
                 "launch with a file of accelerate_configs/, which keeps every value in a DeepSpeed JSON",
             )
-        return Strategy(Path(file).stem, "DEEPSPEED", read_deepspeed_json(Path(file)))
+        settings = read_deepspeed_json(Path(file))
+        zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
+        asked = asked_of_deepspeed(settings, zero3_init)
+        return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        return Strategy("fsdp2", "FSDP")
+        asked = asked_of_fsdp(environment)
+        return _named(name_of(asked), "FSDP", None, asked)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
 
 
+def _named(name: str, distributed_type: str, settings: Mapping[str, Any] | None, asked: Mapping[str, Any]) -> Strategy:
+    return Strategy(name, distributed_type, settings, own_settings=None if name in SHIPPED else asked)
+
+
 def read_strategy(name: str) -> Strategy:
-    """A strategy by name, from its files."""
+    """A strategy by name, from its files, which must ask for what the name means."""
     if name not in STRATEGY_NAMES:
         raise UserError(f"no strategy is called {name!r}", f"use one of {', '.join(STRATEGY_NAMES)}")
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None
+    if name in SHIPPED and digest_of(asked_of_files(document, settings)) != SHIPPED[name]:
+        raise UserError(
+            f"accelerate_configs/ asks for something else under the name {name} than this study does",
+            f"restore {name}.yaml and its JSON, and give your own settings files of their own",
+        )
     return Strategy(name, document["distributed_type"], settings)
+
+
+def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As `name_of` takes it, before anything is launched."""
+    if settings is not None:
+        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True))
+    return asked_of_fsdp({key.upper(): str(value) for key, value in document["fsdp_config"].items()})
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -164,4 +211,12 @@ def read_deepspeed_json(file: Path) -> dict[str, Any]:
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if type(stage) is not int or stage not in range(4):
         raise UserError(f"{file} names no ZeRO stage", "set zero_optimization.stage to 0, 1, 2 or 3")
+    assert isinstance(zero, dict)
+    for what in ("offload_optimizer", "offload_param"):
+        section = zero.get(what)
+        device = section.get("device") if isinstance(section, dict) else None
+        if section is not None and device not in ("none", "cpu", "nvme"):
+            raise UserError(
+                f"{file}: zero_optimization.{what} names no device", 'write it as {"device": "cpu"}, nvme or none'
+            )
     return document

@@ -17,7 +17,7 @@ from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.sweep.search import Search, example_of
-from study.sweep.suite_file import CELL_KEYS, Grid, Ladder, Suite
+from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
 # A probe asks what fits: it does everything that a run does, and as little of it as possible.
@@ -145,8 +145,11 @@ def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: st
 
 def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
     own = {key: values[key] for key in CELL_KEYS & values.keys()}
+    flags = {key: value for key, value in values.items() if key not in own and key != ACCUMULATION}
     try:
-        asked = RunConfig.from_dict({key: value for key, value in values.items() if key not in own}, place)
+        asked = RunConfig.from_dict(flags, place)
+        if steps := values.get(ACCUMULATION):
+            asked = dataclasses.replace(asked, per_device_train_batch_size=_micro_batch(asked, box, own, steps))
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         # What `auto` means is settled here once, for the id and for the run.
         cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
@@ -159,3 +162,15 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         what = f"{own['strategy']} on {own['world_size']} ranks"
         raise UserError(f"{place}: {what}: {refusal.problem}", refusal.fix) from None
     return cell
+
+
+def _micro_batch(asked: RunConfig, box: Box, own: Mapping[str, Any], steps: int) -> int:
+    batch, ranks = resolved(asked, accelerator_visible=box.gpus > 0).global_batch_size, own["world_size"]
+    if asked.per_device_train_batch_size is not None:
+        raise UserError(f"{ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two")
+    if batch % (ranks * steps):
+        raise UserError(
+            f"{ACCUMULATION} {steps} does not divide global_batch_size {batch}",
+            f"use a global_batch_size that is a multiple of {ranks * steps}",
+        )
+    return int(batch // (ranks * steps))

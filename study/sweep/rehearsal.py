@@ -72,8 +72,6 @@ def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 def _small(key: str, value: Any) -> Any:
     if key == "model_name_or_path":
         return "bert-tiny" if "bert" in value else "gpt-tiny"
-    if key == "precision" and value == "fp16":
-        return "bf16"  # no CPU trains in fp16
     return min(value, _AT_MOST[key]) if key in _AT_MOST else value
 
 

@@ -6,11 +6,18 @@ put one file into two splits, and follows the addresses in a folder's README.
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from study.errors import UserError, first_line
+from study.host.contents import content_digest, whole_or_nothing
+from study.host.folders import folder_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,6 +26,11 @@ if TYPE_CHECKING:
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".json": "json"}
 TABLES_AND_TEXT = TABLES | {".raw": "text", ".tokens": "text", ".txt": "text"}
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+# As deep as Arrow nests. The parser of `datasets` ends the process with a segmentation fault at some larger depth.
+_DEEPEST = 64
+_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_NOT_BRACKETS = bytes({*range(256)} - {*b"[]{}"})
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)(?![a-z])")
 
 
@@ -37,10 +49,14 @@ def local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
 
 
 def _existing(data: str) -> Path:
-    path = Path(data).expanduser()
-    if not path.exists():
-        raise UserError(f"--data {data}: no such file or folder", "use --data hub, --data builtin or an existing path")
-    return path
+    why = "no such file or folder"
+    try:
+        path = folder_named(data)
+        if path.exists():
+            return path
+    except OSError as error:  # a name that is too long, a folder that is closed
+        why = error.strerror or first_line(error)
+    raise UserError(f"--data {data}: {why}", "use --data hub, --data builtin or an existing path")
 
 
 def _local_splits(path: Path, readers: dict[str, str], cache_dir: Path) -> dict[str, Dataset]:
@@ -96,23 +112,75 @@ def read_files(files: list[Path], kind: str, cache_dir: Path) -> Dataset:
     import datasets
 
     datasets.disable_progress_bars()
-    options: dict[str, Any] = {"keep_linebreaks": True} if kind == "text" else {}
-    parts = []
-    for file in files:
-        if not file.stat().st_size:
-            raise UserError(f"--data: {file} is empty", "give a file with rows in it")
-        try:
-            part = datasets.load_dataset(
-                kind, data_files=str(file), split="train", cache_dir=str(cache_dir / "datasets"), **options
-            )
-        except Exception as error:  # each reader has its own errors
-            raise _unreadable(file, error) from error
-        if not len(part):
-            raise UserError(f"--data: {file} holds no rows", "give a file with rows in it")
-        parts.append(part)
+    parts = [_read_file(file, kind, cache_dir / "datasets") for file in files]
     if any(part.features.type != parts[0].features.type for part in parts):
         raise UserError(f"--data: the files beside {files[0]} differ in their columns", "give files of one schema")
     return datasets.concatenate_datasets(parts)
+
+
+def _read_file(file: Path, kind: str, cache: Path) -> Dataset:
+    import datasets
+    from filelock import FileLock
+
+    if not file.stat().st_size:
+        raise UserError(f"--data: {file} is empty", "give a file with rows in it")
+    try:
+        # By what it holds: a file may be replaced by another one of its name, size and time.
+        folder = cache / f"{kind}-{datasets.__version__}-{content_digest(file)}"
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                _convert(file, kind, folder)
+        return datasets.concatenate_datasets(
+            [datasets.Dataset.from_file(str(part)) for part in sorted(folder.rglob("*.arrow"))]
+        )
+    except UserError:
+        raise
+    except Exception as error:  # each reader has its own errors
+        raise _unreadable(file, error) from error
+
+
+def _convert(file: Path, kind: str, folder: Path) -> None:
+    """Into Arrow files, which take as much room as the rows, unpacked."""
+    import datasets
+    from datasets.utils.extract import Extractor
+
+    if packed := Extractor.infer_extractor_format(str(file)):
+        # `datasets` would unpack it, to any size.
+        raise UserError(f"--data: {file} is packed ({packed})", "unpack it")
+    needed, free = file.stat().st_size, shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise UserError(
+            f"--data: {file} takes {needed / 1e9:.1f} GB more when it is converted, and {folder.parent} has"
+            f" {free / 1e9:.1f} GB free",
+            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
+        )
+    if kind == "json":
+        _refuse_deep_nesting(file)
+    options = {"keep_linebreaks": True} if kind == "text" else {}
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as place:
+        # Read through a link: in a user's file name `datasets` may see a pattern, or an address.
+        link = Path(place) / f"rows{file.suffix}"
+        link.symlink_to(file.absolute())
+        rows = datasets.load_dataset(kind, data_files=str(link), split="train", cache_dir=str(partial), **options)
+        if not len(rows):
+            raise UserError(f"--data: {file} holds no rows", "give a file with rows in it")
+
+
+def _refuse_deep_nesting(file: Path) -> None:
+    steps = np.zeros(256, np.int64)
+    steps[[*b"[{"]], steps[[*b"]}"]] = 1, -1
+    depth = np.int64(0)
+    with file.open("rb") as stream:
+        # Whole lines, since no string of JSON goes over more than one.
+        while lines := stream.readlines(1 << 24):
+            brackets = _JSON_STRING.sub(b"", b"".join(lines)).translate(None, _NOT_BRACKETS)
+            depths = depth + np.cumsum(steps[np.frombuffer(brackets, np.uint8)])
+            if depths.max(initial=0) > _DEEPEST:
+                raise UserError(
+                    f"--data: {file} nests deeper than {_DEEPEST} levels", "give rows that hold text and numbers"
+                )
+            depth = depths[-1] if depths.size else depth
 
 
 def _read_acl_imdb(folder: Path) -> Dataset:
@@ -126,6 +194,8 @@ def _read_acl_imdb(folder: Path) -> Dataset:
             raise UserError(f"--data: {folder / 'train' / name} holds no reviews", "unpack the whole aclImdb archive")
         for file in files:
             try:
+                if not file.is_file():
+                    raise OSError("it is not a file")
                 rows.append({"text": file.read_text(encoding="utf-8"), "label": label})
             except (OSError, UnicodeDecodeError) as error:
                 raise _unreadable(file, error) from error
@@ -135,4 +205,6 @@ def _read_acl_imdb(folder: Path) -> Dataset:
 def _unreadable(file: Path, error: Exception) -> UserError:
     reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
     problem = f"--data: cannot read {file} ({type(reason).__name__}: {first_line(reason)})"
+    if getattr(reason, "errno", None) in _NO_ROOM:
+        return UserError(problem, "make room, or let ZERO_STUDY_CACHE name a folder on a larger drive")
     return UserError(problem, "give a complete file of the kind it claims")

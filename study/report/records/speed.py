@@ -7,7 +7,7 @@ import pandas as pd
 from study.record.schema import STATE_PLACES
 from study.report.records.arms import NAN, arms
 from study.report.records.fairness import baseline_arm
-from study.report.records.statistics import paired_ratio
+from study.report.records.statistics import differences
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,29 +23,34 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
     `place` is where it stands among the values of the column: the batch, or millions of parameters.
     """
-    rows = []
+    rows, judged = [], {}
     for arm in arms(runs_with_several(runs, column)):
         first = arm.runs.iloc[0]
         beside = arm.beside[arm.beside["world_size"] == first["world_size"]]
         baseline = baseline_arm(beside)
         if baseline is None or not len(arm.ended) or beside["arm"].nunique() < 2:
             continue
-        ratio = paired_ratio(beside, "tokens_per_s", arm.name, baseline).center
+        family = first["workload_key"], first["world_size"]
+        if family not in judged:
+            judged[family] = differences(beside, "tokens_per_s", ((name, baseline) for name in beside["arm"].unique()))
+        difference = judged[family][arm.name, baseline]
         by_model = column == "model_name_or_path"
         rows.append({
             "subject": f"{first['task'] if by_model else first['model_name_or_path']} on {first['world_size']} ranks",
             "place": parameters(arm.beside) / 1e6 if by_model else float(first[column]),
-            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline, "percent": 100 * ratio,
+            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
+            "percent": 100 * difference.ratio.center, "told_apart": difference.is_told_apart,
+            "points": tuple(100 * ratio for ratio in difference.ratio.points),
             "note": "; ".join(dict.fromkeys(text for text in arm.ended["confounded"] if text)),
         })  # fmt: skip
-    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "note"]
+    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "told_apart", "points", "note"]
     speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
     return speed[speed.groupby("subject")["place"].transform("nunique") > 1]
 
 
 def parameters(beside: pd.DataFrame) -> float:
     """Parameters of a workload's model, from the arms that hold them whole; NaN where none ran."""
-    whole = beside[(beside["status_state"] == "ok") & (beside["strategy"] != "fsdp2")]
+    whole = beside[(beside["status_state"] == "ok") & (beside["distributed_type"] != "FSDP")]
     whole = whole[whole["zero_stage"].fillna(0) < 3]
     held = whole[[f"params_bytes_{place}" for place in STATE_PLACES]].sum(axis=1, min_count=1)
     return float((held / whole["param_dtype"].map(_BYTES)).max()) if len(whole) else NAN

@@ -17,6 +17,7 @@ import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
+from study.report.records.statistics import percent
 from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
@@ -83,7 +84,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
-        "stage": 3 if row["strategy"] == "fsdp2" else 0 if pd.isna(row["zero_stage"]) else int(row["zero_stage"]),
+        "stage": 3 if row["distributed_type"] == "FSDP" else 0 if pd.isna(stage := row["zero_stage"]) else int(stage),
         "preset_layers": row["preset_layers"],
     }
 
@@ -148,7 +149,7 @@ def _sum(sizes: Iterable[float | None]) -> float:
 
 
 def _weights(summary: Summary) -> float:
-    each = 2 if summary["precision"] in ("bf16-engine", "fp16") else 4
+    each = 2 if summary["precision"] in ("bf16-engine", "fp16-engine") else 4
     return float(summary["model_parameters"]) * each
 
 
@@ -164,5 +165,5 @@ def made_by(summary: Summary) -> dict[str, str]:
     first, second = fit["depths"]
     return {
         "Made by": f"layers {first}, {second} of {fit['layers']}",
-        "Line off by": f"{fit['largest_residual_of_state']:.0e} at {fit['checked_at_depth']}",
+        "Line off by": f"{percent(fit['largest_residual_of_state'])} at {fit['checked_at_depth']}",
     }

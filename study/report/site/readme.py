@@ -68,7 +68,7 @@ def rewritten(text: str, root: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
     options = parser.parse_args()
     stale = 0

@@ -1,9 +1,9 @@
-"""The figures of one evaluation, by the `evaluate` modules beside this file: those of the library need the hub."""
+"""The figures of one evaluation, by the `evaluate` metrics beside this file: those of the library need the hub."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 @functools.cache
 def load_metric(name: str) -> Any:
     """Importing `evaluate` costs most of a second, so nothing does before the first evaluation."""
-    import evaluate
-
-    # In memory: evaluations of runs side by side would share one temporary file otherwise.
-    return evaluate.load(str(Path(__file__).with_name(f"{name}.py")), keep_in_memory=True)
+    # Not evaluate.load(), which copies the module into HF_HOME first: that may be full, or read-only.
+    module = importlib.import_module(f"{__name__}.{name}")
+    return getattr(module, name.title())()
 
 
 def summarize_evaluation(

@@ -8,8 +8,10 @@ import datasets
 import evaluate
 import numpy as np
 
+from study.tasks.metrics.in_memory import InMemory
 
-class Accuracy(evaluate.Metric):
+
+class Accuracy(InMemory):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=__doc__,

@@ -8,8 +8,10 @@ import datasets
 import evaluate
 import numpy as np
 
+from study.tasks.metrics.in_memory import InMemory
 
-class Perplexity(evaluate.Metric):
+
+class Perplexity(InMemory):
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
             description=__doc__,

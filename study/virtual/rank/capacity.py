@@ -55,7 +55,7 @@ def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: b
 
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
     strategy, model = launch.strategy, shape.architecture
-    per_weight = 2 if config.precision in ("bf16-engine", "fp16") and strategy.deepspeed else 4
+    per_weight = 2 if config.precision.endswith("-engine") else 4
     # Outside ZeRO-3 the whole model is made in fp32 on the host first.
     built = 4 * shape.parameters if strategy.zero_stage != 3 else 3 * 4 * shape.largest_parameter
     always = LIBRARIES_BYTES + locked_bytes(strategy)

@@ -1,0 +1,97 @@
+"""A run is named after what its file asks, and not after what the file is called.
+
+A record counts as `zero3` only where the launched file asks for exactly what this study's zero3 is. Any other file
+gives its runs a name of their own, which changes with every setting: two versions of one file are never pooled.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError
+
+# Of what the files in accelerate_configs/ ask. A deliberate change of a file needs a new digest here; the test of this
+# table prints it.
+SHIPPED = {
+    "zero0": "9481e1f5", "zero1": "e51e6afa", "zero2": "a2f2c754", "zero3": "156585ce", "zero2_cpu": "a71bb567",
+    "zero3_cpu_optimizer": "6576381e", "zero3_cpu": "c697a613", "zero3_nvme_optimizer": "9fb10f9d",
+    "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
+}  # fmt: skip
+# The flags of a run decide these, whatever the file says.
+BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+_SET_BY_FLAGS = BATCH_KEYS | {"gradient_clipping"}
+# What changes an FSDP2 run, and Accelerate's default. The classes to wrap and where a gather is prefetched are not
+# among them: the first the trainer sets itself, the second FSDP2 does not have.
+_FSDP_DEFAULTS = {
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+    "FSDP_MIN_NUM_PARAMS": "",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_IGNORED_MODULES": "",
+}
+_SWITCHES = {key for key, default in _FSDP_DEFAULTS.items() if default in ("true", "false")}
+_USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+
+
+def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool) -> dict[str, Any]:
+    """What decides the run: without what its flags set, and without the folder to swap to."""
+    asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
+    zero = asked["zero_optimization"]
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section):
+            zero[section].pop("nvme_path", None)
+    if zero["stage"] == 3:
+        asked["zero3_init_flag"] = zero3_init
+    return asked
+
+
+def asked_of_fsdp(exported: Mapping[str, str]) -> dict[str, Any]:
+    """From the variables that `accelerate launch` exports."""
+    asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
+    for key in _SWITCHES:
+        if asked[key].lower() not in ("true", "false"):
+            raise UserError(f"the launched Accelerate file has {key.lower()}: {asked[key]}", "set true or false")
+        asked[key] = asked[key].lower() == "true"
+    if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
+        del asked["FSDP_MIN_NUM_PARAMS"]
+    return {key.lower(): value for key, value in asked.items()}
+
+
+def digest_of(asked: Mapping[str, Any]) -> str:
+    """The order of keys does not count, nor whether a number is 500000000 or 5e8."""
+    return hashlib.sha256(json.dumps(_plain(asked), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
+    """The strategy whose settings these are, else a name of their own. `file` is the DeepSpeed JSON."""
+    digest = digest_of(asked)
+    if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
+        return shipped
+    if file is None:
+        return f"fsdp2-custom-{digest}"
+    if not _USABLE.fullmatch(file.stem):
+        raise UserError(
+            f"a run would be named after the DeepSpeed JSON {file.name!r}",
+            "give the file a name of up to 40 letters, digits, - and _",
+        )
+    stage = asked["zero_optimization"]["stage"]
+    says_so = re.match(rf"zero{stage}(?!\d)", file.stem) or not re.match(r"zero\d|ddp|single|fsdp", file.stem)
+    own = f"zero{stage}-custom" if file.stem in SHIPPED or not says_so else file.stem
+    return f"{own}-{digest}"

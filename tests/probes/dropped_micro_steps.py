@@ -1,0 +1,21 @@
+"""study/train.py on an engine that forgets micro-steps: of each optimizer step, only the last leaves a gradient."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from accelerate import Accelerator
+
+from study.run.open import exit_status_of
+from study.train import main
+
+backward = Accelerator.backward
+
+
+def forgetful(self: Accelerator, loss: Any, **options: Any) -> None:
+    backward(self, loss if self.sync_gradients else 0 * loss, **options)
+
+
+Accelerator.backward = forgetful
+sys.exit(exit_status_of(main))

@@ -1,0 +1,125 @@
+"""Each precision is one training, in whatever engine: the same arithmetic, loss scale and skipped steps."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from forked import fork_ranks
+from runs import FLAGS, RunFactory
+from study.errors import UserError
+from study.record.directory import Run, read_run
+from study.run.loss_scale import LOSS_SCALER
+from study.spec.config import RunConfig
+from study.spec.strategies import read_strategy
+
+GPT = ("--task", "gpt-wikitext")
+FP16, ENGINE = ("--precision", "fp16"), ("--precision", "fp16-engine")
+# So high that gradients overflow under the first loss scale, and losses stay finite.
+OVERFLOWS = ("--learning_rate", "0.3", "--warmup_ratio", "0")
+# As in test_equivalence.py, with fp16's 11 bits for bf16's 8.
+FP16_RELATIVE = 2**-12
+BF16_RELATIVE = 2**-9
+
+needs_fp16 = pytest.mark.skipif(
+    not (torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+    reason="this processor has no fp16",
+)
+
+
+def losses(run: Run) -> list[float]:
+    return [row["loss"] for row in run.steps]
+
+
+def skipped(run: Run) -> list[int]:
+    return [row["step"] for row in run.steps if "skipped" in row]
+
+
+@needs_fp16
+@pytest.mark.parametrize("strategy", ["ddp", "zero0", "fsdp2"])
+def test_fp16_is_autocast_over_fp32_weights_in_every_engine_that_has_it(run_of: RunFactory, strategy: str) -> None:
+    single, arm = run_of("single", *GPT, *FP16, "--per_device_train_batch_size", "4"), run_of(strategy, *GPT, *FP16)
+    assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16", "float32")
+    assert losses(arm) == pytest.approx(losses(single), rel=FP16_RELATIVE)
+    fp32 = run_of(strategy, *GPT)
+    assert losses(arm)[0] != pytest.approx(losses(fp32)[0], rel=1e-8), "fp16 must not be fp32 under another name"
+
+
+@needs_fp16
+@pytest.mark.parametrize("strategy", ["zero3", "zero2_cpu"])
+def test_fp16_engine_is_one_training_under_every_stage_that_has_it(run_of: RunFactory, strategy: str) -> None:
+    stage1, arm = run_of("zero1", *GPT, *ENGINE), run_of(strategy, *GPT, *ENGINE)
+    assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16-engine", "float16")
+    assert losses(arm) == pytest.approx(losses(stage1), rel=FP16_RELATIVE)
+
+
+def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFactory) -> None:
+    """Its optimizer takes a step with gradients of zero before the first one, which Adam would count."""
+    zero0, zero1 = (run_of(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
+    assert losses(zero0) == pytest.approx(losses(zero1), rel=BF16_RELATIVE / 8)
+
+
+@needs_fp16
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [(strategy, FP16) for strategy in ("single", "ddp", "zero0", "fsdp2")]
+    + [(strategy, ENGINE) for strategy in ("zero1", "zero3", "zero2_cpu")],
+)
+def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
+    run_of: RunFactory, strategy: str, precision: tuple[str, str]
+) -> None:
+    run = run_of(strategy, *GPT, *precision, *OVERFLOWS)
+    assert run.engine["loss_scaler"] == LOSS_SCALER
+    # The same in every engine: the second step overflows, and at half the scale the third does too.
+    assert skipped(run)[:2] == [2, 3]
+    assert run.summary["steps_skipped"] == len(skipped(run)) < 8
+    rates = [row["lr"] for row in run.steps]
+    waits = [row["step"] for row, (rate, later) in zip(run.steps[:-1], itertools.pairwise(rates), strict=True)
+             if later == rate]  # fmt: skip
+    assert waits == [step for step in skipped(run) if step < 8]
+    # The schedule falls to 0 over 8 steps that are taken.
+    assert rates[3] == pytest.approx(0.3 * 7 / 8)
+
+
+@needs_fp16
+@pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
+def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_path: Path) -> None:
+    study = run_of("single", *GPT, *FP16, *OVERFLOWS)
+    flags = (*GPT, *FLAGS, *FP16, *OVERFLOWS, "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("single", f"study/baselines/{trainer}.py", *flags, ranks=1)
+    assert result.returncode == 0, result.stderr[-2000:]
+    run = read_run(tmp_path / "run")
+    assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
+    assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "fix"),
+    [
+        ("single", "fp16-engine", "--precision fp16,"),
+        ("ddp", "fp16-engine", "--precision fp16,"),
+        ("fsdp2", "bf16-engine", "--precision bf16,"),
+        ("zero0", "fp16-engine", "--precision fp16,"),
+        ("zero1", "fp16", "--precision fp16-engine"),
+        ("zero3_cpu", "fp16", "--precision fp16-engine"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_cannot_train_like_the_others_is_refused_by_name(
+    strategy: str, precision: str, fix: str
+) -> None:
+    config = RunConfig.from_dict({"precision": precision}, "a test")
+    with pytest.raises(UserError) as refusal:
+        read_strategy(strategy).check_engine_flags(config)
+    assert fix in refusal.value.fix
+
+
+@pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
+def test_fp32_is_not_tf32_where_something_has_turned_that_on(trainer: str, tmp_path: Path) -> None:
+    """Accelerate does where it compiles, after the Trainer was told not to; NVIDIA's containers do for everybody."""
+    flags = (*GPT, *FLAGS, "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("single", "tests/probes/with_tf32.py", trainer, *flags, ranks=1)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert read_run(tmp_path / "run").engine["tf32"] is False
