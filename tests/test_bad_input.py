@@ -33,6 +33,8 @@ NOBODY = "~nobody-of-this-name/x"
         (["run", "laptop", "--runs-dir", ""], "--runs-dir: is empty"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
         (["report", "laptop", "--runs-dir", NOBODY], "nobody's home"),
+        (["report", "laptop", "--output", "x\udcff"], "holds what cannot be printed"),
+        (["report", ".."], "no suite is called"),
         (["virtual", "--strategy", "zero3", "--world-size", "4", "--data", NOBODY], "nobody's home"),
         (["virtual", "--strategy", "zero3", "--world-size", "9" * 5000], "--world-size"),
     ],
