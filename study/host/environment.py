@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from study.host.box import driver_version
 from study.host.devices import available_cores, processor
+from study.host.releases import package_version
 from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
 
 PACKAGES = (
@@ -45,13 +45,6 @@ def describe_environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "driver": driver_version(),
     }
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def code_sha256() -> str:

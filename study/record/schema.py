@@ -160,7 +160,7 @@ _ENGINE: Keys = {
 _ENGINE_MAY_HAVE: Keys = {
     "trainer": TEXT, "floor": _or_null(_keys({}, others=AMOUNT_OR_NULL)), "data": OBJECT_OR_NULL,
     "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL, "loss_scaler": OBJECT_OR_NULL,
-    "tf32": FLAG,
+    "tf32": FLAG, "gradient_checkpointing": FLAG,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
     "own_settings": OBJECT_OR_NULL,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,12 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.launch.cell import Trainer
+from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
+from study.spec.yaml_sections import Section, as_section, read_document
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
@@ -39,7 +40,6 @@ _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
 # Of a file with its aliases written out, of a suite's cells and of a ladder's rungs: more is a slip, and takes minutes
 # to plan or all of the memory.
 MOST = 10_000
-_NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 # What is right for a value, and how to say it. What is not here is a flag of study/train.py, which knows that itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
@@ -51,12 +51,15 @@ _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
 _CHECKS: dict[str, _Check] = {
     "name": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]*", value),
-        "letters, digits, `-` and `_`: it names a folder",
+        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
+        "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
     "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": (lambda value: type(value) is int and value >= 0, "a whole number from 0 up"), "gpu_memory_gib": _GIB,
-    "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST, "exclude": _LIST,
+    "gpus": (
+        lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+    ),
+    "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
+    "exclude": _LIST,
     "only": (
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
         "a list of patterns, such as [seed=42]",
@@ -125,24 +128,8 @@ class Suite:
     slices: tuple[SliceOf, ...] = ()
 
 
-class _Section(dict[str, Any]):
-    """A mapping of the file that knows where it stands there, and where each of its keys does, as FILE:LINE."""
-
-    def __init__(self, place: str):
-        super().__init__()
-        self.place = place
-        self.places: dict[str, str] = {}
-
-    def place_of(self, key: str) -> str:
-        return self.places.get(key, self.place)
-
-    def refusal(self, key: str, problem: str, fix: str) -> UserError:
-        return UserError(f"{self.place_of(key)}: {key} {problem}", fix)
-
-    def need(self, *keys: str) -> None:
-        for key in keys:
-            if key not in self:
-                raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
+class _Section(Section):
+    """One that knows what is right for each key of a suite."""
 
     def value(self, key: str, default: Any = None) -> Any:
         if default is None:
@@ -160,79 +147,31 @@ class _Section(dict[str, Any]):
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
         """What stands at the key; empty where nothing does."""
-        return _section(self.get(key, _Section(self.place)), self.place_of(key), keys)
+        return as_section(self.get(key, _Section(self.place)), self.place_of(key), keys, _Section)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
-        return [_section(each, self.place_of(key), keys) for each in self.value(key, [])]
-
-
-class _Loader(yaml.SafeLoader):
-    file: Path
-
-    def checked_data(self) -> Any:
-        """What the file holds, unless its aliases make more of it than any suite has."""
-        node = self.get_single_node()
-        if node is None:
-            return None
-        if _written_out(node, {}) > MOST:
-            raise UserError(f"{self.file} holds more than {MOST} values, its aliases written out", "fix the file")
-        return self.construct_document(node)
-
-    def section(self, node: yaml.MappingNode) -> _Section:
-        section = _Section(f"{self.file}:{node.start_mark.line + 1}")
-        for key_node, value_node in node.value:
-            key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
-            if not isinstance(key, str):
-                raise UserError(f"{place}: the key {key!r} is not a word", "quote it, or fix it")
-            if key in section:
-                raise UserError(f"{place}: {key} is there twice", "remove one of them")
-            section[key], section.places[key] = self.construct_object(value_node, deep=True), place
-        return section
-
-
-def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values there would be without aliases."""
-    if node not in known:
-        known[node] = 1  # also for one that holds itself
-        if isinstance(node, yaml.CollectionNode):
-            parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            known[node] += sum(_written_out(part, known) for part in parts)
-    return known[node]
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.section)
-# YAML 1.1 reads 1e-5 as a word; who writes it means the number.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
+        return [as_section(each, self.place_of(key), keys, _Section) for each in self.value(key, [])]
 
 
 def find_suite(name: str) -> Path:
     """A name in study/suites/, or a path."""
-    shipped = SUITE_DIRECTORY / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    if Path(name).is_file():
-        return Path(name)
-    names = ", ".join(sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")))
-    raise UserError(f"no suite is called {name!r}, and no such file is there", f"use one of {names}, or a path")
+    shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    with contextlib.suppress(OSError):
+        if Path(name).is_file():
+            return Path(name)
+    known = ", ".join(sorted(shipped))
+    raise UserError(f"no suite is called {brief(name)}, and no such file is there", f"use one of {known}, or a path")
 
 
 def read_suite(file: Path) -> Suite:
-    try:
-        loader = _Loader(file.read_text(encoding="utf-8"))
-        loader.file = file
-        document = loader.checked_data()
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable ({error})", "fix the file") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "fix the file") from None
-    return _suite(document, str(file))
+    return _suite(read_document(file, _Section, MOST), str(file))
 
 
 def _suite(document: Any, file: str) -> Suite:
     is_series = isinstance(document, _Section) and "slices" in document
-    top = _section(document, file, _SERIES_KEYS if is_series else _SUITE_KEYS)
+    top = as_section(document, file, _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
     name, description = top.value("name"), top.value("description")
     shared = _settings(top.section("fixed"))
     if is_series:
@@ -318,13 +257,3 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
             raise section.refusal(key, "is an empty list", "list at least one value")
         found[key] = [section.checked(key, option) for option in options]
     return found
-
-
-def _section(value: Any, place: str, keys: Collection[str]) -> _Section:
-    """A value that must be a mapping with none but these keys."""
-    if not isinstance(value, _Section):
-        raise UserError(f"{place}: a {type(value).__name__} stands where a mapping belongs", "write key: value")
-    for key, where in value.places.items():
-        if key not in keys:
-            raise UserError(f"{where}: unknown key {key!r}", f"known here: {', '.join(sorted(keys))}")
-    return value

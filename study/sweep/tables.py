@@ -30,9 +30,15 @@ _RESULT_COLUMNS = (
 _NEEDS_NO_REASON = ("ok", "to do")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the command here with a status of its own."""
+        raise BrokenPipeError
+
+
 def print_tables(tables: Iterator[Table]) -> None:
     """Their last column is wrapped to the terminal; in a file or a pipe a row is a line."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = _Console(markup=False, emoji=False, highlight=False)
     terminal_width = console.width
     for number, table in enumerate(tables):
         needed = Measurement.get(console, console.options.update(width=100_000), table)

@@ -16,7 +16,8 @@ import numpy as np
 from study.errors import UserError
 from study.record.directory import Run, read_json
 from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
-from study.report.records.sweep_notes import LARGEST, matmul_tflops, noted_searches, planned_cell
+from study.report.records.sweep_notes import matmul_tflops, noted_searches, planned_cell
+from study.spec.checks import LARGEST
 from study.spec.config import RunConfig, inner_type, resolved
 from study.spec.strategies import read_strategy
 from study.virtual.summary import MOMENTS
