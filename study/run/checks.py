@@ -192,7 +192,8 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     """For all ranks of this box."""
     from study.models.architecture import shape_of
 
-    parameters, state = shape_of(config).parameters, state_bytes(launch.strategy, config.precision, launch.world_size)
+    parameters = shape_of(config).parameters
+    state = state_bytes(launch.strategy.overridden(config), config.precision, launch.world_size)
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
