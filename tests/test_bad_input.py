@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_records import write_run
 from test_refusals import assert_is_one_line, assert_refused
 
 from engines import ROOT
 from study.cli import main
 from study.errors import UserError
+from study.record.directory import read_run
+from study.record.schema import RecordError
 from study.run.checks import check_engine_settings
 from study.spec.config import RunConfig
 from study.spec.strategies import read_strategy
@@ -30,6 +33,8 @@ NOBODY = "~nobody-of-this-name/x"
         (["run", "laptop", "--runs-dir", ""], "--runs-dir: is empty"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
         (["report", "laptop", "--runs-dir", NOBODY], "nobody's home"),
+        (["report", "laptop", "--output", "x\udcff"], "holds what cannot be printed"),
+        (["report", ".."], "no suite is called"),
         (["virtual", "--strategy", "zero3", "--world-size", "4", "--data", NOBODY], "nobody's home"),
         (["virtual", "--strategy", "zero3", "--world-size", "9" * 5000], "--world-size"),
     ],
@@ -169,3 +174,29 @@ def test_a_reader_that_has_read_enough_is_no_error_of_what_only_shows(command: s
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (status, "")
+
+
+def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installation() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
+    command = [sys.executable, "-m", "study.doctor.probe"]
+    probed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(probed) > 5
+    for line in probed:
+        check = json.loads(line)
+        assert (check["state"], "/proc/x" in check["found"]) == ("missing", True)
+        assert "ZERO_STUDY_CACHE" in check["fix"]
+
+
+def test_a_record_whose_file_is_a_pipe_or_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("steps.jsonl", "status.json", "config.json"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(RecordError, match="not a regular file"):
+            read_run(run)
+    for make in (Path.mkdir, os.mkfifo):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / "status.json")
+        flags = ("--overwrite_output_dir", "--output_dir", str(folder))
+        assert_refused(tmp_path, *flags, says=("none is a run's",), fix="new folder")

@@ -132,6 +132,8 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
     assert [meter._sample_device() for _ in range(3)] == [5 * GIB, None, None]
+    assert this_box().gpu_memory_gib == (0, 0)
+    assert free_gpu_bytes(0) is None
 
 
 @pytest.mark.parametrize(

@@ -111,18 +111,27 @@ def test_latest_is_the_last_checkpoint_of_the_run_in_the_folder_and_not_of_one_b
     assert (run / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
 
 
-def test_a_checkpoint_that_holds_code_is_not_loaded(tmp_path):
+def test_a_checkpoint_that_holds_code_or_no_random_states_is_not_gone_on_from(tmp_path):
     """torch's format can carry any pickled call; only tensors and plain values are let in."""
     import torch
 
     assert train("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4", ranks=1).returncode == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
+    shutil.copy(checkpoint / "optimizer.bin", tmp_path)
     torch.save(_Trap(str(tmp_path / "sprung")), checkpoint / "optimizer.bin")
     write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
     resumed = train("single", tmp_path / "again", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
     assert not (tmp_path / "sprung").exists()
     assert "UnpicklingError" in read_status(tmp_path / "again")["reason"]
+
+    # Accelerate would go on without these, and say so in a log alone.
+    torch.save({"step": 4}, checkpoint / "random_states_0.pkl")
+    shutil.copy(tmp_path / "optimizer.bin", checkpoint / "optimizer.bin")
+    write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
+    resumed = train("single", tmp_path / "once more", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
+    assert resumed.returncode != 0
+    assert "random states" in read_status(tmp_path / "once more")["reason"]
 
 
 class _Trap:

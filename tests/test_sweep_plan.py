@@ -90,6 +90,8 @@ HEAD = "name: x\ndescription: y\n"
         (HEAD + "grids:\n  - axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
         (HEAD + "grids:\n  - axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
         (HEAD + "grids:\n  - axes: {strategy: ddp, time_limit_s: .inf}\n", 4, "time_limit_s is inf"),
+        (HEAD + "requires: {gpus: 1000000000000}\ngrids: []\n", 3, "gpus is 1000000000000"),
+        (f"name: {'a' * 101}\ndescription: y\ngrids: []\n", 1, "name is 'aaa"),
         (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
         (HEAD + "grids:\n  - axes: {strategy: ddp}\n    repeats: 1000000000\n", 3, "grids have 1000000000 runs"),
         (
@@ -254,6 +256,13 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
     file = write_suite(tmp_path, {"strategy": "ddp", "world_size": 3})
     with pytest.raises(UserError, match=r"tiny\.yaml:.*ddp on 3 ranks.*does not divide"):
         plan(file)
+
+
+def test_a_batch_of_which_no_divisor_is_near_is_refused_at_once(tmp_path):
+    huge = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 999_999_999_999, "world_size": 1}
+    with pytest.raises(UserError, match="does not divide --global_batch_size") as refusal:
+        plan(write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, **huge}))
+    assert refusal.value.fix.startswith("use 1,")
 
 
 def test_what_only_deepspeed_has_is_refused_for_other_strategies(tmp_path):

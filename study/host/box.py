@@ -40,8 +40,10 @@ class Box:
 
 def this_box(root: Path = Path("/")) -> Box:
     """`root` is where `proc` and `sys` are."""
-    memory = (pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in visible_gpus())
-    return Box(tuple(memory), host_memory(root).total_gib)
+    handles = visible_gpus()
+    total = _asked(lambda: tuple(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles))
+    # Where the driver does not say: the GPUs are there all the same, and nothing that asks for a size may run.
+    return Box(total or (0.0,) * len(handles), host_memory(root).total_gib)
 
 
 def free_gpu_bytes(place: int) -> int | None:

@@ -23,6 +23,8 @@ def folder_argument(text: str) -> Path:
     """As argparse takes it. Left empty, as by a variable that is not set, it would be the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} holds what cannot be printed on a line")
     return folder_named(text)
 
 

@@ -17,12 +17,11 @@ SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strat
 SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
 
 # As torch, the CUDA libraries and NCCL say it; NCCL speaks of an unhandled error first, and of memory in its last line.
-_DEVICE_MEMORY = re.compile(
-    r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|"
-    r"Cuda failure (\d+ )?'out of memory'"
-)
+_DEVICE_MEMORY = re.compile(r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
 # CUDA says the same of its own memory and of host memory that it could not lock in place for a copy.
-_CUDA_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation")
+_CUDA_MEMORY = re.compile(
+    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
+)
 _LOCKING = re.compile(r", in \w*(pin_memory|pinned)\b|cudaHost(Alloc|Register)")
 # Where so much of the device was free, it was not the device. CUDA's own blocks are smaller.
 _ENOUGH_GIB = 2

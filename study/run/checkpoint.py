@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
+from study.errors import RunFailed, UserError
 from study.host.contents import content_digest, sealed
 from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
@@ -246,12 +246,19 @@ def _box(environment: Mapping[str, Any]) -> dict[str, Any]:
 def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> None:
     """Put everything back, and let nothing in but tensors and plain values."""
     import torch
+    from accelerate.utils import load
 
     # For the whole process from here on: what else it may load holds no code either.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     classes = _engine_classes() if manifest["strategy"].startswith("zero") else []
     with torch.serialization.safe_globals(classes):
         accelerator.load_state(str(folder))
+    # Accelerate catches whatever is wrong with these, and goes on without them.
+    states = load(folder / f"random_states_{accelerator.process_index}.pkl")
+    saved = [states.get("torch_manual_seed"), *states.get("torch_cuda_manual_seed", [])]
+    now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    if saved[0] is None or len(saved) != len(now) or not all(map(torch.equal, saved, now)):
+        raise RunFailed(f"the random states in {folder} could not be put back", "start anew")
     schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 
 

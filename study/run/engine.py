@@ -74,10 +74,6 @@ def make_accelerator(run: OpenRun) -> Accelerator:
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)
-    if launch.strategy.deepspeed is not None:
-        from deepspeed.accelerator import get_accelerator
-
-        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
         "mixed_precision": "no" if config.precision == "fp32" else config.precision.removesuffix("-engine"),
@@ -169,12 +165,16 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
 
 
 def cap_device_memory(config: RunConfig, launch: Launch) -> None:
-    """To what --device_memory_cap_gib says; without it, not at all."""
+    """To what --device_memory_cap_gib says; without it, not at all. DeepSpeed is told the same."""
     import torch
 
     if config.device_memory_cap_gib is not None:
         total = torch.cuda.get_device_properties(launch.local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(config.device_memory_cap_gib * 2**30 / total, launch.local_rank)
+    if launch.strategy.deepspeed is not None:
+        from deepspeed.accelerator import get_accelerator
+
+        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
 
 
 def tell_what_is_free(accelerator: Any, cap_gib: float | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from study.errors import UserError, brief
 from study.launch.cell import Trainer
+from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
 from study.spec.yaml_sections import Section, as_section, read_document
@@ -50,12 +51,15 @@ _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
 _CHECKS: dict[str, _Check] = {
     "name": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]*", value),
-        "letters, digits, `-` and `_`: it names a folder",
+        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
+        "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
     "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": (lambda value: type(value) is int and value >= 0, "a whole number from 0 up"), "gpu_memory_gib": _GIB,
-    "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST, "exclude": _LIST,
+    "gpus": (
+        lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+    ),
+    "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
+    "exclude": _LIST,
     "only": (
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
         "a list of patterns, such as [seed=42]",

@@ -76,7 +76,7 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     try:
         read = read_suite(find_suite(suite))
     except UserError:
-        if Path(suite).name == suite and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
+        if Path(suite).name == suite != ".." and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
             return suite, None
         raise
     return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None
