@@ -148,9 +148,12 @@ def check_request(config: RunConfig, launch: Launch) -> None:
 
     strategy = launch.strategy
     on_gpu = torch.cuda.is_available()
-    if config.precision.startswith("fp16") and not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    has_fp16 = on_gpu or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if config.precision.startswith("fp16") and not has_fp16:
         raise Unsupported(f"--precision {config.precision}: this processor has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
+    if not on_gpu and (strategy.own_settings or {}).get("fsdp_offload_params"):
+        raise Unsupported("fsdp_offload_params offloads from a GPU, and none is visible", "leave it out")
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
