@@ -6,11 +6,13 @@ BIN := .venv/bin
 
 install: .venv/installed
 
-# torch comes first and alone: DeepSpeed's build looks for it.
+# torch comes first and alone: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
+# make install TORCH_INDEX=https://download.pytorch.org/whl/cu129
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt numpy
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
 	$(BIN)/python -m study.host.operators
 	touch $@

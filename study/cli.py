@@ -11,6 +11,7 @@ from typing import NamedTuple
 from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
+from study.host.process import check_process
 from study.report.site import command as report
 from study.spec.config import Parser
 from study.sweep import command as sweep
@@ -45,20 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))
     try:
+        check_process()
         options, unknown = parser.parse_known_args(arguments)
         if unknown:
             # The subcommand's own parser says where the right flags are listed.
             subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-        return COMMANDS[options.command].run(options)
+        status = COMMANDS[options.command].run(options)
+        # A reader that is gone is noticed here, and not where the interpreter ends.
+        sys.stdout.flush()
+        return status
     except UserError as refusal:
         print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:
-        # `study status X | head`: whoever read has read enough.
+        # `study status X | head`: whoever read has read enough. What runs something has not told how that went.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return int(options.command in ("run", "weights", "virtual") and not getattr(options, "dry_run", False))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if run.checkpoint:
             load_checkpoint(accelerator, schedule, *run.checkpoint)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator)
         progress = run.console.progress(run.total_steps, run.first_step)
         evaluation: dict[str, float | None] = {}
         model.train()
@@ -122,7 +122,7 @@ def train_step(
     grad_norm = None
     for micro_batch in micro_batches:
         with accelerator.accumulate(model):
-            loss = model(**send_to_device(micro_batch, accelerator.device)).loss
+            loss = model(**send_to_device(micro_batch, accelerator.device, non_blocking=True)).loss
             # Scales by the accumulation steps where the engine does not; doing it here too would be once too often.
             accelerator.backward(loss)
             if accelerator.sync_gradients:

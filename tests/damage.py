@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 SNIPPETS = (
     b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
@@ -31,6 +32,12 @@ def damaged_bytes(whole: bytes, rng: random.Random) -> bytes:
     if kind == 4:
         return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
     return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def test_the_bare_loop_trains_as_the_study_does_and_says_what_it_did_not_measure
     assert run.summary["tokens_per_s"] > 0
     assert run.summary["host_peak_rss_gib"] > 0
     assert all(row["step_time_s"] is None for row in run.steps)
-    for key in ("step_time_s_median", "comm_bytes_per_step", "comm_calls_per_step"):
+    for key in ("step_time_s_median", "comm_bytes_per_step", "sent_bytes_per_step", "comm_calls_per_step"):
         assert run.summary[key] is None
     assert run.summary["state_bytes_per_rank"]["params"]["device"] is None
 
@@ -80,7 +80,10 @@ def test_the_trainer_runs_the_launched_deepspeed_file(run_of: RunFactory, tmp_pa
     assert_same_training(run, of_the_study(run_of, "bert-imdb"))
     assert (run.engine["zero_stage"], run.engine["world_size"]) == (3, 2)
     assert run.engine["distributed_type"] == "DEEPSPEED"
+    collectives = run.traffic["collectives"].values()
     assert run.summary["comm_bytes_per_step"] > 0
+    assert run.summary["sent_bytes_per_step"] == sum(each["wire_bytes_per_rank"] for each in collectives) > 0
+    assert len(run.environment["code_sha256"]) == 64
 
 
 @pytest.mark.long

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
+import torch
 
 from study.errors import Unsupported
 from study.host.box import free_gpu_bytes, this_box
 from study.host.devices import available_cores, refuse_useless_gpus, torch_for_driver
+from study.measure.energy import handle_of
+from study.measure.memory import MemoryMeter
 from study.run.engine import tell_what_is_free
 
 GIB = 2**30
@@ -81,8 +84,6 @@ def test_deepspeed_learns_what_is_free_however_a_gpu_is_named_and_within_the_cap
 
 
 def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_driver(two_gpus, monkeypatch):
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("torch can use a GPU here")
     with pytest.raises(Unsupported) as refusal:
@@ -99,6 +100,40 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
 )
 def test_a_driver_is_named_the_torch_that_it_can_run(runs, says):
     assert says in torch_for_driver(runs, "2.13.0+cu130")
+
+
+@pytest.mark.parametrize(
+    ("uuid", "divided", "expected"),
+    [
+        (FIRST, None, FIRST), (FIRST, [0, 0], FIRST), (SLICE, [1, 1], SLICE), ("GPU-77", None, None),
+        # Of a slice some versions of CUDA say the UUID of the card it is cut from, whose figures are not its own.
+        (FIRST, [1, 1], None),
+    ],
+)  # fmt: skip
+def test_figures_of_a_slice_are_not_those_of_its_card(two_gpus, monkeypatch, uuid, divided, expected):
+    def mig_mode(handle):
+        if divided is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return divided
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", mig_mode)
+    assert handle_of(uuid.partition("-")[2]) == expected
+
+
+def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
+    meter = MemoryMeter(torch.device("cpu"))
+    meter._nvml = FIRST
+    answers = iter([SimpleNamespace(used=5 * GIB)])
+
+    def used(handle):
+        for answer in answers:
+            return answer
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
+    assert [meter._sample_device() for _ in range(3)] == [5 * GIB, None, None]
+    assert this_box().gpu_memory_gib == (0, 0)
+    assert free_gpu_bytes(0) is None
 
 
 @pytest.mark.parametrize(

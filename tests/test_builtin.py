@@ -17,7 +17,7 @@ from study.errors import UserError
 from study.models.presets import BUILTIN_VOCABULARY_SIZE
 from study.spec.config import RunConfig, resolved
 from study.tasks import builtin, load_data
-from study.tasks.blocks import Split, TaskData, epoch_order, sample_hashes, step_samples
+from study.tasks.blocks import Split, TaskData, epoch_order, pinned, sample_hashes, step_samples
 
 # How often a test about chance may fail although the code is right.
 DOUBT = 1e-9
@@ -81,6 +81,15 @@ def test_other_predictors_lose_more_than_the_floor() -> None:
     frequencies = -np.log(chain.stationary)[following].mean()
     blurred = -np.log(0.9 * chain.transition + 0.1 / builtin.WORDS)[previous, following].mean()
     assert oracle < blurred < frequencies < math.log(builtin.WORDS)
+
+
+def test_a_batch_is_pinned_where_a_gpu_fetches_it_and_as_it_was_elsewhere(language: TaskData) -> None:
+    batch = language.train.__getitems__([3, 1])
+    held = pinned(batch)
+    assert {name: tensor.tolist() for name, tensor in held.items()} == {
+        name: tensor.tolist() for name, tensor in batch.items()
+    }
+    assert {tensor.is_pinned() for tensor in held.values()} == {torch.cuda.is_available()}
 
 
 def test_the_packed_blocks_are_the_stream_of_words(language: TaskData) -> None:

@@ -105,6 +105,12 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--output_dir", ""], "--output_dir"),
         (["--engine_override", "a"], "'a'"),
         (["--data", "x\udcff"], "--data 'x\\udcff'"),
+        (["--data", ""], "--data is empty"),
+        (["--nvme_path", ""], "--nvme_path is empty"),
+        (["--resume_from_checkpoint", ""], "--resume_from_checkpoint is empty"),
+        (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
+        (["--max_steps", "9" * 30], "--max_steps 999"),
+        (["--logging_steps", str(2**53 + 1)], "--logging_steps 9007199254740993"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:

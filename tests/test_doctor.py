@@ -84,8 +84,9 @@ def test_json_is_one_document_with_every_check_in_a_known_state(normal: subproce
     names = [check["name"] for check in document["checks"]]
     assert len(names) == len(set(names))
     assert {
-        "python", "packages", "versions", "gpus", "nccl", "compiler", "ninja", "libaio", "operators", "nvme path",
-        "nvme bandwidth", "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
+        "python", "packages", "pairing", "versions", "gpus", "nccl", "compiler", "ninja", "libaio", "operators",
+        "nvme path", "nvme bandwidth",
+        "host memory", "pinned memory", "shared memory", "open files", "hub", "strategies",
     } <= set(names)  # fmt: skip
     for check in document["checks"]:
         assert set(check) == {"name", "state", "found", "fix"}
@@ -219,7 +220,18 @@ def test_without_torch_it_still_answers_and_says_what_is_missing(tmp_path: Path)
 
 
 def test_on_a_gpu_only_nvme_strategies_want_the_toolkit_of_cuda() -> None:
-    names = ["packages", "python", "nccl", "operators", "compiler", "ninja", "libaio", "nvme path", "pinned memory"]
+    names = [
+        "pairing",
+        "packages",
+        "python",
+        "nccl",
+        "operators",
+        "compiler",
+        "ninja",
+        "libaio",
+        "nvme path",
+        "pinned memory",
+    ]
     checks = [Check(name, "ok", "") for name in [*names, "gpus"]] + [Check("nvcc", "missing", "")]
     found = strategies(checks).found
     assert "zero3_cpu," in found.partition("; not ")[0]

@@ -40,12 +40,12 @@ def run_steps(clock: StepClock, steps: range, seconds: float) -> None:
         clock.step_done(step)
 
 
-@pytest.mark.alone
 def test_a_fifth_of_a_run_warms_up_and_short_runs_have_steps_to_count() -> None:
     """From 3, which leaves a search's probe and a virtual rank as they were, up to 10."""
     assert [warmup_steps(steps) for steps in (3, 8, 19, 20, 40, 50, 1000)] == [3, 3, 3, 4, 8, 10, 10]
 
 
+@pytest.mark.alone
 def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
     clock = StepClock(CPU, warmup_steps=2)
     clock.resume()
@@ -73,6 +73,20 @@ def test_a_pause_is_in_no_steps_time() -> None:
     clock.pause()
     assert all(seconds < 0.1 for _, seconds in clock.flush())
     assert clock.window_s < 0.1
+
+
+def test_the_step_after_an_evaluation_is_not_counted_where_evaluations_are_far_enough_apart() -> None:
+    clock = StepClock(CPU, warmup_steps=1)
+    clock.resume()
+    for steps in (range(1, 7), range(7, 10), range(10, 16), range(16, 17)):
+        run_steps(clock, steps, 0)
+        clock.pause()
+        clock.resume_cold()
+    run_steps(clock, range(17, 18), 0)
+    clock.pause()
+    times = dict(clock.flush())
+    # 1 warms up; 7 and 16 follow an evaluation, and 10 and 17 one that came soon after another.
+    assert clock.counted_step_times == [seconds for step, seconds in times.items() if step not in (1, 7, 16)]
 
 
 def test_the_watched_step_has_a_time_but_is_not_counted() -> None:

@@ -152,7 +152,7 @@ def test_a_cell_that_is_there_to_run_out_of_memory_is_no_failure_and_a_dry_run_s
     (part,) = plan_suite(str(file), Box((), 16.0), tmp_path / "runs").slices
     folders = {example_of(cell).strategy: part.root / cell.id for cell in part.cells}
     RunWriter(folders["single"]).close("oom", "made up")
-    RunWriter(folders["ddp"]).close("ok")
+    RunWriter(folders["ddp"]).close("unsupported", "made up")
     assert main(["run", *arguments]) == 0
     RunWriter(folders["ddp"]).close("oom", "made up")
     assert main(["run", *arguments]) == 1

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
-from damage import no_file_larger_than
+from damage import flip_a_bit, no_file_larger_than
 from study.errors import UserError
 from study.models.architecture import build_model, model_config
 from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
@@ -238,32 +238,54 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
     assert hash_of(initial) == initial.sha256
 
 
-def test_a_damaged_set_of_weights_is_refused_and_a_half_written_one_is_redone(tmp_path: Path) -> None:
+def test_a_damaged_set_of_weights_is_made_anew_with_a_word_and_a_half_written_one_too(tmp_path: Path) -> None:
+    config = run_config("bert-tiny")
+    initial = materialize_initial_weights(config, tmp_path)
+    assert initial.remark == ""
+    whole = {file.name: file.read_bytes() for file in initial.path.iterdir()}
+    assert {"config.json", "model.safetensors", RECORD_NAME} <= whole.keys()
+
+    def damage_and_make_anew(name: str, damage: Callable[[Path], object], words: str) -> None:
+        damage(initial.path / name)
+        again = materialize_initial_weights(config, tmp_path)
+        assert again == initial
+        assert f"the initial weights in {initial.path} were damaged" in again.remark
+        assert words in again.remark
+        assert (initial.path / "model.safetensors").read_bytes() == whole["model.safetensors"]
+        assert (initial.path / "config.json").read_bytes() == whole["config.json"]
+        assert materialize_initial_weights(config, tmp_path).remark == ""
+
+    damage_and_make_anew("model.safetensors", flip_a_bit, "model.safetensors was changed")
+    damage_and_make_anew("config.json", flip_a_bit, "config.json was changed")
+    damage_and_make_anew("config.json", Path.unlink, "config.json")
+    damage_and_make_anew(RECORD_NAME, lambda file: file.write_text(file.read_text()[:20]), "Unterminated")
+    sealed_digest = initial.sha256
+    other = sealed_digest.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
+    damage_and_make_anew(
+        RECORD_NAME, lambda file: file.write_text(file.read_text().replace(sealed_digest, other)), "was changed"
+    )
+    # What somebody keeps beside them is not deleted.
+    flip_a_bit(initial.path / "model.safetensors")
+    (initial.path / "photo.jpg").write_bytes(b"somebody's")
+    with pytest.raises(UserError, match=r"photo\.jpg beside them is none of them"):
+        materialize_initial_weights(config, tmp_path)
+    (initial.path / "photo.jpg").unlink()
+
+    killed = initial.path.rename(initial.path.with_name(f"{initial.path.name}.partial"))
+    again = materialize_initial_weights(config, tmp_path)
+    assert (again, again.remark) == (initial, "")
+    assert not killed.exists()
+
+
+def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) -> None:
     config = run_config("bert-tiny")
     initial = materialize_initial_weights(config, tmp_path)
     tensors = initial.path / "model.safetensors"
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match="delete the folder"):
-        materialize_initial_weights(config, tmp_path)
-    tensors.write_bytes(whole)
-    record = (initial.path / RECORD_NAME).read_text()
-    (initial.path / RECORD_NAME).write_text(record[:20])
-    with pytest.raises(UserError, match="delete the folder"):
-        materialize_initial_weights(config, tmp_path)
-    (initial.path / RECORD_NAME).write_text(record)
-
     held = load_file(tensors)
     held["classifier.extra"] = held.pop("classifier.bias")
     save_file(held, tensors, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"classifier\.bias"):
         load_initial_model(config, initial)
-
-    killed = initial.path.rename(initial.path.with_name(f"{initial.path.name}.partial"))
-    again = materialize_initial_weights(config, tmp_path)
-    assert again == initial
-    assert hash_of(again) == again.sha256
-    assert not killed.exists()
 
 
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
@@ -355,7 +377,10 @@ def test_pretrained_weights_come_from_a_folder_and_the_head_from_the_seed(tmp_pa
         load_file(redrawn.path / "model.safetensors")["classifier.weight"], sets[42]["classifier.weight"]
     )
 
-    local_bert(source, BertForSequenceClassification)
+    file = source / "model.safetensors"
+    before = file.stat()
+    flip_a_bit(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert materialize_initial_weights(config, tmp_path / "cache2").path != redrawn.path
 
 
@@ -368,6 +393,10 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
     pickled = local_bert(tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled ones are not loaded"):
+        materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+
+    (pickled / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match="no safetensors file"):
         materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
 
     holed = local_bert(tmp_path / "holed")
@@ -383,13 +412,40 @@ def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None
     cut = local_bert(tmp_path / "cut")
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    quantized = local_bert(tmp_path / "quantized")
-    described = json.loads((quantized / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (quantized / "config.json").write_text(json.dumps(described))
-    for folder in (tmp_path / "three", cut, quantized):
+    for folder in (tmp_path / "three", cut):
         with pytest.raises(UserError, match="cannot load the weights"):
             materialize_initial_weights(run_config(str(folder), "bert-imdb", weights="pretrained"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantized weights"),
+        # These two transformers would load as if they were plain.
+        ("quantization_config", {"quant_method": "fp8"}, "quantized weights"),
+        ("quantization_config", {"quant_method": "nonsense"}, "quantized weights"),
+        ("hidden_act", "nonsense", "cannot be built .*nonsense"),
+        ("num_attention_heads", 5, "cannot be built .*attention heads"),
+        ("num_hidden_layers", -1, "-1 layers"),
+    ],
+)
+def test_a_configuration_that_nothing_can_be_trained_from_is_refused(
+    key: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    source = local_bert(tmp_path / "source")
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | {key: value}))
+    for weights in ("pretrained", "random"):
+        with pytest.raises(UserError, match=words):
+            materialize_initial_weights(run_config(str(source), "bert-imdb", weights=weights), tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").glob("initial_weights/*") if path.is_dir()]
+
+
+def test_a_model_folder_s_name_may_be_as_long_as_any(tmp_path: Path) -> None:
+    source = local_bert(tmp_path / ("n" * 250))
+    config = run_config(str(source), "bert-imdb", weights="pretrained")
+    assert materialize_initial_weights(config, tmp_path).path.is_dir()
+    assert len(config.run_id("single", 1)) < 200
 
 
 def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) -> None:

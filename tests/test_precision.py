@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked import fork_ranks
-from runs import FLAGS, RunFactory
+from runs import FLAGS, RunFactory, train
 from study.errors import UserError
 from study.record.directory import Run, read_run
 from study.run.loss_scale import LOSS_SCALER
@@ -85,6 +85,20 @@ def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
 
 
 @needs_fp16
+@pytest.mark.parametrize(("strategy", "precision"), [("zero0", FP16), ("fsdp2", FP16), ("zero1", ENGINE)])
+def test_a_resumed_run_goes_on_with_its_loss_scale(strategy: str, precision: tuple[str, str], tmp_path: Path) -> None:
+    """At the first scale it would skip the next steps as well."""
+    flags = (*GPT, *precision, *OVERFLOWS)
+    assert train(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4").returncode == 0
+    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step_0000004")
+    assert train(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint).returncode == 0
+    whole, again = read_run(tmp_path / "whole"), read_run(tmp_path / "again")
+    assert losses(again) == losses(whole)
+    assert skipped(again) == skipped(whole)
+    assert again.summary["steps_skipped"] == whole.summary["steps_skipped"] > 0
+
+
+@needs_fp16
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
 def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_path: Path) -> None:
     study = run_of("single", *GPT, *FP16, *OVERFLOWS)
@@ -114,3 +128,12 @@ def test_what_an_engine_cannot_train_like_the_others_is_refused_by_name(
     with pytest.raises(UserError) as refusal:
         read_strategy(strategy).check_engine_flags(config)
     assert fix in refusal.value.fix
+
+
+@pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
+def test_fp32_is_not_tf32_where_something_has_turned_that_on(trainer: str, tmp_path: Path) -> None:
+    """Accelerate does where it compiles, after the Trainer was told not to; NVIDIA's containers do for everybody."""
+    flags = (*GPT, *FLAGS, "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("single", "tests/probes/with_tf32.py", trainer, *flags, ranks=1)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert read_run(tmp_path / "run").engine["tf32"] is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import pytest
 from test_records import write_run
 
 from engines import ROOT
-from forked import fork_script
+from forked import fork_ranks, fork_script
 from study.errors import UserError
+from study.host.contents import sealed
+from study.host.environment import describe_environment
 from study.host.folders import cache_directory
+from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
-from study.run.checkpoint import digests_of, sealed
+from study.run.checkpoint import digests_of
 from study.run.checks import check_devices
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
@@ -252,7 +256,8 @@ def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
     tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
     write_manifest(
         folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
-        tokens_sha256=tokens, initial_weights_sha256=weights, files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+        tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
+        files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
     )  # fmt: skip
     return folder
 
@@ -302,6 +307,21 @@ def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path
     assert_refused(tmp_path, *arguments, says=("other initial weights", str(checkpoint)), fix="start anew")
 
 
+def test_a_checkpoint_of_another_stack_or_other_engine_settings_is_refused(tmp_path: Path) -> None:
+    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+    initial = materialize_initial_weights(config, tmp_path / "cache")
+    here = describe_environment() | {"threads_per_rank": 1}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
+    write_manifest(
+        checkpoint, tokens_sha256=load_data(config, tmp_path / "cache").source["tokens_sha256"],
+        initial_weights_sha256=initial.sha256, environment=here | {"packages": here["packages"] | {"torch": "2.0.0"}},
+    )  # fmt: skip
+    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
+    assert_refused(tmp_path, *arguments, says=("torch was 2.0.0", str(checkpoint)), fix="where it was saved")
+    write_manifest(checkpoint, deepspeed={"zero_optimization": {"stage": 1}})
+    assert_refused(tmp_path, *arguments, says=("DeepSpeed settings of single",), fix="start anew")
+
+
 def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, seed=7)
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
@@ -344,6 +364,20 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path:
     assert_is_one_line(ours[0], ("--nvme_path", nvme_path), "a local drive")
     created = {name for name in contents(tmp_path) if name not in before}
     assert created == {"cwd", "cwd/accelerate_configs"}
+
+
+def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
+    if shutil.disk_usage(tmp_path).free > 1209 * 2**30:
+        pytest.skip("the drive here is large enough")
+    model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
+    folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
+    result = fork_ranks("zero3_nvme", "study/train.py", *model, *folders)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2
+    assert len(lines) == 1, result.stderr
+    # 16 bytes of each for the optimizer's state and gradients, and 2 for the parameter itself, on both ranks together.
+    assert "zero3_nvme with 72 billion parameters takes 1209.4 GiB there" in lines[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def launch_of(strategy: str, ranks: int) -> Launch:

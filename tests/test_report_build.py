@@ -91,6 +91,13 @@ def test_a_notebook_runs_in_this_interpreter_whatever_jupyter_knows(tmp_path, mo
     assert read(output).cells[-1].outputs[0].data["text/plain"] == repr(sys.executable)
 
 
+def test_a_notebook_needs_no_ipython_profile_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("IPYTHONDIR", "/proc/not-writable")
+    output = tmp_path / "out.ipynb"
+    execute(notebook(tmp_path / "a.ipynb", "1", "2 + 2"), output, {}, tmp_path, 60)
+    assert read(output).cells[-1].outputs[0].data["text/plain"] == "4"
+
+
 def test_a_notebook_that_takes_too_long_is_ended_and_the_cell_named(tmp_path):
     file = notebook(tmp_path / "a.ipynb", "1", "import time", "time.sleep(60)")
     with pytest.raises(NotebookFailed, match=r"cell 5 \(cell-2, `time.sleep\(60\)`\): the notebook has had its 3 s"):

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from study.host import environment
 from study.report.questions import TABLES
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import read_records
@@ -61,7 +62,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer: deepspeed.DeepSpeedCPUAdam, baseline torch.AdamW",
     ),
     "decay": ({"config": {"weight_decay": 0.01}}, "weight decay: 0.01, baseline 0"),
-    "learning rate": ({"config": {"learning_rate": 0.001}}, "learning rate: 0.001, baseline 0.003"),
+    "learning rate": ({"config": {"learning_rate": 0.001}}, "learning rate: 0.001, baseline 0.004"),
     "schedule": ({"config": {"lr_scheduler_type": "cosine"}}, "schedule: cosine, baseline linear"),
     "schedule as it ran": ({"lr_factor": 0.5}, "schedule: another learning rate from step 2 on"),
     "precision": ({"engine": {"precision": "bf16"}}, "precision: ran in bf16, fp32 asked"),
@@ -133,14 +134,71 @@ def test_an_arm_of_which_no_run_ended_well_is_not_comparable(tmp_path: Path) -> 
     assert said == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
-def test_dropout_that_is_on_confounds_losses_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.1, -1.0])
+def test_dropout_that_is_on_confounds_nothing(dropout: float, tmp_path: Path) -> None:
+    """Losses are compared by the means of seeds then; the models' own dropout, -1, is on at paper scale."""
     for strategy in ("single", "zero3"):
-        write_run(tmp_path, strategy, name=strategy, config={"dropout": 0.1})
-    assert set(labels(tmp_path).values()) == {""}
-    assert labels(tmp_path, "confounded_loss")["zero3"] == "dropout is on: masks differ between arms"
-    records = read_records(tmp_path)
-    assert TABLES["loss"](records)["Comparable"].iloc[-1] == "dropout is on: masks differ between arms"
-    assert set(TABLES["runtime"](records)["Comparable"]) == {"yes"}
+        write_run(tmp_path, strategy, name=strategy, config={"dropout": dropout})
+    for column in ("confounded", "confounded_loss"):
+        assert set(labels(tmp_path, column).values()) == {""}
+
+
+def release(version: str) -> dict[str, Any]:
+    """As a wheel is installed: without a commit."""
+    return {"git_commit": None, "packages": {"zero-study": version}}
+
+
+COMMITS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another": ({"git_commit": "a" * 40}, {"git_commit": "b" * 40}, "another commit: bbbbbbb, baseline aaaaaaa"),
+    "none": ({}, {"git_commit": None}, "commit: not recorded, baseline 0000000"),
+    "none of both": ({"git_commit": None}, {"git_commit": None}, "commit: not recorded, baseline not recorded"),
+    "changed": (
+        {}, {"git_dirty": True},
+        "commit: 0000000 with changes, baseline 0000000, and nothing says what the changes were",
+    ),
+    "changed, and known how": (
+        {"code_sha256": "a" * 64}, {"git_dirty": True, "code_sha256": "b" * 64},
+        "another commit: 0000000 with changes, baseline 0000000",
+    ),
+    "another release": (release("1.0"), release("1.1"), "another commit: release 1.1, baseline release 1.0"),
+    "the same release": (release("1.0"), release("1.0"), ""),
+    "the same code at another commit": (
+        {"git_commit": "a" * 40, "code_sha256": "c" * 64}, {"git_commit": "b" * 40, "code_sha256": "c" * 64}, "",
+    ),
+    "the same changes": (
+        {"git_dirty": True, "code_sha256": "c" * 64}, {"git_dirty": True, "code_sha256": "c" * 64}, "",
+    ),
+}  # fmt: skip
+
+
+def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(environment, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
+    places = (
+        "study/train.py",
+        "study/run/engine.py",
+        "accelerate_configs/deepspeed/zero3.json",
+        "study/report/page.py",
+    )
+    found = []
+    for place in ("nothing", *places):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("a change")
+        found.append(environment.code_sha256())
+    assert len({*found[:4]}) == 4
+    assert found[4] == found[3]
+
+
+@pytest.mark.parametrize("case", COMMITS)
+def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_path: Path) -> None:
+    baseline, other, label = COMMITS[case]
+    write_run(tmp_path, "single", name="single", environment=baseline)
+    write_run(tmp_path, "zero3", name="zero3", environment=other)
+    assert labels(tmp_path) == {"single": "", "zero3": label}
+    assert set(labels(tmp_path, "confounded_loss").values()) == {""}
+    assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
 
 
 def test_offload_changes_the_optimizer_by_a_note_when_its_settings_are_the_same(tmp_path: Path) -> None:

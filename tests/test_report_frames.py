@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from study.errors import UserError
@@ -17,6 +19,7 @@ from study.record.schema import SUMMARY_KEYS
 from study.report.questions import TABLES, answers
 from study.report.records.frames import (
     RUNS_FILE,
+    STEPS_FILE,
     Records,
     is_empty,
     read_parquet,
@@ -166,6 +169,29 @@ def test_parquet_that_cannot_be_read_says_how_it_is_made(damage: str, runs: Path
         read_records(kept)
     assert "runs.parquet" in refusal.value.problem
     assert refusal.value.fix.startswith("remove it, and make it again from its runs: study report ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(b"study.refused", b"{"), (b"study.refused", b"3"), (b"study.refused", b"[3]"), (b"study.refused", b"\xff"),
+     (b"study.remaining", b'[{"suite": 1}]'), (b"study.remaining", b'{"a": 1}'), (b"study.remaining", b"[1]")],
+)  # fmt: skip
+def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes, runs: Path, tmp_path: Path) -> None:
+    write_parquet(read_records(runs), tmp_path)
+    table = pq.read_table(tmp_path / RUNS_FILE)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key: value}), tmp_path / RUNS_FILE)
+    with pytest.raises(UserError, match="says in no known way what was left out"):
+        read_parquet(tmp_path)
+
+
+@pytest.mark.parametrize("name", [RUNS_FILE, STEPS_FILE])
+def test_parquet_with_a_row_twice_is_refused(name: str, runs: Path, tmp_path: Path) -> None:
+    """Two rows of one run would be two repeats, and their interval a false one."""
+    write_parquet(read_records(runs), tmp_path)
+    table = pq.read_table(tmp_path / name)
+    pq.write_table(pa.concat_tables([table, table.slice(1, 1)]), tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} has rows twice, such as those of gpt-wikitext"):
+        read_parquet(tmp_path)
 
 
 def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from test_refusals import write_manifest
 
+from damage import flip_a_bit
 from engines import launch
 from runs import train
 from study.errors import UserError
+from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, read_run, read_status
 from study.run.checkpoint import digests_of, find_checkpoint
 from study.spec.config import RunConfig
@@ -73,6 +75,19 @@ def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
     assert find_checkpoint(config, dataclasses.replace(launch, local_rank=1), checkpoint) is not None
 
 
+def test_initial_weights_with_a_flipped_bit_are_made_anew_by_one_rank_which_says_so(run_of, tmp_path, monkeypatch):
+    whole = run_of("ddp", *GPT)
+    initial = materialize_initial_weights(RunConfig.from_dict(whole.config, "this test"), tmp_path / "cache")
+    flip_a_bit(initial.path / "model.safetensors")
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    result = train("ddp", tmp_path / "run", *GPT)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stderr.count("model.safetensors was changed) and have been made anew") == 1
+    again = read_run(tmp_path / "run")
+    assert again.engine["initial_weights_sha256"] == whole.engine["initial_weights_sha256"]
+    assert [row["loss"] for row in again.steps] == [row["loss"] for row in whole.steps]
+
+
 def test_latest_is_the_last_checkpoint_of_the_run_in_the_folder_and_not_of_one_before_it(tmp_path):
     run = tmp_path / "run"
 
@@ -96,18 +111,27 @@ def test_latest_is_the_last_checkpoint_of_the_run_in_the_folder_and_not_of_one_b
     assert (run / "checkpoints" / "step_0000004" / "checkpoint.json").exists()
 
 
-def test_a_checkpoint_that_holds_code_is_not_loaded(tmp_path):
+def test_a_checkpoint_that_holds_code_or_no_random_states_is_not_gone_on_from(tmp_path):
     """torch's format can carry any pickled call; only tensors and plain values are let in."""
     import torch
 
     assert train("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4", ranks=1).returncode == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
+    shutil.copy(checkpoint / "optimizer.bin", tmp_path)
     torch.save(_Trap(str(tmp_path / "sprung")), checkpoint / "optimizer.bin")
     write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
     resumed = train("single", tmp_path / "again", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
     assert not (tmp_path / "sprung").exists()
     assert "UnpicklingError" in read_status(tmp_path / "again")["reason"]
+
+    # Accelerate would go on without these, and say so in a log alone.
+    torch.save({"step": 4}, checkpoint / "random_states_0.pkl")
+    shutil.copy(tmp_path / "optimizer.bin", checkpoint / "optimizer.bin")
+    write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
+    resumed = train("single", tmp_path / "once more", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
+    assert resumed.returncode != 0
+    assert "random states" in read_status(tmp_path / "once more")["reason"]
 
 
 class _Trap:

@@ -404,7 +404,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "a pipe": ("bert-imdb", archive_with_a_pipe, "2_7.txt .*it is not a file"),
     "a name that is not utf-8": ("bert-imdb", archive_with_a_name_that_is_not_utf8, r"cannot read .*udcff.txt"),
     "a name that is too long": ("bert-imdb", lambda folder: folder / ("a" * 5000), "File name too long"),
-    "nobody's folder": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/x"), "home directory"),
+    "nobody's folder": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/data"), "nobody's home"),
     # Such a file ended the process with a segmentation fault.
     "deep lists": ("bert-imdb", text_file("a.jsonl", ROWS + DEEP % (b"[" * 100_000, b"]" * 100_000)), "64 levels"),
     "deep objects": (

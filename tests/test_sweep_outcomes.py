@@ -14,7 +14,7 @@ from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
-from study.record.outcome import ending_of
+from study.record.outcome import FreeMemory, ending_of, ending_of_text
 from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite
 
@@ -122,6 +122,59 @@ def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, s
     assert ending.state == state
     assert says in ending.reason
     assert "\n" not in ending.reason
+
+
+# torch 2.13's words where `Tensor.pin_memory` finds no host memory to lock, and where CUDA finds none of its own.
+CUDA_ERROR = """\
+CUDA error: out of memory
+Search for `cudaErrorMemoryAllocation' in the CUDA runtime's documentation for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+"""
+FRAMES = """\
+  File "site-packages/deepspeed/accelerator/abstract_accelerator.py", line 341, in pin_memory
+    return self._torch_pin_memory(tensor)
+"""
+LOCKED, EITHER = "no more host memory could be locked", "the device's memory, or host memory that can be locked"
+
+
+@pytest.mark.parametrize(
+    ("frames", "free", "says", "hint"),
+    [
+        ("", FreeMemory(61.3, 2.5), LOCKED, "offloads less"),
+        (FRAMES, None, LOCKED, "offloads less"),
+        (FRAMES, FreeMemory(0.2, 2.5), LOCKED, "offloads less"),
+        ("", FreeMemory(0.2, 90.0), EITHER, "offloads more"),
+        ("", None, EITHER, "offloads more"),
+    ],
+)
+def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, says, hint):
+    ending = ending_of_text(CUDA_ERROR, frames, free)
+    assert ending is not None
+    assert ending.state == "oom"
+    assert ending.reason.startswith(says)
+    assert "(CUDA error: out of memory" in ending.reason
+    assert hint in ending.hint
+    log = f"Traceback (most recent call last):\n{frames}torch.AcceleratorError: {CUDA_ERROR}"
+    assert judge(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER) or free
+
+
+def test_what_was_free_is_said_of_whatever_ran_out():
+    free = FreeMemory(0.21, 90.04)
+
+    def pin_memory():
+        raise RuntimeError(CUDA_ERROR)
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB"), MemoryError()):
+        assert ending_of(error, free=free).reason.endswith(
+            "; 0.2 GiB of the device and 90.0 GiB of the host were free)"
+        )
+    with pytest.raises(RuntimeError) as caught:
+        pin_memory()
+    assert ending_of(caught.value, free=FreeMemory(None, 1.0)).reason == (
+        "no more host memory could be locked in place (RuntimeError: CUDA error: out of memory;"
+        " 1.0 GiB of the host were free)"
+    )
 
 
 def test_last_lines_leave_out_frames_and_the_launchers_chatter():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pynvml
@@ -89,6 +90,8 @@ HEAD = "name: x\ndescription: y\n"
         (HEAD + "grids:\n  - axes: {strategy: ddp, trainer: keras}\n", 4, "trainer is 'keras'"),
         (HEAD + "grids:\n  - axes: {strategy: ddp, expected_s: 0}\n", 4, "expected_s is 0"),
         (HEAD + "grids:\n  - axes: {strategy: ddp, time_limit_s: .inf}\n", 4, "time_limit_s is inf"),
+        (HEAD + "requires: {gpus: 1000000000000}\ngrids: []\n", 3, "gpus is 1000000000000"),
+        (f"name: {'a' * 101}\ndescription: y\ngrids: []\n", 1, "name is 'aaa"),
         (HEAD + "requires: {host_memory_gib: .inf}\ngrids: []\n", 3, "host_memory_gib is inf"),
         (HEAD + "grids:\n  - axes: {strategy: ddp}\n    repeats: 1000000000\n", 3, "grids have 1000000000 runs"),
         (
@@ -255,6 +258,13 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_runs(tmp_path):
         plan(file)
 
 
+def test_a_batch_of_which_no_divisor_is_near_is_refused_at_once(tmp_path):
+    huge = {"global_batch_size": 1_000_000_000_039, "per_device_train_batch_size": 999_999_999_999, "world_size": 1}
+    with pytest.raises(UserError, match="does not divide --global_batch_size") as refusal:
+        plan(write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, **huge}))
+    assert refusal.value.fix.startswith("use 1,")
+
+
 def test_what_only_deepspeed_has_is_refused_for_other_strategies(tmp_path):
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero2"]}, {**TINY, "precision": "bf16-engine"})
     with pytest.raises(UserError, match="ddp runs without it"):
@@ -337,6 +347,30 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
 def kind_of(cell):
     one = cell.first if isinstance(cell, Search) else cell
     return one.arm, one.config.task, one.config.torch_compile, one.config.engine_override, getattr(cell, "axis", None)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
+    """Without dropout step by step; with it, masks differ between arms, and only means over seeds can be compared."""
+    alike = defaultdict(list)
+    for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
+        if not isinstance(cell, Search) and not cell.config.virtual_world_size:
+            same = dataclasses.replace(cell.config, seed=0, dropout=0.0)
+            alike[same, cell.world_size].append(cell)
+    for cells in alike.values():
+        seeds: dict[tuple[str, float], set[int]] = {(cell.strategy, cell.config.dropout): set() for cell in cells}
+        for cell in cells:
+            seeds[cell.strategy, cell.config.dropout].add(cell.config.seed)
+        assert {strategy for strategy, _ in seeds} == {strategy for strategy, dropout in seeds if dropout == 0}
+        assert all(len(of_it) >= 3 for (_, dropout), of_it in seeds.items() if dropout), seeds
+
+
+@pytest.mark.parametrize("name", ["a100", "one_gpu_bert_epochs"])
+def test_the_document_that_saw_another_loss_is_repeated_with_its_dropout(name):
+    """S2-01: stage 3 on one GPU ends with a loss 1.2 % lower, with the dropout that the model has by itself."""
+    cells = [cell for cell in plan_cells(read_suite(find_suite(name)), box_with(1)) if not isinstance(cell, Search)]
+    own = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
+    assert own == {"single", "zero3_cpu_optimizer"}
 
 
 def estimated_minutes(name):

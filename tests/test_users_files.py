@@ -266,6 +266,8 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
         with swap_folder(tmp_path) as mine:
             assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link, mine}
             assert (theirs / "zero_stage_3" / "0.tensor.swp").read_bytes() == b"state"
+            # Another rank of the same run, which dies of a full drive, say.
+            assert Path(process("dies").communicate()[0].strip()).is_dir()
     finally:
         living.communicate()
     assert set(tmp_path.iterdir()) == {theirs, likeness.parent, link}

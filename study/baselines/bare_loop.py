@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transformers import get_scheduler, set_seed
 
         from study.measure import Meters
+        from study.measure.clock import STEPS_BETWEEN_EVALUATIONS
         from study.models.initial import load_initial_model, materialize_initial_weights
         from study.run import engine
         from study.run.audit import audit, check_compute_dtype
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
         autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
-        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, model, scaler)
+        log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
         done: list[tuple[int, Any, float, Any, list[Any], bool]] = []
@@ -136,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     with autocast, meters.memory.phase("eval"):
                         evaluation = evaluate(run, accelerator, model)
                     run.write_evaluation(step, evaluation)
+                    # As the study's clock, which leaves out the step after an evaluation.
+                    if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:
+                        uncounted = step + 1
                 started = time_when_done(device)
         progress.close()
 

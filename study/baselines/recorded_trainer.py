@@ -90,7 +90,7 @@ class StepRecorder(TrainerCallback):
         self.progress = run.console.progress(run.total_steps, 0)
         engine.forget_first_step(trainer.model_wrapped)
         # Called by no other hook before the first step, and DeepSpeed's engine is there by now.
-        self.skips = SkippedSteps(trainer.accelerator, trainer.model_wrapped)
+        self.skips = SkippedSteps(trainer.accelerator)
         run.loop_starts()
         trainer.model_wrapped.train()
         trainer.meters.start(trainer.model_wrapped, trainer.optimizer)

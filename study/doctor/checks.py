@@ -19,6 +19,7 @@ import psutil
 from study.errors import UserError
 from study.host.folders import refuse_unwritable
 from study.host.memory import GIB, can_lock, host_memory, locked_bytes
+from study.host.releases import VERIFIED, pair_fix, unverified_pair
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, Strategy, read_strategy
 
 INSTALL = "make -B install"
@@ -70,6 +71,9 @@ def versions() -> Iterator[Check]:
     fix = "make -B install PYTHON=python3.11"
     yield needed("python", python in SpecifierSet(wanted), python, f"{wanted} is asked", fix)
     yield Check("packages", "missing" if packages_fix else "ok", packages, packages_fix)
+    pair = unverified_pair()
+    found = pair or " with ".join(map(" ".join, zip(("accelerate", "deepspeed"), VERIFIED[-1], strict=True)))
+    yield needed("pairing", pair is None, found, "no run has shown that it trains as DDP does", pair_fix())
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     # Other versions than those that were tested are no fault.
     pinned = [line for line in pins if line and not line.startswith("#")]
@@ -185,7 +189,7 @@ def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
     if not strategy.deepspeed:
         return []
     offloads = any(strategy.offload_device(what) for what in ("optimizer", "param"))
-    needs = ["operators"]
+    needs = ["pairing", "operators"]
     # Without a GPU DeepSpeed's ranks talk through an operator that is compiled, too.
     needs += ["compiler", "ninja"] if offloads or not on_gpu else []
     needs += ["nvcc"] if on_gpu and strategy.uses_nvme else []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from study.doctor.checks import INSTALL, MIB, Check, needed, shown
-from study.errors import Unsupported, first_line
+from study.errors import Unsupported, UserError, first_line
 from study.host.devices import refuse_useless_gpus
 from study.host.folders import cache_directory
 from study.host.memory import GIB
@@ -47,7 +47,11 @@ def main() -> None:
     parser.add_argument("--not_measured", default="", help="why no drive is measured")
     parser.add_argument("--hub", action="store_true")
     options = parser.parse_args()
-    use_own_build(cache_directory())
+    unusable = None
+    try:
+        use_own_build(cache_directory())
+    except UserError as refusal:
+        unusable = refusal
     # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
@@ -63,7 +67,7 @@ def main() -> None:
         }
         for name, section in sections.items():
             try:
-                check = section()
+                check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
             except Exception as error:  # whatever a library here raises is what the doctor found
                 check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
             print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)

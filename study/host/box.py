@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from study.host.memory import host_memory
+from study.record.outcome import FreeMemory
 from study.spec.strategies import REPOSITORY
 
 try:
@@ -39,8 +40,10 @@ class Box:
 
 def this_box(root: Path = Path("/")) -> Box:
     """`root` is where `proc` and `sys` are."""
-    memory = (pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in visible_gpus())
-    return Box(tuple(memory), host_memory(root).total_gib)
+    handles = visible_gpus()
+    total = _asked(lambda: tuple(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles))
+    # Where the driver does not say: the GPUs are there all the same, and nothing that asks for a size may run.
+    return Box(total or (0.0,) * len(handles), host_memory(root).total_gib)
 
 
 def free_gpu_bytes(place: int) -> int | None:
@@ -50,6 +53,12 @@ def free_gpu_bytes(place: int) -> int | None:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
     except pynvml.NVMLError:
         return None
+
+
+def free_memory(place: int) -> FreeMemory:
+    """Of the visible GPU at this place, and of the host."""
+    free = free_gpu_bytes(place)
+    return FreeMemory(None if free is None else free / 2**30, host_memory().available_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def content_digest(file: Path) -> str:
@@ -21,6 +24,12 @@ def content_digest(file: Path) -> str:
         while count := stream.readinto(block):
             digest.update(block[:count])
     return digest.hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """With a digest of what it says, instead of one that it has. It is as it was when that changes nothing."""
+    plain = json.loads(json.dumps({key: value for key, value in document.items() if key != "own_sha256"}))
+    return plain | {"own_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 @contextlib.contextmanager

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from study.host.box import driver_version
 from study.host.devices import available_cores, processor
-from study.spec.strategies import REPOSITORY
+from study.host.releases import package_version
+from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
 
 PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
     "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
+# Rooms of the package in which nothing of a run happens.
+_NOT_RUN = ("report", "sweep", "suites", "doctor", "cli.py")
 
 
 def describe_environment() -> dict[str, Any]:
@@ -26,6 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "packages": {name: found for name in PACKAGES if (found := package_version(name)) is not None},
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "code_sha256": code_sha256(),
         "platform": platform.platform(),
         "cpu": processor().get("model name") or platform.processor(),
         "cpu_cores": available_cores(),
@@ -43,11 +47,14 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def code_sha256() -> str:
+    """Of what decides how a run trains and is measured: two commits that differ in a report alone are one code."""
+    digest = hashlib.sha256()
+    for file in sorted((REPOSITORY / "study").rglob("*.py")) + sorted(STRATEGY_DIRECTORY.rglob("*.*")):
+        place = file.relative_to(REPOSITORY)
+        if place.parts[1] not in _NOT_RUN:
+            digest.update(f"{place} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _git(*arguments: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,15 @@ def folder_named(text: str) -> Path:
     except RuntimeError:
         raise UserError(f"{text}: nobody's home folder is known by that name here", "write the whole path") from None
     return folder.resolve() if ".." in folder.parts else folder
+
+
+def folder_argument(text: str) -> Path:
+    """As argparse takes it. Left empty, as by a variable that is not set, it would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} holds what cannot be printed on a line")
+    return folder_named(text)
 
 
 def cache_directory() -> Path:

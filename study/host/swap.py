@@ -12,10 +12,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from study.errors import Unsupported
 from study.record.folder import SWAP_PREFIX
 from study.record.lock import HOST, FileLock, Held, read_holder
 
 _MARKER = "made-by-zero-study.lock"
+_GIB = 2**30
+
+
+def refuse_full_drive(drive: Path, wanted_bytes: float, what: str) -> None:
+    """DeepSpeed aborts the process where its writes fail. What dead runs left there is cleared away first."""
+    existing = next(place for place in (drive, *drive.absolute().parents) if place.exists())
+    remove_left_folders(drive)
+    free = shutil.disk_usage(existing).free
+    if free < wanted_bytes:
+        raise Unsupported(
+            f"--nvme_path {drive} has {free / _GIB:.1f} GiB free, and {what} takes {wanted_bytes / _GIB:.1f} GiB there",
+            "name a folder on a larger drive, or make room",
+        )
 
 
 @contextlib.contextmanager
@@ -33,6 +47,8 @@ def swap_folder(drive: Path) -> Iterator[Path]:
             yield folder
         finally:
             _remove(folder)
+            # Another rank of this run may have died of what ends this one, such as a full drive.
+            remove_left_folders(drive)
 
 
 def remove_left_folders(drive: Path) -> None:

@@ -75,7 +75,7 @@ def judge(evidence: Evidence) -> Ending:
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
         return _sigkilled(evidence.ooms)
-    if ran_out := ending_of_text(said.reason if said else evidence.text):
+    if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
         return ran_out
     # When one rank has died, the launcher ends the others: what they say of it is not the reason.
     if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):

@@ -101,8 +101,10 @@ class Meters:
     @contextlib.contextmanager
     def interruption(self, phase: Phase) -> Iterator[None]:
         """Around what is not a training step: its time is in no step, and its memory in a phase of its own."""
-        with self.paused(), self.memory.phase(phase):
+        self.clock.pause()
+        with self.memory.phase(phase):
             yield
+        self.clock.resume_cold()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-# In 26 runs of 40 steps the median step took 59, 29, 5, -, 7, 4 and 2 % longer than later ones, and from the 8th on no
-# longer (reports/laptop).
+# In 26 laptop runs of 40 steps the first ones took 54, 27, 1, -, 4 and 2 % longer than later ones (the fourth was
+# watched), and from the seventh on no longer; the step after the evaluation took 12 % longer (medians over the runs).
 _WARMUP_SHARE, LEAST_WARMUP_STEPS, _MOST_WARMUP_STEPS = 5, 3, 10
+# Where evaluations are closer than that, the step after one counts: there would be too few left.
+STEPS_BETWEEN_EVALUATIONS = 5
 
 
 def warmup_steps(steps: int) -> int:
@@ -59,6 +61,7 @@ class StepClock:
         self.counted_step_times: list[float] = []
         self._on_segment = on_segment
         self._uncounted_left = warmup_steps
+        self._counted_in_a_row = 0
         self._marks: list[tuple[int, bool, Any, Any]] = []
         self._last_mark: Any = None
         self._segment_counted: bool | None = None
@@ -77,7 +80,9 @@ class StepClock:
             self._marks.append((step, self._segment_counted, self._last_mark, mark))
             self._last_mark = mark
             self._segment_steps += 1
-        if not self._segment_counted:
+        if self._segment_counted:
+            self._counted_in_a_row += 1
+        else:
             self._uncounted_left -= 1
             if self._uncounted_left == 0:
                 self.pause()
@@ -98,6 +103,13 @@ class StepClock:
         self.pause()
         self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)
+
+    def resume_cold(self) -> None:
+        """As resume(), after what put other code and data into the caches: the first step is not counted."""
+        self.resume()
+        if self._counted_in_a_row >= STEPS_BETWEEN_EVALUATIONS:
+            self.exclude_next_step()
+            self._counted_in_a_row = 0
 
     def flush(self) -> list[tuple[int, float]]:
         """(step, step_time_s) of the steps since the last flush; waits for the last of them on CUDA."""

@@ -9,23 +9,35 @@ import torch
 
 def nvml_handle(device: torch.device) -> Any | None:
     """The driver's handle of exactly this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
-    if device.type != "cuda":
-        return None
+    # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
+    return handle_of(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+
+
+def handle_of(uuid: str) -> Any | None:
     import pynvml
 
-    # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         pynvml.nvmlInit()
-        for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
+        for name in (f"MIG-{uuid}", f"GPU-{uuid}"):
             try:
-                return pynvml.nvmlDeviceGetHandleByUUID(name)
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             except pynvml.NVMLError_NotFound:
                 continue
+            # Where this is the card that a slice is cut from, its figures are not the slice's.
+            return None if name.startswith("GPU") and _is_divided(handle) else handle
     except pynvml.NVMLError:
         # No NVML library, no permission: this figure is not measurable here.
         return None
     return None
+
+
+def _is_divided(handle: Any) -> bool:
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    except pynvml.NVMLError_NotSupported:  # most GPUs cannot be
+        return False
 
 
 class EnergyMeter:

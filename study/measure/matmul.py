@@ -33,7 +33,7 @@ def measure(seconds: float = SECONDS_PER_PRECISION) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     size = _SIZE[device.type]
     lacks_bf16 = on_gpu and not torch.cuda.is_bf16_supported(including_emulation=False)
-    # On a CPU nothing trains in fp16 here, and its products are emulated.
+    # On a CPU its products are emulated, and take many times as long.
     names = [name for name in _DTYPES if not (name == "bf16" and lacks_bf16) and (on_gpu or name != "fp16")]
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",

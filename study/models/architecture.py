@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
-from study.models.hub import load_from
+from study.errors import UserError, first_line
+from study.models.hub import OTHER_MODEL, load_from
 from study.models.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model, refuse_depth
 from study.spec.config import RunConfig
 
@@ -52,7 +52,15 @@ def shape_of(config: RunConfig) -> Shape:
     import torch
 
     with torch.device("meta"):
-        model = build_model(config)
+        try:
+            model = build_model(config)
+        except UserError:
+            raise
+        except Exception as error:
+            # Nothing is allocated here, so what fails is the architecture itself: heads that do not divide, or a
+            # function nobody has.
+            problem = f"the model that {config.model_name_or_path} describes cannot be built"
+            raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", OTHER_MODEL) from error
     sizes = [parameter.numel() for parameter in model.parameters()]
     return Shape(sum(sizes), max(sizes), model.config)
 
@@ -89,7 +97,10 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
         wanted = "an encoder such as bert-large-uncased"
     if not fits:
         raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
-    refuse_depth(architecture.num_hidden_layers, name)
+    refuse_depth(getattr(architecture, "num_hidden_layers", 1), name)
+    if getattr(architecture, "quantization_config", None) is not None:
+        # Some kinds transformers leaves out without a word, and trains on what is stored as if it were the weights.
+        raise UserError(f"{name} holds quantized weights (quantization_config), and none are trained here", OTHER_MODEL)
     largest = getattr(architecture, "max_position_embeddings", None)
     if largest is not None and config.seq_length > largest:
         raise UserError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import Unsupported, UserError, first_line
+from study.host.contents import content_digest, sealed, whole_or_nothing
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
 from study.models.architecture import attention, build_model, model_class, model_config, shape_of, with_run_settings
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECORD_NAME = "initial_weights.json"
+# Of that record. Folders of another one are not looked at.
+FORMAT = 2
+_SUFFIXES = (".json", ".safetensors")
 STAND_IN_WEIGHT = 0.01
 # On disk, for each parameter: fp32, and a little for the files around it.
 WEIGHT_FILE_BYTES = 4.2
@@ -41,6 +45,8 @@ class InitialWeights:
 
     path: Path
     sha256: str
+    # Said to the user: set in the one process that had to make them anew.
+    remark: str = dataclasses.field(default="", compare=False)
 
 
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
@@ -60,10 +66,26 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     name = config.model_name
     folder = cache_dir / "initial_weights" / f"{config.task}-{name}-{config.weights}-seed{config.seed}-{digest}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f"{folder.name}.lock")):
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    with lock:
         if not folder.exists():
             _write_weights(config, made_from, folder)
-    return _verified(folder)
+    # Every rank looks for itself, beside the others: for a GiB that takes 0.13 s.
+    if not _damage(folder):
+        return _written(folder)
+    with lock:
+        # Another rank may have made them anew by now.
+        if not (damage := _damage(folder)):
+            return _written(folder)
+        problem = f"the initial weights in {folder} are damaged ({damage})"
+        if others := sorted(file.name for file in folder.iterdir() if file.suffix not in _SUFFIXES):
+            raise UserError(f"{problem}, and {others[0]} beside them is none of them", "move it away and run again")
+        try:
+            _write_weights(config, made_from, folder)
+        except UserError as refusal:
+            raise UserError(f"{problem}, and cannot be made anew: {refusal.problem}", refusal.fix) from refusal
+    remark = f"the initial weights in {folder} were damaged ({damage}) and have been made anew"
+    return dataclasses.replace(_written(folder), remark=remark)
 
 
 def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> PreTrainedModel:
@@ -81,7 +103,11 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
         )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys.get(kind):
-                raise _damaged(initial.path, f"{kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}")
+                raise UserError(
+                    f"the initial weights in {initial.path} do not fit the model:"
+                    f" {kind.replace('_', ' ')}: {sorted(map(str, keys[kind]))[:3]}",
+                    "delete the folder and run again",
+                )
         if FAMILY_OF_TASK[config.task] == "causal-lm":
             # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
             # inside the forward pass, which cuts a compiled graph in two.
@@ -130,55 +156,49 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
     """Everything that decides the weights."""
     architecture = model_config(config)
     described = {key: value for key, value in architecture.to_dict().items() if key != "transformers_version"}
-    made: dict[str, Any] = {"task": config.task, "weights": config.weights, "seed": config.seed}
+    made: dict[str, Any] = {"format": FORMAT, "task": config.task, "weights": config.weights, "seed": config.seed}
     source = find_model(config.model_name_or_path)
     if config.weights == "pretrained":
         if isinstance(source, Preset):
             made |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
-            files = _safetensors_in(source)
-            made["files"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+            # By what they hold: a file may be replaced by another one of its name, size and time.
+            try:
+                made["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
+            except OSError as error:
+                raise UserError(f"cannot read the weights in {source} ({error.strerror})", OTHER_MODEL) from error
         else:
             made |= {"hub_id": source, "revision": getattr(architecture, "_commit_hash", None)}
     return json.loads(json.dumps(made | {"architecture": described}))
 
 
 def _safetensors_in(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
         raise UserError(f"there is no safetensors file in {folder}", "convert the weights: pickled ones are not loaded")
     return files
 
 
 def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -> None:
-    """Into a folder beside it that is renamed when complete; what a killed process left there is deleted."""
     import torch
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     # The random state is put back: a rank that draws and one that does not must continue in the same way.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         _refuse_full_disk(config, folder)
         torch.default_generator.manual_seed(config.seed)
         model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
-    try:
+    with whole_or_nothing(folder) as partial:
         # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
         model.save_pretrained(partial, max_shard_size="2GB")
-        files = _safetensors_in(partial)
         record = {
-            "sha256": _sha256(files),
-            "bytes": {file.name: file.stat().st_size for file in files},
+            "sha256": _sha256(_safetensors_in(partial)),
+            "files": {file.name: content_digest(file) for file in sorted(partial.iterdir())},
             "made_from": made_from,
             "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        (partial / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n")
-        partial.rename(folder)
-    except BaseException:
-        # Half of a large model would fill the disk for every run after this one.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (partial / RECORD_NAME).write_text(json.dumps(sealed(record), indent=1) + "\n")
 
 
 def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
@@ -222,21 +242,20 @@ def _sha256(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _verified(folder: Path) -> InitialWeights:
-    """The sizes are those in the record. Cheap enough for every rank of every run."""
+def _written(folder: Path) -> InitialWeights:
+    return InitialWeights(folder, json.loads((folder / RECORD_NAME).read_text())["sha256"])
+
+
+def _damage(folder: Path) -> str:
+    """What is not as it was written, or nothing."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
-        sha256, sizes = str(record["sha256"]), dict(record["bytes"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, f"{RECORD_NAME}: {first_line(error)}") from error
-    found = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
-    if found != sizes:
-        raise _damaged(folder, f"holds {found} bytes where {RECORD_NAME} says {sizes}")
-    return InitialWeights(folder, sha256)
-
-
-def _damaged(folder: Path, why: str) -> UserError:
-    return UserError(f"the initial weights in {folder} are damaged: {why}", "delete the folder and run again")
+        if sealed(record) != record:
+            return f"{RECORD_NAME} was changed"
+        written = record["files"]
+        return next((f"{name} was changed" for name in written if content_digest(folder / name) != written[name]), "")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return first_line(error)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -251,6 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if isinstance(refusal, Unsupported) else 2
     size = sum(file.stat().st_size for file in initial.path.glob("*.safetensors"))
     took = time.monotonic() - started
+    if initial.remark:
+        print(f"notice: {initial.remark}")
     print(f"{config.model_name_or_path}, seed {config.seed}: {size / 1e9:.2f} GB in {took:.0f} s, {initial.path}")
     return 0
 

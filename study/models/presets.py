@@ -87,8 +87,8 @@ class Preset:
 
 
 def refuse_depth(layers: int, model: str) -> None:
-    if layers > LARGEST_LAYERS:
-        raise UserError(f"{layers} layers of {model} are more than any model has", f"use {LARGEST_LAYERS} or fewer")
+    if not 0 < layers <= LARGEST_LAYERS:
+        raise UserError(f"{layers} layers of {model} are out of range", f"use 1 to {LARGEST_LAYERS}")
 
 
 def _alternating_attention(layers: int) -> list[list[Any]]:

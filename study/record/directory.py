@@ -53,9 +53,16 @@ def is_part_of(name: str, document: str) -> bool:
     return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending)", name) is not None
 
 
+def _text_of(file: Path) -> str:
+    if file.exists() and not file.is_file():
+        # Opening a named pipe would wait for ever for somebody who writes to it.
+        raise OSError("not a regular file")
+    return file.read_text(encoding="utf-8")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        document = strictly_parsed(path.read_text(encoding="utf-8"))
+        document = strictly_parsed(_text_of(path))
     except FileNotFoundError:
         raise RecordError(path, "is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -255,7 +262,7 @@ def _lines(file: Path, complete: bool) -> list[str]:
             raise RecordError(file, "is missing")
         return []
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _text_of(file)
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(file, f"is not readable ({error})") from None
     lines = text.split("\n")

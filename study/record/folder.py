@@ -15,7 +15,7 @@ SWAP_PREFIX = "zero-study-swap-"
 
 def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     """A folder with files and without status.json is no run's, and nothing is written there or taken away."""
-    if not folder.is_dir() or (folder / "status.json").exists():
+    if not folder.is_dir() or (folder / "status.json").is_file():
         return
     if any(not _is_leftover(file) for file in folder.iterdir()):
         raise UserError(f"{what} holds files, and none is a run's", fix)

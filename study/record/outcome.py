@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,14 @@ SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strat
 SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
 
 # As torch, the CUDA libraries and NCCL say it; NCCL speaks of an unhandled error first, and of memory in its last line.
-_DEVICE_MEMORY = re.compile(
-    r"CUDA out of memory|CUDA (driver )?error: out of memory|torch\.(cuda\.)?OutOfMemoryError|"
-    r"CU(BLAS|DNN)_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
+_DEVICE_MEMORY = re.compile(r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
+# CUDA says the same of its own memory and of host memory that it could not lock in place for a copy.
+_CUDA_MEMORY = re.compile(
+    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
 )
+_LOCKING = re.compile(r", in \w*(pin_memory|pinned)\b|cudaHost(Alloc|Register)")
+# Where so much of the device was free, it was not the device. CUDA's own blocks are smaller.
+_ENOUGH_GIB = 2
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
@@ -27,9 +32,27 @@ _HOST_MEMORY = re.compile(
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
     (_DEVICE_MEMORY, "oom", "the device's memory ran out", SMALLER_ON_THE_DEVICE),
+    (
+        _CUDA_MEMORY,
+        "oom",
+        "the device's memory, or host memory that can be locked in place, ran out",
+        f"{SMALLER_ON_THE_DEVICE}; on the host: {SMALLER_ON_THE_HOST}",
+    ),
     (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", SMALLER_ON_THE_HOST),
     (_DISK, "failed", "the disk is full", "free some space, and run it again"),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeMemory:
+    """What was left when a run ended; None for a device that nobody was asked of."""
+
+    device_gib: float | None
+    host_gib: float
+
+    def __str__(self) -> str:
+        device = "" if self.device_gib is None else f"{self.device_gib:.1f} GiB of the device and "
+        return f"{device}{self.host_gib:.1f} GiB of the host were free"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +89,25 @@ def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]
             signal.signal(number, handler)
 
 
-def ending_of_text(text: str) -> Ending | None:
-    """Memory or disk that ran out, in the words of whichever library noticed; None where it was something else."""
+def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) -> Ending | None:
+    """Memory or disk that ran out, in the words of whichever library noticed; None where it was something else.
+
+    `frames` are those of the traceback.
+    """
     for words, state, what, hint in _RAN_OUT:
         if found := words.search(text):
+            device_is_free = free is not None and (free.device_gib or 0) > _ENOUGH_GIB
+            if words is _CUDA_MEMORY and (device_is_free or _LOCKING.search(frames)):
+                what, hint = "no more host memory could be locked in place", SMALLER_ON_THE_HOST
             start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
             line = text[start : end if end >= 0 else None].strip()[:500]
-            return Ending(state, f"{what} ({line})", hint)
+            left = f"; {free}" if free and state == "oom" else ""
+            return Ending(state, f"{what} ({line}{left})", hint)
     return None
 
 
-def ending_of(error: BaseException, alone: bool = False) -> Ending:
-    """`alone` where the run is a single process."""
+def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None = None) -> Ending:
+    """`alone` where the run is a single process; `free` is what memory was left then."""
     if isinstance(error, UserError):
         return Ending("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
     if isinstance(error, RunFailed):
@@ -90,7 +120,9 @@ def ending_of(error: BaseException, alone: bool = False) -> Ending:
     named = f"{type(error).__name__}: {first_line(error)[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
-        return ending_of_text(str(error)) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
-    if isinstance(error, (RuntimeError, MemoryError, OSError)) and (ending := ending_of_text(f"{named}\n{error}")):
-        return ending
+        return ending_of_text(str(error), free=free) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
+    if isinstance(error, (RuntimeError, MemoryError, OSError)):
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        if ending := ending_of_text(f"{named}\n{error}", frames, free):
+            return ending
     return Ending("failed", named, "the traceback is in log.txt")

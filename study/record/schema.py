@@ -148,7 +148,7 @@ SUMMARY: Keys = {
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), AMOUNT_OR_NULL),
 }  # fmt: skip
 # Later keys, which older records lack.
-SUMMARY_MAY_HAVE: Keys = {"steps_skipped": COUNT, "warmup_steps": COUNT}
+SUMMARY_MAY_HAVE: Keys = {"sent_bytes_per_step": AMOUNT_OR_NULL, "steps_skipped": COUNT, "warmup_steps": COUNT}
 SUMMARY_KEYS = tuple(SUMMARY)
 _ENGINE: Keys = {
     "strategy": TEXT, "distributed_type": TEXT, "world_size": POSITIVE, "virtual": FLAG,
@@ -160,13 +160,14 @@ _ENGINE: Keys = {
 _ENGINE_MAY_HAVE: Keys = {
     "trainer": TEXT, "floor": _or_null(_keys({}, others=AMOUNT_OR_NULL)), "data": OBJECT_OR_NULL,
     "attn_implementation": TEXT_OR_NULL, "optimizer_settings": OBJECT_OR_NULL, "loss_scaler": OBJECT_OR_NULL,
-    "tf32": FLAG,
+    "tf32": FLAG, "gradient_checkpointing": FLAG,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
     "own_settings": OBJECT_OR_NULL,
 }  # fmt: skip
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,
     "host_memory_gib": AMOUNT_OR_NULL, "driver": TEXT_OR_NULL, "cuda": TEXT_OR_NULL, "git_commit": TEXT_OR_NULL,
+    "git_dirty": FLAG, "code_sha256": _or_null(_hex(64)),
     "packages": _keys({}, others=TEXT), "devices": _each(_keys({"name": TEXT}, others=ANYTHING)),
 }  # fmt: skip
 _RANK_STATE_MAY_HAVE: Keys = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
-from study.host.environment import package_version
+from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from study.run.open import OpenRun
     from study.run.steps import StepLog
 
+# Of DeepSpeed's ZeRO settings, those that change what is held and what is sent.
 BUCKET_KEYS = (
     "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
     "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
+    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
 )  # fmt: skip
 
 
@@ -47,6 +50,7 @@ def audit(
     base = base_optimizer(optimizer)
     live |= {
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
+        "gradient_checkpointing": bool(accelerator.unwrap_model(model).is_gradient_checkpointing),
         "strategy": launch.strategy.name,
         "own_settings": launch.strategy.own_settings,
         "distributed_type": accelerator.distributed_type.value,
@@ -54,9 +58,9 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
         "loss_scaler": read_loss_scaler(accelerator, model),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
     }
-    asked = _asked(run, plan)
+    asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
     if differences:
         raise RunFailed(
@@ -84,6 +88,8 @@ def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model:
     import torch
 
     warnings = []
+    if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
+        warnings.append(f"experiment: {pair}, which has not been shown to train as DDP does")
     if "DeepSpeedCPUAdam" in live["optimizer_class"]:
         warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
     if launch.strategy.offload_device("param") == "nvme":
@@ -130,6 +136,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "nvme_path": str(run.swap_folder) if strategy.uses_nvme else None,
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
+        "gradient_checkpointing": config.gradient_checkpointing,
         "optimizer_settings": {
             "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
             "decoupled_weight_decay": True,
@@ -191,17 +198,58 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
+    buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
         **dict.fromkeys(("zero_stage", "offload_optimizer", "offload_param", "nvme_path")),
         "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "param_dtype": _name(next(model.parameters()).dtype),
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "buckets": {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {},
+        "buckets": buckets,
+        **_read_fsdp(model),
         "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
     }
+
+
+def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
+    """What FSDP2 holds and sends by: empty without it. Torch tells none of it but from inside."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
+    # the forward pass unless told otherwise, and says so only once that has begun.
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    states = list({id(state): state for state in found}.values())
+    if not states:
+        return {}
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    gathered = states[0]._fsdp_param_groups if states[0]._auto_reshard_after_forward else []
+    resharded = [group for group in groups if group.post_forward_mesh_info is not None and group not in gathered]
+    return {
+        "fsdp_groups": len(groups),
+        "fsdp_resharded_groups": len(resharded),
+        "fsdp_reshard_after_forward": bool(resharded),
+        "fsdp_offload_params": any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
+        "fsdp_activation_checkpointing": any(isinstance(module, ActivationWrapper) for module in model.modules()),
+    }
+
+
+def _asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not accelerator.is_fsdp2:
+        return {}
+    asked = {
+        "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
+    }
+    # Where no block is wrapped there is nothing to let go of.
+    if plugin.auto_wrap_policy:
+        asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
+    return asked
 
 
 def audit_end(run: OpenRun, accelerator: Accelerator, log: StepLog) -> None:

@@ -9,7 +9,6 @@ for, so that a checkpoint can hold tensors and plain values and never code.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError
-from study.host.contents import content_digest
+from study.errors import RunFailed, UserError
+from study.host.contents import content_digest, sealed
+from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
 from study.spec.config import RunConfig
@@ -42,7 +42,7 @@ _FREE_KEYS = {
 }  # fmt: skip
 _MANIFEST_KEYS = {
     "step": int, "strategy": str, "world_size": int, "config": dict, "schedule": dict, "tokens_sha256": dict,
-    "initial_weights_sha256": str, "files": dict,
+    "initial_weights_sha256": str, "environment": dict, "files": dict,
 }  # fmt: skip
 # Everything that Accelerate and the engines under it write here.
 _OF_A_CHECKPOINT = re.compile(
@@ -81,15 +81,11 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             "schedule": {key: value for key, value in schedule.state_dict().items() if key != "lr_lambdas"},
             "tokens_sha256": run.data.source["tokens_sha256"],
             "initial_weights_sha256": run.initial.sha256,
+            "deepspeed": launch.strategy.deepspeed,
+            "environment": read_json(run.output_dir / "environment.json"),
             "files": {name: digest for each in digests for name, digest in sorted(each.items())},
         }
         write_json(folder / MANIFEST, sealed(manifest))
-
-
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of what it says."""
-    plain = json.loads(json.dumps({key: value for key, value in manifest.items() if key != "sha256"}))
-    return plain | {"sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -137,6 +133,12 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"the checkpoint was saved by {was[0]} on {was[1]} ranks, this run is {launch.strategy.name} on "
             f"{launch.world_size}",
             f"run: accelerate launch --config_file accelerate_configs/{was[0]}.yaml --num_processes {was[1]} ...",
+        )
+    settings = launch.strategy.deepspeed
+    if manifest.get("deepspeed") != (json.loads(json.dumps(settings)) if settings else None):
+        raise UserError(
+            f"the DeepSpeed settings of {launch.strategy.name} are not those that the checkpoint was saved under",
+            "put the JSON file beside the launched one back, or start anew",
         )
     now = config.to_dict()
     changed = [key for key in now if key not in _FREE_KEYS and now[key] != saved.get(key)]
@@ -205,7 +207,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def check_goes_on(
     config: RunConfig, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
 ) -> None:
-    """What only the data and the weights can tell: is there a step left, and is it the same training?"""
+    """What only the data, the weights and the libraries can tell: is a step left, and is it the same training?"""
     folder, manifest = checkpoint
     total = config.total_steps(len(data.train))
     if manifest["step"] >= total:
@@ -226,17 +228,37 @@ def check_goes_on(
             f"the checkpoint {folder} began from other initial weights, which were changed or drawn anew since",
             "start anew",
         )
+    before, here = _box(manifest["environment"]), _box(describe_environment())
+    if differ := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
+        name = differ[0]
+        raise UserError(
+            f"the checkpoint {folder} was saved on another box or stack: {name} was {before.get(name)}, and is"
+            f" {here.get(name)}",
+            "resume where it was saved, or start anew",
+        )
+
+
+def _box(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record can say once only, of all its steps."""
+    return environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
 
 
 def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> None:
     """Put everything back, and let nothing in but tensors and plain values."""
     import torch
+    from accelerate.utils import load
 
     # For the whole process from here on: what else it may load holds no code either.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     classes = _engine_classes() if manifest["strategy"].startswith("zero") else []
     with torch.serialization.safe_globals(classes):
         accelerator.load_state(str(folder))
+    # Accelerate catches whatever is wrong with these, and goes on without them.
+    states = load(folder / f"random_states_{accelerator.process_index}.pkl")
+    saved = [states.get("torch_manual_seed"), *states.get("torch_cuda_manual_seed", [])]
+    now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    if saved[0] is None or len(saved) != len(now) or not all(map(torch.equal, saved, now)):
+        raise RunFailed(f"the random states in {folder} could not be put back", "start anew")
     schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 
 

@@ -13,13 +13,17 @@ from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
+from study.host.releases import refuse_unverified_pair
+from study.host.swap import refuse_full_drive
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
-from study.spec.overrides import override
+from study.spec.names import BATCH_KEYS
+from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
+from study.theory.memory import state_bytes
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
 # What one trainer cannot do.
@@ -62,6 +66,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
 
     if refuse:
         refuse(config, launch)
+    refuse_unverified_pair(launch.strategy)
     if not config.torch_compile:
         # Parts of DeepSpeed compile themselves while they are imported: a second of every rank's start-up.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -82,7 +87,11 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
     import_libraries(launch.strategy)
+    if launch.strategy.deepspeed is not None:
+        check_engine_settings(config, launch.strategy)
     model_config(config)
+    if launch.strategy.uses_nvme:
+        check_room_to_swap(config, launch)
     cache = cache_directory()
     build_operators(launch.strategy, cache)
     if launch.virtual:
@@ -177,6 +186,48 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
                 f"the launch asks for {key} {asked}, and --{flag} for {ours}",
                 f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
             )
+
+
+def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
+    """For all ranks of this box."""
+    from study.models.architecture import shape_of
+
+    parameters, state = shape_of(config).parameters, state_bytes(launch.strategy, config.precision, launch.world_size)
+    processes = 1 if launch.virtual else launch.local_world_size
+    what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
+    refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
+
+
+def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
+    """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
+    from deepspeed.runtime import config as constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    assert strategy.deepspeed is not None
+    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    for key in parse_overrides(config.engine_override):
+        section = key.split(".")[0]
+        if section not in known:
+            raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
+        if section in BATCH_KEYS:
+            raise UserError(
+                f"--engine_override {key}: the batch of the run decides it",
+                "use --global_batch_size and --per_device_train_batch_size",
+            )
+    zero = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
+    if isinstance(zero, dict):
+        # Accelerate fills these in.
+        zero = {key: value for key, value in zero.items() if value != "auto"}
+    try:
+        DeepSpeedZeroConfig.model_validate(zero)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UserError(
+            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
+            "fix --engine_override, or the strategy's file",
+        ) from None
 
 
 def _check_tracker(name: str) -> None:

@@ -6,6 +6,7 @@ Everything they say is kept in the run's log.txt, and the terminal shows the pro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -51,11 +52,13 @@ class Console:
     def say(self, text: str) -> None:
         """One line on the terminal, from the one process that speaks."""
         if self.speaks:
-            print(text, file=self.terminal)
+            self.shout(text)
 
     def shout(self, text: str) -> None:
         """One line on the terminal from a process that has to be heard, whichever it is."""
-        print(text, file=self.terminal)
+        # `| head -1`, or a terminal that was closed: nobody reads any more, and the run goes on. Its record tells.
+        with contextlib.suppress(OSError):
+            print(text, file=self.terminal)
 
     def progress(self, total_steps: int, first_step: int) -> Progress:
         return Progress(self, total_steps, first_step)
@@ -81,12 +84,14 @@ class Progress:
             parts.append(f"{tokens_per_s:,.0f} tokens/s")
         parts.append(f"peak {peak_memory_gib:.2f} GiB")
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(parts), refresh=False)
-            self._bar.update(step - self._bar.n)
+            with contextlib.suppress(OSError):
+                self._bar.set_postfix_str(", ".join(parts), refresh=False)
+                self._bar.update(step - self._bar.n)
         elif (tenth := step * 10 // self._total) > self._last_tenth:
             self._last_tenth = tenth
             self._console.say(f"step {step}/{self._total}: {', '.join(parts)}")
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()

@@ -74,10 +74,6 @@ def make_accelerator(run: OpenRun) -> Accelerator:
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)
-    if launch.strategy.deepspeed is not None:
-        from deepspeed.accelerator import get_accelerator
-
-        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": run.plan.gradient_accumulation_steps,
         "mixed_precision": "no" if config.precision == "fp32" else config.precision.removesuffix("-engine"),
@@ -114,8 +110,9 @@ def hold_to_precision(accelerator: Accelerator, config: RunConfig) -> None:
     if config.precision == "fp16" and without_engine and accelerator.device.type == "cpu":
         # Left to itself Accelerate would train in fp32 here, and still say "fp16".
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **GRAD_SCALER)
-    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere.
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # Accelerate turns TF32 on where it compiles without autocast, and NVIDIA's containers do everywhere. After torch's
+    # other switches for it some are at odds, and torch.compile stops there.
+    torch.set_float32_matmul_precision("highest")
 
 
 def prepare(
@@ -129,6 +126,8 @@ def prepare(
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)
+    # DeepSpeed's stage 0 under fp16 autocast has one of its own, and leaves it out of its checkpoints.
+    accelerator.scaler = getattr(prepared_model, "torch_autocast_z0_gradscaler", None) or accelerator.scaler
     return prepared_model, prepared_optimizer
 
 
@@ -166,12 +165,16 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
 
 
 def cap_device_memory(config: RunConfig, launch: Launch) -> None:
-    """To what --device_memory_cap_gib says; without it, not at all."""
+    """To what --device_memory_cap_gib says; without it, not at all. DeepSpeed is told the same."""
     import torch
 
     if config.device_memory_cap_gib is not None:
         total = torch.cuda.get_device_properties(launch.local_rank).total_memory
         torch.cuda.set_per_process_memory_fraction(config.device_memory_cap_gib * 2**30 / total, launch.local_rank)
+    if launch.strategy.deepspeed is not None:
+        from deepspeed.accelerator import get_accelerator
+
+        tell_what_is_free(get_accelerator(), config.device_memory_cap_gib)
 
 
 def tell_what_is_free(accelerator: Any, cap_gib: float | None) -> None:

@@ -29,14 +29,9 @@ GRAD_SCALER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def grad_scaler(accelerator: Accelerator, model: Any) -> Any:
-    """torch's, of an engine that scales with one: Accelerate's own, or that of DeepSpeed's stage 0 under autocast."""
-    return accelerator.scaler or getattr(model, "torch_autocast_z0_gradscaler", None)
-
-
 def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
     """LOSS_SCALER as the live engine has it; None where nothing scales the loss."""
-    if (scaler := grad_scaler(accelerator, model)) is not None:
+    if (scaler := accelerator.scaler) is not None:
         return {
             "initial_scale": scaler.get_scale(), "factor": scaler.get_growth_factor(),
             "window": scaler.get_growth_interval(), "hysteresis": 1,
@@ -53,9 +48,9 @@ def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | N
 class SkippedSteps:
     """Asked once after every optimizer step: was it left out?"""
 
-    def __init__(self, accelerator: Accelerator, model: Any, scaler: Any = None):
+    def __init__(self, accelerator: Accelerator, scaler: Any = None):
         self._accelerator = accelerator
-        self._scaler = scaler or grad_scaler(accelerator, model)
+        self._scaler = scaler or accelerator.scaler
         self._scale = self._scaler.get_scale() if self._scaler else None
 
     def last_was_skipped(self) -> bool:

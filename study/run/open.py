@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed, UserError
+from study.host.box import free_memory
 from study.host.folders import folder_named
+from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import is_taken_by_this_launch, take_folder
 from study.record.outcome import Terminated, ending_of, raising_on
@@ -48,6 +50,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
     """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
     opened = time.perf_counter()
     try:
+        check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         is_main = os.environ.get("RANK", "0") == "0"
@@ -103,7 +106,7 @@ class OpenRun:
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
         self.data, self.initial = data, initial
-        if self.checkpoint:
+        if self.checkpoint and launch.is_main:
             assert initial is not None, "a virtual rank has no checkpoint"
             check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
@@ -114,6 +117,8 @@ class OpenRun:
         self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
+        if initial is not None and initial.remark:
+            console.shout(f"notice: {initial.remark}")
         console.say(self._headline())
         self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
@@ -166,9 +171,11 @@ class OpenRun:
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """Each step that is left: its number, and this rank's micro-batches."""
+        from study.tasks.blocks import pinned
+
         self.loop_starts()
         for step in self.step_numbers:
-            yield step, [self.data.train.__getitems__(indices) for indices in self.indices(step)]
+            yield step, [pinned(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
         """Which samples this rank takes in a step, a list for each micro-batch."""
@@ -235,7 +242,7 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         launch, console, output_dir = self.launch, self.console, self.output_dir
-        ending = ending_of(error, alone=launch.virtual or launch.world_size == 1)
+        ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
         traceback.print_exception(error)
         # Where the main process was refused, the folder is another launch's.
         if launch.is_main or is_taken_by_this_launch(output_dir):

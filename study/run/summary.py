@@ -97,6 +97,7 @@ def summarize(
             for kind in STATE_KINDS
         },
         "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
+        "sent_bytes_per_step": sum(entry["wire_bytes_per_rank"] for entry in collectives) if traffic else None,
         "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
         "energy_j": None if None in energies else sum(energies),
         "steps_skipped": log.skipped_before + log.skipped_steps,

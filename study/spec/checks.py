@@ -14,22 +14,24 @@ if TYPE_CHECKING:
     from study.spec.config import RunConfig
 
 LARGEST_WORLD = 1024
+# Up to here every whole number is a float, which a table or a plot may make of it.
+LARGEST = 2**53
 
 
 def check_values(config: RunConfig) -> None:
     """What was given, whether or not the rest is resolved yet."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
-        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise UserError(f"--{field.name} {value!r} is not UTF-8, as a record must be", "use another name")
+        if isinstance(value, str):
+            _check_text(field.name, value)
         if isinstance(value, float) and not math.isfinite(value):
             raise _out_of_range(field.name, value, "use a finite number")
         if value is not None and least is not None and value < least:
             raise _out_of_range(field.name, value, f"use {least} or more")
+        if isinstance(value, int) and value > LARGEST:
+            raise _out_of_range(field.name, value, f"use {LARGEST} or less, which is all that a table can hold")
     if config.seed >= 2**32:
         raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, which is all numpy takes")
-    if config.output_dir == "":
-        raise UserError("--output_dir is empty", "name a folder, or leave it out")
     cap, dropout = config.device_memory_cap_gib, config.dropout
     if cap is not None and cap <= 0:
         raise _out_of_range("device_memory_cap_gib", cap, "use the GiB of the smaller GPU, such as 16")
@@ -48,6 +50,16 @@ def check_values(config: RunConfig) -> None:
     elif config.virtual_rank is not None:
         flag = f"--virtual_rank {config.virtual_rank}"
         raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
+
+
+def _check_text(flag: str, value: str) -> None:
+    if value == "":
+        # As of a variable that is not set; as a path it would be the working directory.
+        raise UserError(f"--{flag} is empty", "give it a value, or leave it out")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UserError(f"--{flag} {value!r} is not UTF-8, as a record must be", "use another name")
+    if not value.isprintable():
+        raise UserError(f"--{flag} {value!r} holds what cannot be printed on a line", "use another name")
 
 
 def _out_of_range(flag: str, value: float, fix: str) -> UserError:

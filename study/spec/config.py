@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Collection, Sequence
@@ -113,7 +114,10 @@ class RunConfig:
         per_rank = batch // world_size
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
-            smaller = next(size for size in range(min(micro, per_rank), 0, -1) if per_rank % size == 0)
+            most = min(micro, per_rank)
+            # The next smaller one that divides, unless looking for it takes minutes.
+            near = range(most, max(0, most - 10_000), -1)
+            smaller = next((size for size in near if per_rank % size == 0), math.gcd(per_rank, micro))
             raise UserError(
                 f"--per_device_train_batch_size {micro} on {world_size} ranks"
                 f" does not divide --global_batch_size {batch}",
@@ -133,8 +137,8 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Without its owner or its folder."""
-        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1]
+        """Without its owner or its folder, and short enough to be part of a folder's name."""
+        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
     def scalars(self) -> dict[str, Any]:
         """For trackers, which take neither null nor lists."""

@@ -24,9 +24,8 @@ SHIPPED = {
     "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
 }  # fmt: skip
 # The flags of a run decide these, whatever the file says.
-_SET_BY_FLAGS = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-}  # fmt: skip
+BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+_SET_BY_FLAGS = BATCH_KEYS | {"gradient_clipping"}
 # What changes an FSDP2 run, and Accelerate's default. The classes to wrap and where a gather is prefetched are not
 # among them: the first the trainer sets itself, the second FSDP2 does not have.
 _FSDP_DEFAULTS = {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.host.box import Box, this_box
+from study.host.folders import folder_argument
 from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.notes import estimate, left_to_run
@@ -32,7 +33,9 @@ ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For every command that is about the cells of a suite."""
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
+    parser.add_argument(
+        "--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept"
+    )
     parser.add_argument(
         "--only",
         metavar="GLOB",
@@ -66,8 +69,8 @@ def duration(text: str) -> float:
     found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 9m, 90s or 1h30m")
-    hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(hours * 3600 + minutes * 60 + seconds)
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return hours * 3600 + minutes * 60 + seconds
 
 
 def _plan(options: argparse.Namespace, box: Box) -> Plan:

@@ -60,7 +60,8 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
         parts = [(member, SliceOf("", member.name)) for member in small.values()]
     slices = []
     seen: set[tuple[str, str]] = set()
-    planned = {member.name: plan_cells(member, _smallest_box_for(member, box)) for member, _ in parts}
+    members = {member.name: member for member, _ in parts}
+    planned = {name: plan_cells(member, _smallest_box_for(member, box)) for name, member in members.items()}
     for member, part in parts:
         taken = chosen_of(planned[member.name], part.only)
         if not taken:
@@ -82,6 +83,8 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
     """The suites a series is made of: beside its own file, else a name in study/suites/, or a path."""
     read: dict[str, Suite] = {}
     for part in series.slices:
+        if part.suite in read:
+            continue
         try:
             beside = file.parent / f"{part.suite}.yaml"
             suite = read_suite(beside if beside.is_file() else find_suite(part.suite))

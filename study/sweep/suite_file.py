@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,8 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.launch.cell import Trainer
+from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
 from study.spec.strategies import STRATEGY_NAMES
 from study.spec.yaml_sections import Section, as_section, read_document
@@ -49,12 +51,15 @@ _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
 _CHECKS: dict[str, _Check] = {
     "name": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]*", value),
-        "letters, digits, `-` and `_`: it names a folder",
+        lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
+        "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
     "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": (lambda value: type(value) is int and value >= 0, "a whole number from 0 up"), "gpu_memory_gib": _GIB,
-    "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST, "exclude": _LIST,
+    "gpus": (
+        lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+    ),
+    "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
+    "exclude": _LIST,
     "only": (
         lambda value: isinstance(value, list) and all(isinstance(pattern, str) for pattern in value),
         "a list of patterns, such as [seed=42]",
@@ -150,13 +155,14 @@ class _Section(Section):
 
 def find_suite(name: str) -> Path:
     """A name in study/suites/, or a path."""
-    shipped = SUITE_DIRECTORY / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    if Path(name).is_file():
-        return Path(name)
-    names = ", ".join(sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml")))
-    raise UserError(f"no suite is called {name!r}, and no such file is there", f"use one of {names}, or a path")
+    shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
+    if name in shipped:
+        return shipped[name]
+    with contextlib.suppress(OSError):
+        if Path(name).is_file():
+            return Path(name)
+    known = ", ".join(sorted(shipped))
+    raise UserError(f"no suite is called {brief(name)}, and no such file is there", f"use one of {known}, or a path")
 
 
 def read_suite(file: Path) -> Suite:

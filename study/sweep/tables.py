@@ -24,15 +24,21 @@ from study.sweep.slices import Slice
 _MIB = 2**20
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
-    "GPU GiB", "host GiB", "state MiB/rank", "MiB/step",
+    "GPU GiB", "host GiB", "state MiB/rank", "sent MiB/step",
 )  # fmt: skip
 # Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the command here with a status of its own."""
+        raise BrokenPipeError
+
+
 def print_tables(tables: Iterator[Table]) -> None:
     """Their last column is wrapped to the terminal; in a file or a pipe a row is a line."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = _Console(markup=False, emoji=False, highlight=False)
     terminal_width = console.width
     for number, table in enumerate(tables):
         needed = Measurement.get(console, console.options.update(width=100_000), table)
@@ -135,7 +141,7 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
         (summary.get("peak_memory_gib_device"), "{:.2f}", 1),
         (summary.get("host_peak_rss_gib"), "{:.2f}", 1),
         (sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / _MIB),
-        (summary.get("comm_bytes_per_step"), "{:.1f}", 1 / _MIB),
+        (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / _MIB),
     ]
     texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
     return [cell.arm, cell.config.task, cell.config.model_name, str(cell.ranks), run.state, *texts]

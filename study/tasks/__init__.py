@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.errors import UserError
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
 
 
 def _load(config: RunConfig, cache_dir: Path) -> TaskData:
+    from study.models.architecture import model_config
     from study.models.tokenizer import load_tokenizer
     from study.tasks import bert_imdb, gpt_wikitext
     from study.tasks.blocks import TaskData
@@ -42,6 +44,13 @@ def _load(config: RunConfig, cache_dir: Path) -> TaskData:
     raw = task.read(config, cache_dir)
     tokenizer = builtin_tokenizer(task.FRAMED) if builtin_words else load_tokenizer(config)
     train, evaluation = task.tokenized(raw, tokenizer, config)
+    largest = max(int(split.tensors["input_ids"].max()) for split in (train, evaluation))
+    vocabulary = model_config(config).vocab_size
+    if largest >= vocabulary:
+        raise UserError(
+            f"the data has tokens up to {largest}, and {config.model_name_or_path} knows {vocabulary}",
+            "use the model's own --tokenizer_name, or a model with a larger vocabulary",
+        )
     # Two runs for which all this is equal trained on the same tokens.
     source = {
         **raw.provenance,

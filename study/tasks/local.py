@@ -17,6 +17,7 @@ import numpy as np
 
 from study.errors import UserError, first_line
 from study.host.contents import content_digest, whole_or_nothing
+from study.host.folders import folder_named
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,11 +51,11 @@ def local_rows(data: str, name: str, cache_dir: Path) -> dict[str, Dataset]:
 def _existing(data: str) -> Path:
     why = "no such file or folder"
     try:
-        path = Path(data).expanduser()
+        path = folder_named(data)
         if path.exists():
             return path
-    except (OSError, RuntimeError) as error:  # a name that is too long, a folder that is closed, ~nobody
-        why = getattr(error, "strerror", None) or first_line(error)
+    except OSError as error:  # a name that is too long, a folder that is closed
+        why = error.strerror or first_line(error)
     raise UserError(f"--data {data}: {why}", "use --data hub, --data builtin or an existing path")
 
 

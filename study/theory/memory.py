@@ -100,9 +100,9 @@ class StateBytes:
 
 def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
     """The strategy's settings count with what a run overrides in them."""
-    stage, engine = strategy.zero_stage, strategy.deepspeed is not None
+    stage = strategy.zero_stage
     # Autocast leaves the weights as they are; DeepSpeed's own 16 bits do not.
-    weight: float = 2 if engine and precision in ("bf16-engine", "fp16") else 4
+    weight: float = 2 if precision.endswith("-engine") else 4
     if stage in (None, 0):
         shards = ranks if strategy.name == "fsdp2" else 1
         held = MOMENTS_BYTES + (MASTER_BYTES if weight == 2 else 0)

@@ -12,7 +12,7 @@ from study.errors import CannotBeHeld, Unsupported, UserError
 from study.launch.cell import Cell
 from study.launch.lock import only_sweep
 from study.launch.run import run_cell
-from study.models.presets import LARGEST_LAYERS, find_preset
+from study.models.presets import find_preset
 from study.record.directory import read_run, write_json
 from study.record.folder import take_folder
 from study.record.outcome import Ending
@@ -104,8 +104,7 @@ def _straighter(request: Request, cell: Cell, summary: RankSummary, largest: int
     """Where thresholds lie between the depths and the model, over deeper ones if they fit."""
     how = summary.extrapolated
     assert how is not None
-    deepest = min(largest, LARGEST_LAYERS)
-    beyond = {name: at for name, at in how.depths_beyond.items() if at + 2 <= deepest}
+    beyond = {name: at for name, at in how.depths_beyond.items() if at + 2 <= largest}
     if not beyond:
         return summary
     start, crossed = max(beyond.values()), " and ".join(beyond)

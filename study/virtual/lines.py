@@ -67,7 +67,13 @@ def extrapolate(
         crossed=sorted(over),
         depths_beyond={name: at for name, one in over.items() if (at := one.straight_from) is not None},
         largest_residual_of_state=max(
-            (value for key, value in residual.items() if key.startswith(("state.", "grads."))), default=0.0
+            # One without a line has no figure, so its distance from a line is of nothing that is shown.
+            (
+                value
+                for key, value in residual.items()
+                if key.startswith(("state.", "grads.")) and key not in not_linear
+            ),
+            default=0.0,
         ),
         largest_residual_at_target=max(shown.values(), default=0.0),
         furthest_figure=max(shown, key=lambda key: shown[key], default=None),

@@ -10,6 +10,7 @@ from typing import get_args
 
 from study.errors import UserError
 from study.host.box import Box, this_box
+from study.host.folders import folder_argument, folder_named
 from study.launch.cell import Cell
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
 from study.spec.checks import check_virtual_rank, refuse_what_no_virtual_run_has
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add(
         "--runs-dir",
-        type=Path,
+        type=folder_argument,
         default=Path("runs/virtual"),
         metavar="DIR",
         help="where the records go; a repeated run replaces its earlier record, even if it then fails",
@@ -117,8 +118,8 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         is_preset = name == "model_name_or_path" and find_preset(value or "")
         is_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
         # The folder on the drive need not exist yet.
-        if not is_no_path and (name == "nvme_path" or Path(value).expanduser().exists()):
-            changed[name] = str(Path(value).expanduser().absolute())
+        if not is_no_path and (name == "nvme_path" or folder_named(value).exists()):
+            changed[name] = str(folder_named(value).absolute())
     return dataclasses.replace(config, **changed)  # type: ignore[arg-type]  # a str each
 
 

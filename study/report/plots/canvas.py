@@ -18,6 +18,7 @@ from scipy.optimize import isotonic_regression
 
 from study.report.plots.palette import INK, OTHER, QUIET, SETTINGS, WIDTH_IN, Fill, style_of
 from study.report.records.frames import Records, real
+from study.report.records.statistics import SHOWN_BELOW
 from study.report.records.workloads import strategy_order
 
 # More than this many workloads in one notebook is a heap; the tables hold them all.
@@ -200,6 +201,12 @@ def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Li
         Line2D([], [], label=marked(arm, notes), markeredgecolor=style_of(strategy).colour, **style_of(strategy).line)
         for arm, strategy in arms.items()
     ]
+
+
+def single_runs(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str) -> None:
+    """Beside the middle of its runs every one of them, where they are few."""
+    if 1 < len(x) < SHOWN_BELOW:
+        axes.plot(x, y, ".", color=colour, markersize=5, alpha=0.7)
 
 
 class EndLabel(NamedTuple):

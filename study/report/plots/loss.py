@@ -28,7 +28,7 @@ from study.report.plots.canvas import (
     sheet,
 )
 from study.report.plots.palette import ACCENT, GUIDE, INK, QUIET, style_of
-from study.report.records.fairness import baseline_arm
+from study.report.records.fairness import baseline_arm, has_dropout
 from study.report.records.frames import Records
 
 # A curve has no more points than a printed column can hold; longer runs are averaged over neighbouring steps.
@@ -61,6 +61,8 @@ def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
+    # A repeat computes the same curve, and would count twice in the middle of its arm.
+    runs = runs.drop_duplicates(["arm", "seed"])
     losses = _losses(steps, runs)
     if losses.empty:
         return None
@@ -168,7 +170,8 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
 def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
     """The bold line is the largest distance so far: each run from the one with its seed and repeat, then the median."""
     losses, baseline = _losses(steps, runs), baseline_arm(runs)
-    if baseline is None or losses.empty or runs["arm"].nunique() < 2:
+    # Under dropout each arm draws masks of its own, and a step tells nothing.
+    if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
         return None
     known = runs[runs["run"].isin(losses.columns)]
     pairs = known.merge(known[known["arm"] == baseline], on=["seed", "repeat"], suffixes=("", "_b"))
@@ -186,6 +189,9 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Draw
         axes.plot(gap.index, gap.clip(lower=_NOTHING_LEFT), color=style.colour, linewidth=0.7, alpha=0.3)
         axes.plot(farthest[arm].index, farthest[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
                   markevery=(turn % every, every), **style.line)  # fmt: skip
+    again = _same_arm_twice(losses, known)
+    if again is not None:
+        axes.plot(again.index, again.clip(lower=_NOTHING_LEFT), color=INK, linewidth=1.2, linestyle=(0, (1, 1.5)))
     peaks = {arm: float(gap.max()) for arm, gap in gaps.items()}
     _scale_of_differences(axes, float(losses.median().median()) * _FLOAT32_ROUNDING, max(peaks.values()))
     axes.set(xlabel="optimizer step", ylabel="distance in loss, nats")
@@ -196,12 +202,24 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Draw
     furthest = max(peaks, key=lambda arm: peaks[arm])
     subtitle = f"No arm is further from {baseline} than {number(peaks[furthest])} at any step ({furthest})."
     subtitle += " Bold: the largest distance so far. Faint: that of each step. Dashed: the rounding of float32."
+    if again is not None:
+        subtitle += f" Dotted: the same arm twice, {number(float(again.iloc[-1]))} at most."
     if same := sum(peak == 0 for peak in peaks.values()):
         subtitle += f" {same} of {len(peaks)} never differ at all."
     words = ", ".join(f"{arm} {number(peak)}" for arm, peak in peaks.items())
     return finish(figure, f"Distance from {baseline}", workload, subtitle, words, notes,
                   legend_of_arms(strategies, notes), legend_columns=2,
                   lead=f"Largest distance in loss from {baseline} on {workload}")  # fmt: skip
+
+
+def _same_arm_twice(losses: pd.DataFrame, runs: pd.DataFrame) -> pd.Series | None:
+    """The largest distance so far between two runs of one arm and seed; None where nothing ran twice."""
+    gaps = [
+        losses[one] - losses[other]
+        for _, again in runs.groupby(["arm", "seed"])["run"]
+        for one, other in itertools.combinations(again, 2)
+    ]
+    return pd.concat(gaps, axis="columns").abs().max(axis="columns").cummax() if gaps else None
 
 
 def _scale_of_differences(axes: Axes, rounding: float, highest: float) -> None:

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pandas as pd
+from scipy.stats import gmean
 
 from study.report.plots.canvas import (
     MOST_WORKLOADS,
@@ -21,6 +22,7 @@ from study.report.plots.canvas import (
     per_workload,
     plain_ticks,
     sheet,
+    single_runs,
 )
 from study.report.plots.palette import GUIDE, QUIET, style_of
 from study.report.records.frames import Records
@@ -39,24 +41,22 @@ def _scaling(workload: str, runs: pd.DataFrame) -> Drawing | None:
     # One line per arm whatever its ranks; an override or another trainer is another line.
     timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
     speed = timed.groupby(["line", "strategy", "world_size"])[["tokens_per_s", "fair"]].agg(
-        {"tokens_per_s": "median", "fair": "min"}
+        {"tokens_per_s": gmean, "fair": "min"}
     ).reset_index()  # fmt: skip
     fair = speed[speed["fair"]] if speed["fair"].any() else speed
     start = fair[fair["world_size"] == fair["world_size"].min()].sort_values("tokens_per_s").iloc[-1]
     one, fewest = str(start["line"]), int(start["world_size"])
     speed["speedup"] = speed["tokens_per_s"] / start["tokens_per_s"]
     ranks = sorted(speed["world_size"].unique())
-    top = speed.loc[fair.index].sort_values("speedup").iloc[-1]
-    subtitle = (
-        f"The global batch stays the same. Best: {top['line']} on {top['world_size']:.0f} ranks, "
-        f"{number(top['speedup'])} times {one} on {fewest}."
-    )
+    subtitle = f"The global batch stays the same. Dashed: as many times {one} as there are ranks."
     figure, (axes,) = sheet(4.0)
     axes.plot(ranks, [rank / fewest for rank in ranks], **GUIDE)
     ends = [EndLabel(ranks[-1], ranks[-1] / fewest, "ideal", QUIET)]
     for label, line in speed.groupby("line"):
         style, line = style_of(line["strategy"].iloc[0]), line.sort_values("world_size")
         axes.plot(line["world_size"], line["speedup"], markersize=8, **style.line)
+        for world_size, each in timed[timed["line"] == label].groupby("world_size")["tokens_per_s"]:
+            single_runs(axes, [world_size] * len(each), each / start["tokens_per_s"], style.colour)
         last = line.iloc[-1]
         name = marked(str(label), {} if line["fair"].all() else {str(label): "confounded"})
         ends.append(EndLabel(last["world_size"], last["speedup"], f"{name} {number(last['speedup'])}", style.colour))
@@ -100,6 +100,8 @@ def _lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) -> Dra
     for arm, line in relative.groupby("arm"):
         style, line = style_of(line["strategy"].iloc[0]), line.sort_values("place")
         axes.plot(line["place"], line["percent"], markersize=7, **style.line)
+        for place, points in zip(line["place"], line["points"], strict=True):
+            single_runs(axes, [place] * len(points), points, style.colour)
         ends.append(EndLabel(line["place"].iloc[-1], line["percent"].iloc[-1], marked(str(arm), notes), style.colour))
         places = zip(line["place"], line["percent"], strict=True)
         words.append(f"{arm} " + ", ".join(f"{number(percent)} % at {number(place)}" for place, percent in places))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from scipy.stats import gmean
 
 from study.record.schema import STATE_KINDS
 from study.report.plots.canvas import (
@@ -28,10 +29,13 @@ from study.report.plots.canvas import (
     rows_of_arms,
     sheet,
     sheet_of_rows,
+    single_runs,
     unit_for,
 )
-from study.report.plots.palette import GUIDE, OTHER, TRAFFIC, style_of
+from study.report.plots.palette import GUIDE, INK, OTHER, TRAFFIC, style_of
+from study.report.records.arms import fast_memory
 from study.report.records.frames import Records, without_probes
+from study.report.records.statistics import SHOWN_BELOW
 
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120
@@ -47,7 +51,7 @@ def step_time(records: Records) -> list[Drawing]:
 
 def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing:
     arms, notes = arms_of(runs), notes_of(runs)
-    figures = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]].median() * 1e3
+    figures = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]].agg(gmean) * 1e3
     single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
     figure, (axes,) = sheet_of_rows(len(arms))
     wobble = np.random.default_rng(0)
@@ -59,17 +63,26 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawin
                      linewidth=0)  # fmt: skip
         median, low, high = figures.loc[arm]
         axes.plot([low, high], [row, row], color=style.colour, linewidth=3, solid_capstyle="round")
+        each = runs.loc[runs["arm"] == arm, "step_time_s_median"] * 1e3
+        if 1 < len(each) < SHOWN_BELOW:
+            axes.vlines(each, row - 0.4, row + 0.4, color=INK, linewidth=1, zorder=5)
         axes.plot(median, row, markersize=8.5, zorder=4, **style.points)
         axes.annotate(f"{median:,.0f}" if median >= 10 else number(median), (1.01, row), va="center", size=9,
                       xycoords=("axes fraction", "data"))  # fmt: skip
     rows_of_arms(axes, arms, notes)
     axes.set(xlim=(0, float(figures["step_time_s_p90"].max()) * 1.25))
-    axes.set_xlabel("ms per optimizer step; on the right the median")
+    axes.set_xlabel("ms per optimizer step; on the right the middle")
     plain_ticks(axes.xaxis)
     words = ", ".join(f"{arm} {number(figures.loc[arm, 'step_time_s_median'])} ms" for arm in arms)
-    subtitle = "Median with the middle 80 % of steps; dots are single steps."
+    subtitle = "Median with the middle 80 % of steps; dots are single steps"
+    subtitle += ", strokes the medians of each run, the marker their middle." if _has_few_repeats(runs) else "."
     lead = f"Median time of one step on {workload}"
     return finish(figure, "Time of one step", workload, subtitle, words, notes, lead=lead)
+
+
+def _has_few_repeats(runs: pd.DataFrame) -> bool:
+    """Of which every run is drawn beside the middle."""
+    return bool(runs.groupby("arm").size().between(2, SHOWN_BELOW - 1).any())
 
 
 def traffic(records: Records) -> list[Drawing]:
@@ -110,7 +123,7 @@ def frontier(records: Records) -> list[Drawing]:
 def _frontier(workload: str, runs: pd.DataFrame) -> Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
-    points = runs.groupby("arm")[[memory, "tokens_per_s"]].median().dropna()
+    points = runs.groupby("arm")[[memory, "tokens_per_s"]].agg(gmean).dropna()
     if len(points) < 2:
         return None
     notes = notes_of(runs)
@@ -121,12 +134,12 @@ def _frontier(workload: str, runs: pd.DataFrame) -> Drawing | None:
     place = "on the device" if on_device else "of the process (resident set)"
     axes.set(xlabel=f"peak memory {place}, GiB per rank", ylabel="tokens per second, all ranks")
     plain_ticks(axes.yaxis)
-    _labelled(axes, points, arms_of(runs), notes)
+    _labelled(axes, points, arms_of(runs), notes, runs.set_index("arm")[[memory, "tokens_per_s"]])
     words = ", ".join(
         f"{arm} {number(speed)} tokens/s at {number(used)} GiB" for arm, (used, speed) in points.iterrows()
     )
     listed = " and ".join(filter(None, (", ".join(best[:-1]), best[-1])))
-    subtitle = f"Nothing here is both faster and smaller than {listed}."
+    subtitle = f"By the middle of its runs nothing here is both faster and smaller than {listed}."
     return finish(figure, "Throughput against memory", workload, subtitle, words, notes)
 
 
@@ -137,11 +150,15 @@ def _undominated(points: pd.DataFrame) -> list[str]:
     return [str(arm) for arm in ordered.index[ahead]]
 
 
-def _labelled(axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str]) -> None:
-    """A named marker for each arm, on axes that start at nothing."""
+def _labelled(
+    axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str], single: pd.DataFrame
+) -> None:
+    """A named marker for each arm, on axes that start at nothing; small ones for its single runs where they are few."""
     ends = []
     for arm, (x, y) in points.iterrows():
         style = style_of(strategies[str(arm)])
+        one, other = single.loc[[arm]].to_numpy(dtype=float).T
+        single_runs(axes, one, other, style.colour)
         axes.plot(x, y, markersize=9.5, **style.points)
         ends.append(EndLabel(x, y, marked(str(arm), notes), style.colour))
     axes.grid()
@@ -166,11 +183,13 @@ def _offload(workload: str, runs: pd.DataFrame) -> Drawing | None:
             moves[arm] = str(kept.iloc[0])
     if not moves:
         return None
-    device = runs[[f"{kind}_bytes_device" for kind in STATE_KINDS]].sum(axis="columns")
-    points = pd.DataFrame({"arm": runs["arm"], "state": device, "ms": runs["step_time_s_median"] * 1e3})
-    points = points.groupby("arm").median()
+    places = fast_memory(runs)
+    held = runs[[f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]].sum(axis="columns")
+    points = pd.DataFrame({"arm": runs["arm"], "state": held, "ms": runs["step_time_s_median"] * 1e3})
     unit, size = unit_for(points["state"].max())
     points["state"] /= size
+    single = points.set_index("arm")
+    points = points.groupby("arm").agg({"state": "median", "ms": gmean})
     figure, (axes,) = sheet(3.9)
     for arm, kept in moves.items():
         axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[kept]), arrowprops={
@@ -178,12 +197,13 @@ def _offload(workload: str, runs: pd.DataFrame) -> Drawing | None:
             "alpha": 0.7,
         })  # fmt: skip
     shown = dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair))
-    axes.set(xlabel=f"model state left on the device, {unit} per rank", ylabel="median time of one step, ms")
-    _labelled(axes, points.loc[list(shown)], strategies, notes)
+    where = "on the device" if len(places) == 1 else "in memory"
+    axes.set(xlabel=f"model state left {where}, {unit} per rank", ylabel="time of one step, ms")
+    _labelled(axes, points.loc[list(shown)], strategies, notes, single)
     words = ", ".join(
         f"{arm} leaves {number(points.loc[arm, 'state'])} of {number(points.loc[kept, 'state'])} {unit} and takes "
         f"{number(points.loc[arm, 'ms'])} instead of {number(points.loc[kept, 'ms'])} ms" for arm, kept in moves.items()
     )  # fmt: skip
-    subtitle = "An arrow leads from a stage that keeps its state on the device to the same stage with offload."
+    subtitle = "An arrow leads from a stage without offload to the same stage with it."
     said = {arm: notes[arm] for arm in shown}
     return finish(figure, "What offload wins and costs", workload, subtitle, words, said)

@@ -3,76 +3,90 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 
 import pandas as pd
 
-from study.report.questions.cells import NOT_MEASURED, known, names
+from study.report.questions.cells import NOT_MEASURED, names
 from study.report.questions.comparing import notes_on, workloads
 from study.report.questions.question import Answer, Question
-from study.report.questions.time import STEP
-from study.report.records.arms import NAN, Arm, has_no_gpu, one_value, peak_gib
+from study.report.questions.time import STEP, step_s
+from study.report.records.arms import Arm, fast_memory, has_no_gpu, state_mib
 from study.report.records.frames import Records, real
-from study.report.records.statistics import noise_floor, paired, percent, seeds_needed
+from study.report.records.statistics import NOT_TOLD_APART, differences, noise, seeds_needed
 
-# What asks for nothing beyond torch, and wins where the others are no faster.
-_PLAIN = ("single", "ddp")
+_NOT_JUDGED = "not judged"
 
 
 def answer(records: Records) -> Answer | None:
     runs = real(records).runs
     # A profiled run tells where time goes; nobody should train so.
     found = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
-    rows, fastest, sure = [], [], []
+    rows, best = [], []
     for workload, of_it in found.items():
-        timed = [arm for arm in of_it if arm.is_fair() and not pd.isna(arm.median(STEP))]
+        timed = [arm for arm in of_it if arm.is_fair() and not math.isnan(step_s(arm))]
         if timed:
-            ranked = sorted(timed, key=lambda arm: arm.median(STEP))
-            floor = noise_floor(of_it[0].beside, STEP).share
-            use = "not judged" if floor is None else _plainest(ranked, floor)
-            rows.append({"Workload": workload, "Use": use, **_figures(ranked, floor)})
-            fastest.append(ranked[0].name)
-            sure += [] if floor is None else [use]
+            fastest = _fastest(timed)
+            best += [fastest] if fastest else []
+            rows.append({"Workload": workload, **_figures(timed, fastest)})
     if not rows:
         return None
-    sentence = f"{names(sure)}: the plainest of those that no arm beats by more than like runs differ." if sure else ""
-    if len(sure) < len(rows):
-        sentence = f"Fastest: {names(fastest)}; but with one run each differences are not judged."
     notes = ["For this model, batch and length; one that does not fit may turn the order around."]
     arms = [arm for of_it in found.values() for arm in of_it]
     if any(has_no_gpu(arm.beside) for arm in arms):
         notes.append("There is no GPU on this box: what a stage costs or saves on one is not known from these records.")
     table = pd.DataFrame(rows)
-    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
+    return Answer(_sentence(best, len(rows)), table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
 
 
-def _slower(arm: Arm, fastest: Arm) -> float:
-    return arm.median(STEP) / fastest.median(STEP) - 1
+def _sentence(best: Sequence[Sequence[str]], workloads_timed: int) -> str:
+    if len(best) < workloads_timed:
+        return f"No advice on time: arms that ran with fewer than three seeds are {NOT_TOLD_APART}."
+    everywhere = [name for name in best[0] if all(name in others for others in best)]
+    where = "" if len(best) == 1 else " in every workload here"
+    if not everywhere:
+        return "No arm is among the fastest in every workload here: the table has those of each."
+    if all(list(others) == everywhere[:1] for others in best):
+        return f"`{everywhere[0]}` is the fastest{where}."
+    return f"Nothing is faster than {names(everywhere)} beyond noise{where}."
 
 
-def _plainest(ranked: list[Arm], floor: float) -> str:
-    """Of those that are as fast as the fastest, where a difference up to the floor may be chance."""
-    as_fast = [arm for arm in ranked if _slower(arm, ranked[0]) <= floor]
-    return next((arm for arm in as_fast if one_value(arm.runs["strategy"]) in _PLAIN), ranked[0]).name
+def _fastest(timed: Sequence[Arm]) -> list[str]:
+    """The fastest and all that are not told apart from it; nothing where it has too few seeds to say.
+
+    Any arm may turn out the fastest, so every two arms are one family.
+    """
+    ranked = [arm.name for arm in sorted(timed, key=step_s)]
+    found = differences(timed[0].beside, STEP, itertools.combinations(ranked, 2))
+    beside_first = {name: found[ranked[0], name] for name in ranked[1:]}
+    if all(difference.p is None for difference in beside_first.values()):
+        return []
+    slower = {name for name, difference in beside_first.items() if difference.is_told_apart}
+    return [arm.name for arm in timed if arm.name not in slower]
 
 
-def _figures(ranked: list[Arm], floor: float | None) -> dict[str, object]:
-    first, lead = ranked[0], _slower(ranked[1], ranked[0]) if len(ranked) > 1 else NAN
-    peaks = [(peak, arm.name) for arm in ranked if not pd.isna(peak := peak_gib(arm)[0])]
+def _figures(timed: Sequence[Arm], fastest: Sequence[str]) -> dict[str, object]:
+    places = fast_memory(timed[0].beside)
+    states = [(size, arm.name) for arm in timed if not math.isnan(size := state_mib(arm, places))]
+    least = min(states, default=(0.0, ""))[0]
+    steps = [f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest]
     return {
-        "Fastest": f"{first.name}, {1e3 * first.median(STEP):,.1f} ms (n = {len(first.ended)})",
-        "Ahead by": known(lead, percent),
-        "Like runs differ by": "not known" if floor is None else percent(floor),
-        "Pairs to be sure": NOT_MEASURED if floor is None or not lead > 0 else _pairs(ranked, lead, floor),
-        "Lowest peak": "{1}, {0:.2f} GiB".format(*min(peaks)) if peaks else NOT_MEASURED,
-    }
+        "Fastest, or as fast for all that is known": ", ".join(fastest) or _NOT_JUDGED,
+        "Step, ms": ", ".join(steps) or NOT_MEASURED,
+        "Seeds to tell 5 % apart": _seeds(timed[0].beside),
+        # Counted and not measured: one run is enough.
+        "Least model state": f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
+        if states else NOT_MEASURED,
+    }  # fmt: skip
 
 
-def _pairs(ranked: list[Arm], lead: float, floor: float) -> str:
-    """With which the lead of the fastest would be seen four times in five."""
-    pairs = paired(ranked[0].beside, STEP, ranked[1].name, ranked[0].name)
-    spread = float((pairs["value"] / pairs["baseline"]).std()) if len(pairs) > 1 else 0.0
-    needed = seeds_needed(lead, spread or floor)
-    return f"{needed}" if needed else "over ten thousand"
+def _seeds(beside: pd.DataFrame) -> str:
+    """For two arms alone, four times in five."""
+    found = noise(beside, STEP)
+    needed = None if found is None else seeds_needed(math.log(1.05), found.share * math.sqrt(2))
+    return "not known" if found is None else f"{needed}" if needed else "over ten thousand"
 
 
 QUESTION = Question(

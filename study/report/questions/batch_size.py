@@ -5,11 +5,14 @@ from __future__ import annotations
 import pandas as pd
 
 from study.report.plots.scaling import batch_size
-from study.report.questions.comparing import table_of
+from study.report.questions.comparing import UNSURE, table_of
 from study.report.questions.question import Answer, Question
+from study.report.questions.time import step_s
+from study.report.questions.traffic import sent_mib
 from study.report.records.arms import NAN, Arm, Row, against, arms, one_value, peak_gib
 from study.report.records.frames import Records, real
 from study.report.records.speed import runs_with_several, speed_beside_baseline
+from study.report.records.statistics import NOT_TOLD_APART
 
 
 def answer(records: Records) -> Answer | None:
@@ -22,7 +25,8 @@ def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
         return None
     subject = speed["subject"].iloc[0]
     one = speed[speed["subject"] == subject].sort_values("place")
-    cells = one["percent"].map("{:.0f} %".format) + one["note"].map(lambda note: " †" if note else "")
+    sign = (one["told_apart"] | (one["arm"] == one["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
+    cells = sign + one["percent"].map("{:.0f} %".format) + one["note"].map(lambda note: " †" if note else "")
     table = one.assign(cell=cells).pivot_table(index="arm", columns="place", values="cell", aggfunc="first", sort=False)
     table.columns = [words.format(place) for place in table.columns]
     baseline = " or ".join(dict.fromkeys(one["baseline"]))
@@ -33,11 +37,16 @@ def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
         # The one that shards most is the one that the question is about.
         arm = ends.iloc[-1]["arm"]
         first, last = (ends[ends["arm"] == arm].iloc[place] for place in (0, -1))
-        sentence = (
-            f"`{arm}` reaches {first['percent']:.0f} % of the speed of `{baseline}` at {words.format(first['place'])}"
-            f" and {last['percent']:.0f} % at {words.format(last['place'])}."
+        said = " and ".join(
+            f"{f'{end.percent:.0f} %' if end.told_apart else NOT_TOLD_APART} at {words.format(end.place)}"
+            for end in (first, last)
         )
+        sentence = f"Of the speed of `{baseline}` `{arm}` reaches {said}."
+        if not (first["told_apart"] or last["told_apart"]):
+            sentence = f"The speed of `{arm}` is {NOT_TOLD_APART} at either end, beside `{baseline}`."
     notes = [f"Throughput in percent of `{baseline}`, {subject}."]
+    if sign.str.len().any():
+        notes.append(f"{UNSURE.strip()}: {NOT_TOLD_APART}.")
     marked = one[one["note"] != ""]
     for name, note in zip(marked["arm"], marked["note"], strict=True):
         notes.append(f"`{name}`: not a fair comparison †, {note}.")
@@ -56,10 +65,10 @@ def _figures(arm: Arm) -> Row:
     return {
         "Global batch": batch,
         "Accumulation": one_value(arm.ended["gradient_accumulation_steps"]),
-        "Tokens/s per device": arm.median("tokens_per_s_per_device"),
+        "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
         "Throughput, x baseline": against(arm, "tokens_per_s_per_device"),
-        "Step time, ms": 1e3 * arm.median("step_time_s_median"),
-        "Payload per token, KiB": arm.median("comm_bytes_per_step") / tokens / 1024,
+        "Step time, ms": 1e3 * step_s(arm),
+        "Sent per token, KiB": 1024 * sent_mib(arm) / tokens,
         "Peak memory, GiB": peak_gib(arm)[0],
     }
 

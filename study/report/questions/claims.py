@@ -11,6 +11,7 @@ import pandas as pd
 
 from study.report.questions.cells import change_text, span
 from study.report.questions.comparing import (
+    Judged,
     compared,
     compared_with,
     ranks,
@@ -22,9 +23,11 @@ from study.report.questions.comparing import (
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import sent_mib
 from study.report.records.arms import NAN, Arm, one_value, state_bytes
+from study.report.records.fairness import has_dropout
 from study.report.records.frames import Records
-from study.report.records.statistics import paired_ratio
+from study.report.records.statistics import NOT_TOLD_APART
 
+_EVALUATION = "eval_loss_final"
 # Of the arms of one workload; nothing where none of them can show it.
 Shown = Callable[[Sequence[Arm]], str]
 
@@ -73,26 +76,41 @@ def _traffic(arm: Arm, base: Arm) -> float:
 def _evaluation_loss(found: Sequence[Arm]) -> str:
     base = reference(found)
     staged = [arm for arm in compared(found, "confounded_loss") if one_value(arm.ended["zero_stage"])]
-    ratios = [ratio for arm in staged if (ratio := arm.ratio("eval_loss_final")) is not None and ratio.n]
+    ratios = [ratio for arm in staged if (ratio := arm.ratio(_EVALUATION)) is not None and ratio.n]
     if base is None or not trains_plainly(base) or not ratios:
         return ""
+    if has_dropout(base.ended):
+        # Each arm draws masks of its own, so like arms differ too.
+        apart = Judged({base.workload: staged}, _EVALUATION, lambda arm: arm.baseline).apart(staged)
+        changes = ", ".join(f"{change_text(ratio - 1)} {arm.name}" for ratio, arm in apart)
+        return f"{changes or NOT_TOLD_APART}, of {len(ratios)} arms (n = {ratios[0].n})"
     furthest = max(ratios, key=lambda ratio: abs(ratio.center - 1))
     return f"{change_text(furthest.center - 1)} at most, of {len(ratios)} arms (n = {furthest.n})"
 
 
 def _offload_time(found: Sequence[Arm]) -> str:
-    changes: dict[str, list[float]] = {"CPU": [], "NVMe": []}
-    for arm in compared(found):
-        plain, place = same_stage(arm), one_value(arm.ended["offload_optimizer"])
-        if place and plain and (ratio := paired_ratio(arm.beside, "step_time_s_median", arm.name, plain)).n:
-            changes["NVMe" if place == "nvme" else "CPU"].append(ratio.center - 1)
-    return ", ".join(f"{span(shares, change_text)} {place}" for place, shares in changes.items() if shares)
+    moved = [arm for arm in compared(found) if one_value(arm.ended["offload_optimizer"]) and same_stage(arm)]
+    if not moved:
+        return ""
+    judged = Judged({moved[0].workload: moved}, "step_time_s_median", same_stage)
+    apart = {arm.name: ratio - 1 for ratio, arm in judged.apart(moved)}
+    said = []
+    for words, on_drive in (("CPU", False), ("NVMe", True)):
+        of_it = [arm for arm in moved if (one_value(arm.ended["offload_optimizer"]) == "nvme") is on_drive]
+        changes = [apart[arm.name] for arm in of_it if arm.name in apart]
+        if of_it:
+            said.append(f"{span(changes, change_text) if changes else NOT_TOLD_APART} {words}")
+    return ", ".join(said)
 
 
 def _one_device_time(found: Sequence[Arm]) -> str:
     staged = [arm for arm in compared(found) if one_value(arm.ended["zero_stage"]) and ranks(arm) == 1]
-    ratios = [(arm.name, ratio) for arm in staged if (ratio := arm.ratio("step_time_s_median")) is not None]
-    return ", ".join(f"{ratio.center:.2f}x (n = {ratio.n}) {arm}" for arm, ratio in ratios if ratio.n)
+    if not staged:
+        return ""
+    judged = Judged({staged[0].workload: staged}, "step_time_s_median", lambda arm: arm.baseline)
+    apart = [f"{ratio:.2f}x {arm.name}" for ratio, arm in judged.apart(staged)]
+    rest = len(staged) - len(apart)
+    return ", ".join([*apart, *([f"{rest} arms {NOT_TOLD_APART}"] if rest else [])])
 
 
 _FOUR_GPUS, _SEVERAL_GPUS, _ONE_GPU, _EIGHT_GPUS = (

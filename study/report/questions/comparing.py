@@ -11,12 +11,13 @@ from study.report.questions.cells import NOT_MEASURED, cell_text, known, names
 from study.report.questions.question import Answer
 from study.report.records.arms import Arm, Row, arms, comparable, frame, one_value
 from study.report.records.frames import Records, real
-from study.report.records.statistics import noise_floor, paired_ratio, percent
+from study.report.records.statistics import NOT_TOLD_APART, Difference, by_seed, differences, noise, percent
 from study.report.records.workloads import BASELINES, strategy_order
 
 # So many workloads stand side by side on the first screen, and so many notes below them.
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
 _CONFOUNDED = " †"
+UNSURE = "~ "
 Workloads = Mapping[str, Sequence[Arm]]
 # What a column says of an arm, by its heading.
 Columns = Mapping[str, Callable[[Arm], str | float]]
@@ -79,19 +80,24 @@ class BesideReference:
 
     workloads: dict[str, list[Arm]]
     bases: dict[str, Arm]
-    # Of an arm and the one that it is held against.
-    ratio: Callable[[Arm, Arm], float]
+    figure: Callable[[Arm], float]
+
+    @property
+    def sharding(self) -> list[Arm]:
+        """None that moves its state off the device."""
+        others = [(base, arm) for workload, base in self.bases.items() for arm in self.workloads[workload]]
+        return [
+            arm for base, arm in others if compared_with(base, [arm]) and not moves_state(arm)
+            and not trains_plainly(arm)
+        ]  # fmt: skip
+
+    def ratio(self, arm: Arm) -> float:
+        return self.figure(arm) / self.figure(self.bases[arm.workload])
 
     @property
     def ratios(self) -> list[tuple[float, str]]:
-        """From the smallest to the largest, each with its arm; none that moves its state off the device."""
-        of_arms = [
-            (self.ratio(arm, base), arm.name)
-            for workload, base in self.bases.items()
-            for arm in compared_with(base, self.workloads[workload])
-            if not moves_state(arm) and not trains_plainly(arm)
-        ]
-        return sorted(entry for entry in of_arms if not pd.isna(entry[0]))
+        """From the smallest to the largest, each with its arm."""
+        return sorted(entry for arm in self.sharding if not pd.isna((entry := (self.ratio(arm), arm.name))[0]))
 
     @property
     def names(self) -> str:
@@ -102,28 +108,80 @@ class BesideReference:
         return self.names.replace("`", "")
 
     def cell(self, form: Callable[[float], str]) -> Callable[[Arm], str]:
-        return lambda arm: known(self.ratio(arm, self.bases[arm.workload]), form)
+        return lambda arm: known(self.ratio(arm), form)
 
     def answer(self, sentence: str, what: str, columns: Columns, *notes: str) -> Answer:
         sentence = sentence or f"No sharding arm here can be compared with {self.names} in {what}."
         return side_by_side(sentence, first_screen(self.workloads), columns, *notes)
 
 
-def beside_reference(
-    records: Records, figure: Callable[[Arm], float], ratio: Callable[[Arm, Arm], float] | None = None
-) -> BesideReference | None:
-    """None where no reference has the figure. Without a ratio that of the medians."""
+def beside_reference(records: Records, figure: Callable[[Arm], float]) -> BesideReference | None:
+    """None where no reference has the figure."""
     found = workloads(records)
     bases = {workload: base for workload, arms in found.items() if (base := reference(arms)) and figure(base) > 0}
-    chosen = {workload: found[workload] for workload in bases}
-    return BesideReference(chosen, bases, ratio or (lambda arm, base: figure(arm) / figure(base))) if bases else None
+    return BesideReference({workload: found[workload] for workload in bases}, bases, figure) if bases else None
 
 
-def paired_times(figure: str) -> Callable[[Arm, Arm], float]:
-    """Each run beside its own partner; NaN without one."""
-    return lambda arm, base: (
-        1.0 if arm.name == base.name else paired_ratio(arm.beside, figure, arm.name, base.name).center
-    )
+class Judged:
+    """One figure of each arm beside another arm's, and whether the two are told apart; each workload is a family."""
+
+    def __init__(self, found: Workloads, figure: str, base_of: Callable[[Arm], str | None]):
+        self._base_of = base_of
+        self._differences: dict[tuple[str, str], Difference] = {}
+        for workload, of_it in found.items():
+            bases = {
+                arm.name: base for arm in of_it if len(arm.ended) and (base := base_of(arm)) not in (None, arm.name)
+            }
+            of_pairs = differences(of_it[0].beside, figure, bases.items()) if bases else {}
+            self._differences |= {(workload, name): found for (name, _), found in of_pairs.items()}
+
+    def of(self, arm: Arm) -> Difference | None:
+        return self._differences.get((arm.workload, arm.name))
+
+    def apart(self, arms: Iterable[Arm]) -> list[tuple[float, Arm]]:
+        """The ratios of those whose difference survives noise, from the smallest on."""
+        judged = [
+            (difference.ratio.center, arm) for arm in arms if (difference := self.of(arm)) and difference.is_told_apart
+        ]
+        return sorted(judged, key=lambda entry: entry[0])
+
+    def cell(self, form: Callable[[float], str]) -> Callable[[Arm], str]:
+        """With its interval, and a sign before what is not told apart from noise."""
+
+        def said(arm: Arm) -> str:
+            difference = self.of(arm)
+            if difference is None:
+                return form(1.0) if arm.name == self._base_of(arm) else NOT_MEASURED
+            if not difference.ratio.n:
+                return NOT_MEASURED
+            return ("" if difference.is_told_apart else UNSURE) + difference.ratio.brief(form)
+
+        return said
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        unsure = any(not difference.is_told_apart for difference in self._differences.values())
+        return (f"{UNSURE.strip()}: {NOT_TOLD_APART}.",) if unsure else ()
+
+
+def noise_notes(found: Workloads, figure: str) -> tuple[str, ...]:
+    """How far like runs differ, and what cannot be seen for it; once where all workloads say the same."""
+    said: dict[str, list[str]] = {}
+    for workload, of_it in found.items():
+        said.setdefault(noise_words(of_it, figure), []).append(workload)
+    return tuple(words if len(said) == 1 else f"{', '.join(of)}: {words}" for words, of in said.items())
+
+
+def noise_words(of_it: Sequence[Arm], figure: str) -> str:
+    runs = of_it[0].beside
+    floor, samples = noise(runs, figure), len(by_seed(runs, figure))
+    if floor is None:
+        return "One run of each arm: how far like runs differ is not known, so no difference in time is named."
+    words = f"Like runs differ by {percent(floor.share)} (standard deviation, {floor.df} degrees of freedom)."
+    smallest = floor.resolves(samples, sum(arm.is_fair() for arm in of_it) - 1)
+    if smallest is None:
+        return f"{words} Fewer than three seeds tell no arms apart."
+    return f"{words} With {samples} seeds a difference below {percent(smallest)} is missed more often than not."
 
 
 def first_screen(found: Workloads) -> dict[str, list[Arm]]:
@@ -137,16 +195,6 @@ def first_screen(found: Workloads) -> dict[str, list[Arm]]:
 def table_of(found: Iterable[Arm], figures: Callable[[Arm], Row], confound: str = "confounded") -> pd.DataFrame:
     """A row for each arm."""
     return frame(arm.row(figures(arm), confound) for arm in found)
-
-
-def certainty(found: Iterable[Sequence[Arm]], figure: str) -> str:
-    """How much of a difference may be chance, at the end of a sentence."""
-    floors = [noise_floor(each[0].beside, figure).share for each in found]
-    measured = [floor for floor in floors if floor is not None]
-    if not measured:
-        return "one run each: differences are not judged"
-    once = ", and where arms ran once differences are not judged" if len(measured) < len(floors) else ""
-    return f"like runs differ by up to {percent(max(measured))}{once}"
 
 
 def side_by_side(sentence: str, found: Workloads, columns: Columns, *notes: str) -> Answer:

@@ -1,21 +1,34 @@
-"""Do the arms train the same model? Paired by seed and repeat against the workload's baseline."""
+"""Do the arms train the same model? Seed by seed against the workload's baseline."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.comparing import compared, notes_on, real_arms, table_of, workloads
+from study.report.questions.cells import NOT_MEASURED, known
+from study.report.questions.comparing import Judged, compared, notes_on, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, one_value
+from study.report.records.fairness import has_dropout
 from study.report.records.frames import Records, real, steps_by_run
-from study.report.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, percent
+from study.report.records.statistics import (
+    BF16_SPACING,
+    LOSS_MARGIN,
+    Equivalence,
+    equivalence,
+    paired,
+    paired_runs,
+    percent,
+)
 
-_CONFOUND = "confounded_loss"
+_CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
+Steps = dict[str, pd.DataFrame]
 
 
 def step_margin(precision: str) -> float:
@@ -25,70 +38,160 @@ def step_margin(precision: str) -> float:
 
 def _test(arm: Arm) -> Equivalence:
     assert arm.baseline is not None
-    pairs = paired(arm.beside, "eval_loss_final", arm.name, arm.baseline)
+    pairs = paired(arm.beside, _EVALUATION, arm.name, arm.baseline, form=np.asarray)
     return equivalence(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 
-def largest_step_difference(arm: Arm, steps: dict[str, pd.DataFrame]) -> tuple[float, float]:
-    """Over all pairs of runs of a seed and repeat, and the step where it was; NaN without a pair."""
-    assert arm.baseline is not None
-    pairs = paired(arm.beside, "steps", arm.name, arm.baseline)
-    found: list[tuple[float, float]] = []
-    for mine, other in zip(pairs["run"], pairs["run_baseline"], strict=True):
-        if mine in steps and other in steps:
-            one, two = (steps[run]["loss"].to_numpy() for run in (mine, other))
-            count = min(len(one), len(two))
-            differences = np.abs(one[:count] - two[:count])
-            if count and not np.isnan(differences).all():
-                found.append((float(np.nanmax(differences)), float(np.nanargmax(differences)) + 1))
-    return max(found, default=(NAN, NAN))
+class StepDifference(NamedTuple):
+    """The largest, as a share of the other's loss at that step."""
+
+    share: float = NAN
+    nats: float = NAN
+    step: float = NAN
+    loss: float = NAN
+
+    def of_the_reducible(self, share: float, floor: float) -> float:
+        """A share of that loss as one of what training can still take off it; NaN where no floor is known."""
+        above = self.loss - floor
+        return share * self.loss / above if above > 0 else NAN
 
 
-def _compared_losses(records: Records) -> pd.DataFrame:
-    """Each arm beside its baseline: the largest difference in a step, as a share of the loss that training ended at."""
-    steps, rows = steps_by_run(real(records)), []
-    for workload, found in workloads(records).items():
-        bases = [arm for arm in found if arm.is_baseline]
-        for base, arm in itertools.product(bases[:1], compared(found, _CONFOUND)):
-            scale, gap = abs(base.median("train_loss_final")), largest_step_difference(arm, steps)[0]
-            if scale and not pd.isna(gap / scale):
-                margin = step_margin(one_value(base.ended["precision"]))
-                rows.append((workload, arm.name, gap / scale, margin, gap / scale / margin, _test(arm)))
-    return pd.DataFrame(rows, columns=["workload", "arm", "off", "margin", "in margins", "test"])
+def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> StepDifference:
+    """Over pairs of runs; the second of each is the one that the first is held against."""
+    found = []
+    for pair in pairs:
+        if all(run in steps for run in pair):
+            mine, its = (steps[run]["loss"].to_numpy() for run in pair)
+            count = min(len(mine), len(its))
+            apart, whole = np.abs(mine[:count] - its[:count]), np.abs(its[:count])
+            # A loss of exactly nothing has no shares.
+            shares = np.divide(apart, whole, out=np.where(apart > 0, np.inf, 0.0), where=whole > 0)
+            if count and not np.isnan(shares).all():
+                at = int(np.nanargmax(shares))
+                found.append(StepDifference(float(shares[at]), float(apart[at]), at + 1, float(whole[at])))
+    return max(found, default=StepDifference())
+
+
+def same_arm_twice(beside: pd.DataFrame, steps: Steps) -> StepDifference:
+    """Of any arm with one seed, run again: what the machine alone does to a loss."""
+    ended = beside[beside["status_state"] == "ok"]
+    again = ended.groupby(["arm", "seed"], dropna=False)["run"].apply(list)
+    return largest_step_difference((pair for runs in again for pair in itertools.combinations(runs, 2)), steps)
+
+
+class _Compared(NamedTuple):
+    arm: Arm
+    # How far it is off, and how far it may be, as shares of the baseline's loss there.
+    off: float
+    margin: float
+    # The margin as a share of the loss above the known floor.
+    of_the_reducible: float
+    verdict: Literal["same", "other", "open"]
+    test: Equivalence
+    by: str
+
+
+def _compared_losses(found: Sequence[Arm], steps: Steps) -> list[_Compared]:
+    """Each arm that can be compared: step by step or, where dropout draws other masks in each arm, by its seeds."""
+    judged = Judged({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
+    rows = []
+    for arm in compared(found, _CONFOUND):
+        test = _test(arm)
+        if has_dropout(arm.ended):
+            base = paired(arm.beside, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)["baseline"].mean()
+            if test.mean_difference is None or not base > 0:
+                continue
+            difference = judged.of(arm)
+            apart = difference is not None and difference.is_told_apart and test.verdict != "equivalent"
+            verdict: Literal["same", "other", "open"] = "other" if apart else "open"
+            if test.verdict == "equivalent":
+                verdict = "same"
+            there = StepDifference(loss=base)
+            floor, off, margin, by = (
+                one_value(arm.ended["floor_eval_loss"]),
+                abs(test.mean_difference) / base,
+                LOSS_MARGIN,
+                "seeds",
+            )
+        else:
+            there = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline or ""), steps)
+            off, margin, by = there.share, step_margin(one_value(arm.ended["precision"])), "steps"
+            if math.isnan(off):
+                continue
+            floor, verdict = one_value(arm.ended["floor_loss"]), "same" if off <= margin else "other"
+        rows.append(
+            _Compared(
+                arm, off, margin, there.of_the_reducible(margin, NAN if floor is None else floor), verdict, test, by
+            )
+        )
+    return rows
 
 
 def answer(records: Records) -> Answer | None:
-    every = _compared_losses(records)
-    if every.empty:
+    steps, found = steps_by_run(real(records)), workloads(records)
+    by_workload = {workload: _compared_losses(of_it, steps) for workload, of_it in found.items()}
+    every = list(itertools.chain(*by_workload.values()))
+    if not every:
         return None
-    worst = every.loc[every["in margins"].idxmax()]
-    if apart := int((every["in margins"] > 1).sum()):
-        said = f"`{worst['arm']}` is {percent(worst['off'])} off the loss of its baseline"
-        sentence = f"Yes, in {apart} of {len(every)} arms: {said}."
-    else:
-        said = f"stays within {percent(worst['off'])} of their baseline's"
-        sentence = f"No: the loss of all {len(every)} arms that can be compared {said}."
     rows = []
-    for workload, of_it in every.groupby("workload", sort=False):
-        furthest = of_it.loc[of_it["off"].idxmax()]
-        rows.append({
-            "Workload": workload,
-            "Same loss": f"{(of_it['in margins'] <= 1).sum()} of {len(of_it)}",
-            "Furthest arm": furthest["arm"],
-            "Off by": percent(furthest["off"]),
-            "Margin": percent(furthest["margin"]),
-            "Test of equivalence": _shown(of_it["test"]),
-        })  # fmt: skip
-    return Answer(sentence, pd.DataFrame(rows), notes_on(itertools.chain(*workloads(records).values()), _CONFOUND))
+    for workload, of_it in by_workload.items():
+        if of_it:
+            furthest = max(of_it, key=lambda one: one.off)
+            again = same_arm_twice(found[workload][0].beside, steps).share
+            rows.append({
+                "Workload": workload,
+                "Same loss": f"{sum(one.verdict == 'same' for one in of_it)} of {len(of_it)}",
+                "Furthest arm": furthest.arm.name,
+                "Off by": percent(furthest.off),
+                "One arm twice": known(again, percent),
+                "Margin": percent(furthest.margin),
+                "Above floor": known(furthest.of_the_reducible, percent),
+                "Equivalent": _shown([one.test for one in of_it]),
+            })  # fmt: skip
+    table = pd.DataFrame(rows)
+    notes = (*_notes(every), *notes_on(itertools.chain(*found.values()), _CONFOUND))
+    return Answer(_sentence(every), table.loc[:, (table != NOT_MEASURED).any()], notes)
 
 
-def _shown(tests: Iterable[Equivalence]) -> str:
+def _sentence(every: Sequence[_Compared]) -> str:
+    others, unsure = ([one for one in every if one.verdict == verdict] for verdict in ("other", "open"))
+    count = len(every)
+    if others:
+        worst = max(others, key=lambda one: one.off / one.margin)
+        said = f"`{worst.arm.name}` is {percent(worst.off)} off the loss of its baseline"
+        return f"Yes, in {len(others)} of {count} arms: {said}."
+    off = percent(max(one.off for one in every))
+    if not unsure:
+        return f"No: the loss of all {count} arms that can be compared stays within {off} of their baseline's."
+    return (
+        f"Not known of {len(unsure)} of {count} arms: their losses are neither told apart from noise nor shown to be"
+        f" equal; no arm is more than {off} off."
+    )
+
+
+def _notes(every: Sequence[_Compared]) -> Iterable[str]:
+    if any(one.by == "steps" for one in every):
+        yield "Off by: at the step where it is largest, of the baseline's loss at that step."
+    if any(not math.isnan(one.of_the_reducible) for one in every):
+        yield "Above floor: the margin as a share of what training can still take off the loss there."
+    if seeds := sorted({one.test.n for one in every if one.test.verdict != "no test"}):
+        n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
+        yield f"Equivalent: by two one-sided tests of evaluation losses, seed by seed (n = {n})."
+    if any(one.by == "seeds" for one in every):
+        yield (
+            "Where dropout is on, masks differ between arms and no step is compared: evaluation losses are, seed by"
+            " seed."
+        )
+    if any(one.by == "steps" and one.margin > LOSS_MARGIN for one in every):
+        yield (
+            f"In bf16 a step may be off by {percent(BF16_SPACING)}, the spacing of bf16 numbers. The margin was"
+            f" {percent(LOSS_MARGIN)} until an arm failed it, and was widened after that (reports/LOG.md, 2026-11-20)."
+        )
+
+
+def _shown(tests: Sequence[Equivalence]) -> str:
     tested = [test for test in tests if test.verdict != "no test"]
-    if not tested:
-        return "one run each: no test"
-    pairs = sorted({test.n for test in tested})
-    equivalent = sum(test.verdict == "equivalent" for test in tested)
-    return f"{equivalent} of {len(tested)} arms (n = {'-'.join(str(n) for n in dict.fromkeys((pairs[0], pairs[-1])))})"
+    return f"{sum(test.verdict == 'equivalent' for test in tested)} of {len(tested)}" if tested else "one seed"
 
 
 def loss_table(records: Records) -> pd.DataFrame:
@@ -96,23 +199,28 @@ def loss_table(records: Records) -> pd.DataFrame:
     return table_of(
         real_arms(records),
         lambda arm: {
-            "Train loss, first": arm.median("train_loss_first"),
-            "Train loss, last": arm.median("train_loss_final"),
-            "Eval loss": arm.median("eval_loss_final"),
-            "Accuracy": arm.median("eval_accuracy"),
-            "Perplexity": arm.median("eval_perplexity"),
+            "Train loss, first": arm.learned("train_loss_first"),
+            "Train loss, last": arm.learned("train_loss_final"),
+            "Eval loss": arm.middle(_EVALUATION).text(4),
+            "Accuracy": arm.learned("eval_accuracy"),
+            "Perplexity": arm.learned("eval_perplexity"),
             **_against_baseline(arm, steps),
         },
         _CONFOUND,
     )
 
 
-def _against_baseline(arm: Arm, steps: dict[str, pd.DataFrame]) -> Row:
+def _against_baseline(arm: Arm, steps: Steps) -> Row:
     if arm.baseline is None or arm.is_baseline:
         word = "baseline" if arm.is_baseline else "no baseline"
-        return {"Largest difference in a step": NAN, "at step": NAN, "Equivalent": word}
-    largest, at = largest_step_difference(arm, steps)
-    return {"Largest difference in a step": largest, "at step": at, "Equivalent": _test(arm).text()}
+        return {"Largest difference in a step": NAN, "at step": NAN, "of the loss there": "-", "Equivalent": word}
+    largest = StepDifference()
+    if not has_dropout(arm.ended):
+        largest = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline), steps)
+    return {
+        "Largest difference in a step": largest.nats, "at step": largest.step,
+        "of the loss there": known(largest.share, percent), "Equivalent": _test(arm).text(),
+    }  # fmt: skip
 
 
 QUESTION = Question(

@@ -8,6 +8,7 @@ from study.report.plots.scaling import model_size
 from study.report.questions.batch_size import speed_answer
 from study.report.questions.comparing import table_of
 from study.report.questions.question import Answer, Question
+from study.report.questions.time import step_s
 from study.report.records.arms import Arm, Row, against, arms, one_value, peak_gib, state_mib
 from study.report.records.frames import Records, real
 from study.report.records.speed import parameters, runs_with_several, speed_beside_baseline
@@ -29,7 +30,7 @@ def _figures(arm: Arm) -> Row:
         "Parameters, millions": parameters(arm.beside) / 1e6,
         "State per rank, MiB": state_mib(arm),
         "Peak memory, GiB": peak_gib(arm)[0],
-        "Step time, ms": 1e3 * arm.median("step_time_s_median"),
+        "Step time, ms": 1e3 * step_s(arm),
         "Time, x baseline": against(arm, "step_time_s_median"),
     }
 

@@ -10,6 +10,7 @@ import pandas as pd
 from study.report.plots.profile import LABELS, parts_ms, profiled_arms, step_profile
 from study.report.questions.cells import span
 from study.report.questions.question import Answer, Question
+from study.report.questions.time import step_s
 from study.report.records.arms import NAN, Arm, Row, frame, one_value
 from study.report.records.frames import Records
 from study.report.records.statistics import percent
@@ -43,7 +44,7 @@ def step_profile_table(records: Records) -> pd.DataFrame:
 def _figures(arm: Arm, profile: dict[str, Any]) -> Row:
     return {
         "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
-        "Timed step, ms": 1e3 * arm.median("step_time_s_median"),
+        "Timed step, ms": 1e3 * step_s(arm),
         **{f"{LABELS[kind].capitalize()}, ms": part for kind, part in parts_ms(profile).items()},
         "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
         "Model FLOP utilization": arm.median("mfu"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from study.report.plots.scaling import scaling
-from study.report.questions.cells import known, times_text
+from study.report.questions.cells import known, names, span, times_text
 from study.report.questions.comparing import (
     Columns,
+    Judged,
     first_screen,
     ranks,
     real_arms,
@@ -19,24 +20,30 @@ from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, peak_gib, ratio_text, state_mib
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import Records
-from study.report.records.statistics import Interval, interval, paired_ratio, percent
+from study.report.records.statistics import NOT_TOLD_APART, Interval, interval, paired_ratio, percent
+
+SPEED = "tokens_per_s"
 
 
 def answer(records: Records) -> Answer | None:
     found = {workload: of_it for workload, of_it in workloads(records).items() if _has_several(of_it[0])}
-    fair = [arm for of_it in found.values() for arm in of_it if arm.is_fair() and ranks(arm) > 1]
-    best = max((arm for arm in fair if _speedup(arm).n), key=lambda arm: _speedup(arm).center, default=None)
-    if best is None:
+    judged = Judged(found, SPEED, _one_device)
+    several = [arm for of_it in found.values() for arm in of_it if arm.is_fair() and ranks(arm) > 1]
+    several = [arm for arm in several if (difference := judged.of(arm)) and difference.ratio.n]
+    if not several:
         return None
-    sentence = (
-        f"At best `{best.name}` on {ranks(best)} ranks has {_speedup(best).center:.1f} times the throughput of"
-        f" `{_one_device(best)}` on one device."
-    )
+    one = names([name for of_it in found.values() if (name := _one_device(of_it[0]))])
+    apart = judged.apart(several)
+    sentence = f"The throughput of several ranks is {NOT_TOLD_APART}, beside {one} on one device."
+    if apart:
+        ratios, rest = span((ratio for ratio, _ in apart), times_text), len(several) - len(apart)
+        sentence = f"Several ranks have {ratios} times the throughput of {one} on one device"
+        sentence += f"; {rest} of {len(several)} arms are {NOT_TOLD_APART}." if rest else "."
     columns: Columns = {
-        "x one device": lambda arm: "1" if arm.name == _one_device(arm) else known(_speedup(arm).center, times_text),
+        "x one device": judged.cell(times_text),
         "Of the ideal": lambda arm: known(_speedup(arm).center / ranks(arm), percent),
     }
-    return side_by_side(sentence, first_screen(found), columns)
+    return side_by_side(sentence, first_screen(found), columns, *judged.notes)
 
 
 def _has_several(arm: Arm) -> bool:
@@ -51,7 +58,7 @@ def _one_device(arm: Arm) -> str | None:
 def _speedup(arm: Arm) -> Interval:
     """Of no pair where nothing ran on one device."""
     one = _one_device(arm)
-    return interval([]) if one is None else paired_ratio(arm.beside, "tokens_per_s", arm.name, one)
+    return interval([]) if one is None else paired_ratio(arm.beside, SPEED, arm.name, one)
 
 
 def single_vs_multi_table(records: Records) -> pd.DataFrame:
@@ -62,7 +69,7 @@ def _figures(arm: Arm) -> Row:
     speedup, count, one = _speedup(arm), ranks(arm) or None, _one_device(arm)
     return {
         "Ranks": count,
-        "Tokens/s": arm.median("tokens_per_s"),
+        "Tokens/s": arm.middle(SPEED).center,
         "x one device": "1 (one device)" if arm.name == one else ratio_text(None if one is None else speedup),
         "Ideal": count,
         "Efficiency": speedup.center / count if count else NAN,

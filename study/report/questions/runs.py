@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
-from study.report.questions.comparing import real_arms, table_of, workloads
+from study.report.questions.comparing import ranks, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
+from study.report.questions.time import STEP, step_s
 from study.report.questions.traffic import sent_mib
-from study.report.records.arms import MIB, against, peak_gib, state_mib
+from study.report.records.arms import Arm, against, one_value, peak_gib, state_mib
 from study.report.records.frames import Records
-from study.report.records.statistics import noise_floor, percent
+from study.report.records.statistics import Noise, noise, paired_ratio, percent, repeat_noise
 
 
 def answer(records: Records) -> Answer | None:
@@ -53,35 +56,47 @@ def summary_table(records: Records) -> pd.DataFrame:
     return table_of(
         real_arms(records),
         lambda arm: {
-            "Eval loss": arm.median("eval_loss_final"),
+            "Eval loss": arm.learned("eval_loss_final"),
             "State per rank, MiB": state_mib(arm),
             "Peak memory, GiB": peak_gib(arm)[0],
             "Peak of": peak_gib(arm)[1],
             "Sent per step, MiB": sent_mib(arm),
-            "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
-            "Step time, ms": 1e3 * arm.median("step_time_s_median"),
-            "Time, x baseline": against(arm, "step_time_s_median"),
+            "Step time, ms": 1e3 * step_s(arm),
+            "Time, x baseline": against(arm, STEP),
         },
     )
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """How far runs lie apart that should be alike; the engine's own part is no noise."""
+    """How far runs lie apart that should be alike, as standard deviations; the engine's own part is no noise."""
     rows = []
     for workload, found in workloads(records).items():
-        for figure, words in (("eval_loss_final", "evaluation loss"), ("step_time_s_median", "step time")):
-            floor = noise_floor(found[0].beside, figure)
+        runs = found[0].beside
+        for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
             rows.append({
                 "Workload": workload, "Figure": words,
-                "The same arm twice": _apart(floor.repeat, floor.repeats),
-                "The same arm with other seeds": _apart(floor.seed, floor.seeds),
-                "Stage 0 against no engine": _apart(floor.engine, floor.engines),
+                "Noise, arms and seeds taken out": _noise_text(noise(runs, figure)),
+                "The same arm and seed again": _noise_text(repeat_noise(runs, figure)),
+                "Stage 0, x no engine": _engine(found, figure),
             })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _apart(share: float | None, n: int) -> str:
-    return "not run" if share is None else f"up to {percent(share)} apart (n = {n})"
+def _noise_text(found: Noise | None) -> str:
+    return "not run" if found is None else f"{percent(found.share)} ({found.df} df)"
+
+
+def _engine(found: Sequence[Arm], figure: str) -> str:
+    """Of stage 0 beside plain training on as many ranks."""
+    fair = [arm for arm in found if arm.is_fair()]
+    plain = {ranks(arm): arm.name for arm in fair if one_value(arm.ended["strategy"]) in ("single", "ddp")}
+    ratios = [
+        ratio.brief("{:.4g}".format)
+        for arm in fair
+        if one_value(arm.ended["strategy"]) == "zero0" and ranks(arm) in plain
+        and (ratio := paired_ratio(arm.beside, figure, arm.name, plain[ranks(arm)])).n
+    ]  # fmt: skip
+    return ", ".join(ratios) or "not run"
 
 
 QUESTION = Question(

@@ -6,59 +6,95 @@ import pandas as pd
 
 from study.report.plots.time import frontier, step_time
 from study.report.questions.cells import span, times_text
-from study.report.questions.comparing import Columns, beside_reference, certainty, paired_times, real_arms, table_of
+from study.report.questions.comparing import (
+    Columns,
+    Judged,
+    beside_reference,
+    first_screen,
+    noise_notes,
+    noise_words,
+    real_arms,
+    side_by_side,
+    table_of,
+    workloads,
+)
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import MIB, NAN, Arm, Row, against
+from study.report.records.arms import NAN, Arm, Row, against
 from study.report.records.frames import Records
-from study.report.records.statistics import effect, interval, noise_floor
+from study.report.records.statistics import NOT_TOLD_APART
 
 STEP = "step_time_s_median"
 
 
 def answer(records: Records) -> Answer | None:
-    beside = beside_reference(records, lambda arm: arm.median(STEP), paired_times(STEP))
+    beside = beside_reference(records, step_s)
     if beside is None:
         return None
-    sentence = ""
-    if beside.ratios:
-        ratios = span((ratio for ratio, _ in beside.ratios), times_text)
-        chance = certainty(beside.workloads.values(), STEP)
-        sentence = f"A step with sharded state takes {ratios} times as long as one of {beside.names}; {chance}."
+    judged = Judged(beside.workloads, STEP, lambda arm: beside.bases[arm.workload].name)
+    sharding = beside.sharding
+    apart = judged.apart(sharding)
+    sentence = f"No sharding arm here can be compared with {beside.names} in the time of a step."
+    if apart:
+        ratios = span((ratio for ratio, _ in apart), times_text)
+        sentence = f"A step with sharded state takes {ratios} times as long as one of {beside.names}"
+        rest = len(sharding) - len(apart)
+        sentence += f"; {rest} of {len(sharding)} arms are {NOT_TOLD_APART}." if rest else "."
+    elif sharding:
+        sentence = f"The time of a step with sharded state is {NOT_TOLD_APART}, beside {beside.names}."
     columns: Columns = {
-        "Step, ms": lambda arm: 1e3 * arm.median(STEP),
-        f"x {beside.plain_names}": beside.cell(times_text),
+        "Step, ms": lambda arm: 1e3 * step_s(arm),
+        f"x {beside.plain_names}": judged.cell(times_text),
     }
-    return beside.answer(sentence, "the time of a step", columns)
+    return side_by_side(
+        sentence, first_screen(beside.workloads), columns, *judged.notes, *noise_notes(beside.workloads, STEP)
+    )
+
+
+def step_s(arm: Arm) -> float:
+    return arm.middle(STEP).center
+
+
+def noise_fact(records: Records) -> list[str]:
+    """For the head of the first page: of the workload that most arms ran in."""
+    found = workloads(records).values()
+    largest = max(found, key=lambda of_it: sum(len(arm.ended) for arm in of_it), default=None)
+    return [] if largest is None else [noise_words(largest, STEP).rstrip(".")]
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
-    return table_of(real_arms(records), _figures)
+    every: dict[str, list[Arm]] = {}
+    for arm in real_arms(records):
+        every.setdefault(arm.workload, []).append(arm)
+    judged = Judged(every, STEP, lambda arm: arm.baseline)
+    return table_of((arm for arms in every.values() for arm in arms), lambda arm: _figures(arm, judged))
 
 
-def _figures(arm: Arm) -> Row:
+def _figures(arm: Arm, judged: Judged) -> Row:
     return {
-        "Step time, ms": interval((1e3 * arm.ended[STEP]).tolist()).text(1),
+        "Step time, ms": arm.middle(STEP).text(1, 1e3),
         "p10, ms": 1e3 * arm.median("step_time_s_p10"),
         "p90, ms": 1e3 * arm.median("step_time_s_p90"),
-        "Tokens/s": arm.median("tokens_per_s"),
-        "Tokens/s per device": arm.median("tokens_per_s_per_device"),
+        "Tokens/s": arm.middle("tokens_per_s").center,
+        "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
         "Samples/s": _median(arm.ended["tokens_per_s"] / arm.ended["seq_length"].astype(float)),
         "Start-up, s": arm.median("startup_s"),
         "Run, s": arm.median("runtime_s"),
-        "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
         "Calls per step": arm.median("comm_calls_per_step"),
         "Model FLOP utilization": arm.median("mfu"),
         "Of the measured matmul rate": _of_the_matmul_rate(arm),
         "Energy, J": arm.median("energy_j"),
         "Time, x baseline": against(arm, STEP),
-        "In words": _in_words(arm),
+        "In words": _in_words(arm, judged),
     }
 
 
-def _in_words(arm: Arm) -> str:
+def _in_words(arm: Arm, judged: Judged) -> str:
     if arm.baseline is None or arm.is_baseline:
         return "baseline" if arm.is_baseline else "no baseline"
-    return effect(arm.beside, STEP, arm.name, arm.baseline, noise_floor(arm.beside, STEP))
+    if not arm.is_fair():
+        return "not judged"
+    difference = judged.of(arm)
+    return "no run to pair with" if difference is None else difference.words
 
 
 def _of_the_matmul_rate(arm: Arm) -> float:

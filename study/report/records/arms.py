@@ -11,7 +11,7 @@ import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import baseline_arm
-from study.report.records.statistics import Interval, paired_ratio
+from study.report.records.statistics import Interval, middle, paired_ratio
 
 MIB = 2**20
 NAN = float("nan")
@@ -42,8 +42,17 @@ class Arm:
         """NaN where it was not measured."""
         return float(self.ended[figure].median()) if self.ended[figure].notna().any() else NAN
 
+    def learned(self, figure: str) -> float:
+        """The median of a loss or a metric over seeds: a repeat computes it again, and would count twice."""
+        once = self.ended.drop_duplicates("seed")[figure]
+        return float(once.median()) if once.notna().any() else NAN
+
+    def middle(self, figure: str) -> Interval:
+        """Of a time or a speed, over its seeds."""
+        return middle(self.beside, figure, self.name)
+
     def ratio(self, figure: str) -> Interval | None:
-        """Against the baseline, run by run; None for the baseline itself."""
+        """Against the baseline, seed by seed; None for the baseline itself."""
         if self.baseline is None or self.is_baseline:
             return None
         return paired_ratio(self.beside, figure, self.name, self.baseline)
@@ -93,6 +102,11 @@ def one_value(values: pd.Series) -> Any:
 
 def has_no_gpu(beside: pd.DataFrame) -> bool:
     return bool((beside["devices"].dropna() == "[]").any())
+
+
+def fast_memory(beside: pd.DataFrame) -> tuple[str, ...]:
+    """Where state costs what a box has least of: its device or, where there is none, the host that stands in for it."""
+    return ("device", "host") if has_no_gpu(beside) else ("device",)
 
 
 def state_mib(arm: Arm, places: Sequence[str] = STATE_PLACES) -> float:

@@ -72,6 +72,11 @@ def baseline_arm(runs: pd.DataFrame) -> str | None:
     return str(next(iter(baselines.values()))["arm"]) if baselines else None
 
 
+def has_dropout(runs: pd.DataFrame) -> bool:
+    """Each arm draws masks of its own then, so that only means over seeds compare losses."""
+    return bool(runs["dropout"].fillna(0).ne(0).any())
+
+
 def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     """By seed and repeat, the runs of the baseline arm of one workload."""
     ended = [row for row in group if row["status_state"] == "ok"]
@@ -94,14 +99,36 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
     reasons = [*_own_reasons(run), *_differences(run, baseline)]
     if not same_seed and run["seed"] is not None:
         reasons.append(f"seed: no {baseline['arm']} with seed {run['seed']}")
+    code = ""
     if run["status_state"] == "ok" and baseline["run"] != run["run"]:
         reasons += _step_reasons(run, baseline, steps)
+        code = _code_reason(run, baseline)
     reasons = list(dict.fromkeys(reasons))
-    dropout = ["dropout is on: masks differ between arms"] if run["dropout"] else []
+    # Other code may be slower or count otherwise. A loss that it computes the same is no weaker evidence.
     return {
-        "baseline": baseline["run"], "confounded": "; ".join(reasons),
-        "confounded_loss": "; ".join([*reasons, *dropout]), "notes": _notes(run),
+        "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
+        "confounded_loss": "; ".join(reasons), "notes": _notes(run),
     }  # fmt: skip
+
+
+def _code_reason(run: Row, baseline: Row) -> str:
+    """Nothing where the same code of this project ran: by its digest, else its commit, else its release."""
+    here, there = _code_name(run), _code_name(baseline)
+    if run["code_sha256"] and baseline["code_sha256"]:
+        same = run["code_sha256"] == baseline["code_sha256"]
+    elif run["git_dirty"] or baseline["git_dirty"]:
+        return f"commit: {here}, baseline {there}, and nothing says what the changes were"
+    elif not here or not there:
+        return f"commit: {here or 'not recorded'}, baseline {there or 'not recorded'}"
+    else:
+        same = here == there
+    return "" if same else f"another commit: {here}, baseline {there}"
+
+
+def _code_name(run: Row) -> str:
+    if run["git_commit"]:
+        return f"{run['git_commit'][:7]}{' with changes' if run['git_dirty'] else ''}"
+    return f"release {run['study_version']}" if run["study_version"] else ""
 
 
 def _own_reasons(run: Row) -> Iterator[str]:

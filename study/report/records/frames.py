@@ -155,8 +155,18 @@ def write_parquet(records: Records, folder: Path) -> None:
 def read_parquet(folder: Path) -> Records:
     runs, metadata = _read_table(folder / RUNS_FILE, RUN_COLUMNS)
     steps, _ = _read_table(folder / STEPS_FILE, STEP_COLUMNS)
-    remaining = tuple(Remaining(**each) for each in json.loads(metadata.get(_REMAINING, b"[]")))
-    return Records(runs, steps, tuple(json.loads(metadata.get(_REFUSED, b"[]"))), remaining)
+    file = folder / RUNS_FILE
+    try:
+        remaining = tuple(Remaining(**each) for each in json.loads(metadata.get(_REMAINING, b"[]")))
+        refused = tuple(json.loads(metadata.get(_REFUSED, b"[]")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} says in no known way what was left out ({error})", _fix(file)) from None
+    if not all(isinstance(reason, str) for reason in refused):
+        raise UserError(f"{file} says in no known way what was left out", _fix(file))
+    for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], folder / STEPS_FILE)):
+        if len(twice := table.loc[table.duplicated(columns), "run"]):
+            raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
+    return Records(runs, steps, refused, remaining)
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
@@ -178,8 +188,12 @@ def _names_of_runs(folder: Path) -> list[str] | None:
         return None
 
 
+def _fix(file: Path) -> str:
+    return f"remove it, and make it again from its runs: study report {file.parent.name} --runs-dir DIR"
+
+
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
-    fix = f"remove it, and make it again from its runs: study report {file.parent.name} --runs-dir DIR"
+    fix = _fix(file)
     try:
         table = pq.read_table(file)
         frame = table.to_pandas()

@@ -16,7 +16,8 @@ import numpy as np
 from study.errors import UserError
 from study.record.directory import Run, read_json
 from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
-from study.report.records.sweep_notes import LARGEST, matmul_tflops, noted_searches, planned_cell
+from study.report.records.sweep_notes import matmul_tflops, noted_searches, planned_cell
+from study.spec.checks import LARGEST
 from study.spec.config import RunConfig, inner_type, resolved
 from study.spec.strategies import read_strategy
 from study.virtual.summary import MOMENTS
@@ -76,7 +77,8 @@ RUN_COLUMNS: dict[str, str] = {
     # What profile.json says, as JSON; nothing where no step was profiled.
     "profile": "str",
     **dict.fromkeys(_FLOORS, "float64"),
-    **dict.fromkeys(("cpu", "devices", "driver", "git_commit"), "str"),
+    **dict.fromkeys(("cpu", "devices", "driver", "git_commit", "code_sha256", "study_version"), "str"),
+    "git_dirty": "boolean",
     **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
     "host_memory_gib": "float64",
     # The speed of plain matrix products in the run's precision on this box, measured when the sweep began.
@@ -84,7 +86,10 @@ RUN_COLUMNS: dict[str, str] = {
     **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
 }
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
-LATER_COLUMNS = frozenset({*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops"})
+LATER_COLUMNS = frozenset(
+    {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
+     "study_version", "git_dirty"}
+)  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
@@ -193,12 +198,14 @@ def _precision(engine: dict[str, Any]) -> str:
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     if not environment:
         return {}
-    copied = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit")
+    copied = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty",
+              "code_sha256")  # fmt: skip
     packages = environment.get("packages", {})
     return {
         **{key: environment.get(key) for key in copied},
         "devices": json.dumps([device["name"] for device in environment.get("devices", [])]),
         **{f"{name}_version": packages.get(name) for name in ("accelerate", "transformers")},
+        "study_version": packages.get("zero-study"),
     }
 
 

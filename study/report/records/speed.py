@@ -7,7 +7,7 @@ import pandas as pd
 from study.record.schema import STATE_PLACES
 from study.report.records.arms import NAN, arms
 from study.report.records.fairness import baseline_arm
-from study.report.records.statistics import paired_ratio
+from study.report.records.statistics import differences
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,22 +23,27 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
 
     `place` is where it stands among the values of the column: the batch, or millions of parameters.
     """
-    rows = []
+    rows, judged = [], {}
     for arm in arms(runs_with_several(runs, column)):
         first = arm.runs.iloc[0]
         beside = arm.beside[arm.beside["world_size"] == first["world_size"]]
         baseline = baseline_arm(beside)
         if baseline is None or not len(arm.ended) or beside["arm"].nunique() < 2:
             continue
-        ratio = paired_ratio(beside, "tokens_per_s", arm.name, baseline).center
+        family = first["workload_key"], first["world_size"]
+        if family not in judged:
+            judged[family] = differences(beside, "tokens_per_s", ((name, baseline) for name in beside["arm"].unique()))
+        difference = judged[family][arm.name, baseline]
         by_model = column == "model_name_or_path"
         rows.append({
             "subject": f"{first['task'] if by_model else first['model_name_or_path']} on {first['world_size']} ranks",
             "place": parameters(arm.beside) / 1e6 if by_model else float(first[column]),
-            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline, "percent": 100 * ratio,
+            "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
+            "percent": 100 * difference.ratio.center, "told_apart": difference.is_told_apart,
+            "points": tuple(100 * ratio for ratio in difference.ratio.points),
             "note": "; ".join(dict.fromkeys(text for text in arm.ended["confounded"] if text)),
         })  # fmt: skip
-    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "note"]
+    columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "told_apart", "points", "note"]
     speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
     return speed[speed.groupby("subject")["place"].transform("nunique") > 1]
 

@@ -12,11 +12,11 @@ from typing import Any
 from study.errors import UserError
 from study.record.directory import read_json
 from study.record.schema import RecordError
+from study.spec.checks import LARGEST
 from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.suite_file import SearchAxis
 
-LARGEST = 2**53
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 

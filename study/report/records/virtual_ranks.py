@@ -17,6 +17,7 @@ import pandas as pd
 
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
+from study.report.records.statistics import percent
 from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
@@ -164,5 +165,5 @@ def made_by(summary: Summary) -> dict[str, str]:
     first, second = fit["depths"]
     return {
         "Made by": f"layers {first}, {second} of {fit['layers']}",
-        "Line off by": f"{fit['largest_residual_of_state']:.0e} at {fit['checked_at_depth']}",
+        "Line off by": f"{percent(fit['largest_residual_of_state'])} at {fit['checked_at_depth']}",
     }

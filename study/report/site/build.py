@@ -20,6 +20,7 @@ from markupsafe import Markup
 from study.errors import UserError
 from study.report.questions import QUESTIONS, answers
 from study.report.questions.question import Answer, Question
+from study.report.questions.time import noise_fact
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
 from study.report.site import page
 from study.report.site.execute import NotebookFailed, execute
@@ -135,6 +136,7 @@ def _facts(records: Records) -> list[str]:
         *(f"torch {version}" for version in _few(runs["torch_version"])),
         *(f"DeepSpeed {version}" for version in _few(runs["deepspeed_version"])),
         days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+        *noise_fact(records),
     ]
 
 

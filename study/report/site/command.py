@@ -8,6 +8,7 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.host.box import this_box
+from study.host.folders import folder_argument
 from study.spec.strategies import REPOSITORY
 from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
@@ -18,10 +19,12 @@ REPORTS = "reports"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where records are kept")
+    parser.add_argument(
+        "--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept"
+    )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=folder_argument,
         metavar="DIR",
         help="where the report goes; your own files there stay; reports/SUITE by default",
     )
@@ -73,7 +76,7 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     try:
         read = read_suite(find_suite(suite))
     except UserError:
-        if Path(suite).name == suite and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
+        if Path(suite).name == suite != ".." and any((folder / suite).is_dir() for folder in (runs_dir, Path(REPORTS))):
             return suite, None
         raise
     return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +34,14 @@ class ThisInterpreter(AsyncKernelManager):
     def kernel_spec(self) -> KernelSpec:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
                    "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
-        return KernelSpec(argv=command, language="python", display_name="Python 3", env={"PYTHONHASHSEED": "0"})
+        environment = {"PYTHONHASHSEED": "0", "IPYTHONDIR": _no_profile().name}
+        return KernelSpec(argv=command, language="python", display_name="Python 3", env=environment)
+
+
+@functools.cache
+def _no_profile() -> tempfile.TemporaryDirectory[str]:
+    """A user's own would run its start-up files in every notebook, and may be where nothing can be written."""
+    return tempfile.TemporaryDirectory(prefix="zero-study-ipython-")
 
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:

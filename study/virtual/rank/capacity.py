@@ -11,7 +11,7 @@ from typing import Any
 from study.errors import CannotBeHeld
 from study.host.memory import GIB, host_memory, locked_bytes
 from study.models.architecture import Shape, shape_of
-from study.models.presets import find_preset
+from study.models.presets import LARGEST_LAYERS, find_preset
 from study.spec.config import RunConfig
 from study.spec.overrides import override
 from study.spec.strategies import Launch, Strategy
@@ -50,7 +50,7 @@ def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: b
     shallow = [shape_of(dataclasses.replace(config, model_name_or_path=name)) for name in names]
     first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
     # Where every layer goes to the GPU, what the host needs is the same at any depth.
-    return max(0, 1 + int((available - first) // (second - first))) if second > first else 0
+    return min(LARGEST_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
 
 
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:

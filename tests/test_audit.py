@@ -1,0 +1,56 @@
+"""What the live engine is read to do is in the record, and two engines that differ do not read alike."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+
+from engines import ROOT
+from forked import fork_ranks
+from runs import FLAGS, RunFactory
+from study.record.directory import read_run
+
+GPT = ("--task", "gpt-wikitext")
+
+
+def test_fsdp2_that_keeps_gathered_weights_does_not_read_like_the_shipped_one(
+    run_of: RunFactory, tmp_path: Path
+) -> None:
+    document = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
+    document["fsdp_config"] |= {"fsdp_reshard_after_forward": False, "fsdp_activation_checkpointing": True}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(document))
+    own = os.path.relpath(tmp_path / "own", ROOT / "accelerate_configs")
+    result = fork_ranks(own, "study/train.py", *GPT, *FLAGS, "--output_dir", str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr[-2000:]
+    told = [
+        {key: value for key, value in run.engine.items() if key.startswith("fsdp_")}
+        for run in (run_of("fsdp2", *GPT), read_run(tmp_path / "run"))
+    ]
+    as_shipped = {
+        "fsdp_groups": 4, "fsdp_resharded_groups": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": False,
+        "fsdp_activation_checkpointing": False,
+    }  # fmt: skip
+    changed = {
+        "fsdp_resharded_groups": 0,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_activation_checkpointing": True,
+    }
+    assert told == [as_shipped, as_shipped | changed]
+
+
+def test_the_zero_settings_that_change_traffic_are_read_back(run_of: RunFactory) -> None:
+    buckets = run_of("zero1", *GPT).engine["buckets"]
+    assert buckets["use_multi_rank_bucket_allreduce"] is True
+    assert (buckets["zero_quantized_gradients"], buckets["zero_hpz_partition_size"]) == (False, 1)
+
+
+def test_one_rank_sends_nothing_whatever_its_engine_issues(run_of: RunFactory) -> None:
+    """DeepSpeed calls its collectives on a group of one as well."""
+    for strategy in ("zero1", "zero3"):
+        run = run_of(strategy, *GPT, ranks=1)
+        collectives = run.traffic["collectives"].values()
+        assert sum(one["calls"] for one in collectives) > 0
+        assert sum(one["wire_bytes_per_rank"] for one in collectives) == 0
+        assert any("shards nothing" in warning for warning in run.engine["warnings"])

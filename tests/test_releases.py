@@ -1,0 +1,71 @@
+"""Releases of Accelerate and DeepSpeed that were not shown to train as DDP does together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from engines import ROOT
+from forked import fork_ranks
+from runs import FLAGS
+from study.doctor.checks import versions
+from study.errors import Unsupported
+from study.host.releases import UNVERIFIED_VARIABLE, VERIFIED
+from study.record.directory import read_run
+from study.run.checks import checked
+from study.spec.config import RunConfig
+from study.spec.strategies import Launch, read_strategy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RUN = f"runpy.run_path({str(ROOT / 'study' / 'train.py')!r}, run_name='__main__')\n"
+
+
+@pytest.fixture
+def another_release(tmp_path) -> Path:
+    """A folder that makes the installed DeepSpeed call itself 0.19.0, for whoever has it first on its path."""
+    folder = tmp_path / "another" / "deepspeed-0.19.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.0\n")
+    return folder.parent
+
+
+def test_the_installation_admits_the_verified_pairs_alone():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {one.name: one for one in map(Requirement, project["optional-dependencies"]["train"])}
+    pins = {name: {f"=={version}" for version in several} for name, several in zip(
+        ("accelerate", "deepspeed"), zip(*VERIFIED, strict=True), strict=True
+    )}  # fmt: skip
+    assert all({str(wanted[name].specifier)} == allowed for name, allowed in pins.items())
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {f"accelerate=={VERIFIED[-1][0]}", f"deepspeed=={VERIFIED[-1][1]}"} <= set(constraints)
+
+
+def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_release, monkeypatch):
+    monkeypatch.syspath_prepend(another_release)
+    monkeypatch.delenv(UNVERIFIED_VARIABLE, raising=False)
+    with pytest.raises(Unsupported) as refusal:
+        checked("study", RunConfig(), Launch(read_strategy("zero1"), 1, 0, 0, 1), None)
+    assert refusal.value.problem.startswith("accelerate 1.15.0 with deepspeed 0.19.0 has not been shown")
+    assert "deepspeed==0.19.8" in refusal.value.fix
+    assert f"{UNVERIFIED_VARIABLE}=1" in refusal.value.fix
+    (check,) = [check for check in versions() if check.name == "pairing"]
+    assert check.state == "missing"
+    assert check.found.startswith("accelerate 1.15.0 with deepspeed 0.19.0; no run has shown")
+    assert "deepspeed==0.19.8" in check.fix
+
+
+def test_another_pair_runs_as_an_experiment_that_its_record_is_called(another_release, tmp_path, monkeypatch):
+    monkeypatch.setenv(UNVERIFIED_VARIABLE, "1")
+    script = tmp_path / "train.py"
+    script.write_text(f"import runpy, sys\nsys.path.insert(0, {str(another_release)!r})\n{RUN}")
+    result = fork_ranks("zero1", script, *FLAGS, "--max_steps", "2", "--output_dir", str(tmp_path / "run"), ranks=1)
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = "experiment: accelerate 1.15.0 with deepspeed 0.19.0, which has not been shown to train as DDP does"
+    assert said in read_run(tmp_path / "run").engine["warnings"]
