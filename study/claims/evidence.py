@@ -86,6 +86,20 @@ class Evidence:
         names = tuple(f"{report}/{run}" for run in both["run"])
         return Figure(ratio.center, ratio.low, ratio.high, ratio.n, names, _box(both))
 
+    def gradient_norms(self, report: str, task: str, strategy: str, over: str) -> Figure:
+        """How far apart two strategies' norms are where they differ most, as a share, step by step and seed by seed."""
+        both = self.pair(report, task, strategy, over, "confounded_loss").drop_duplicates(["seed", "strategy"])
+        steps = self.records(report).steps
+        norms = both[["run", "seed", "strategy"]].merge(
+            steps[["run", "step", "grad_norm"]].astype({"run": str}), on="run"
+        )
+        table = norms.pivot(index=["seed", "step"], columns="strategy", values="grad_norm").dropna()
+        if table.empty:
+            raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
+        apart = float((table[strategy] / table[over] - 1).abs().max())
+        pairs = table.index.get_level_values("seed").nunique()
+        return Figure(apart, n=pairs, records=tuple(f"{report}/{run}" for run in both["run"]), note=_box(both))
+
     def counted(self, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str) -> Figure:
         """The ratio of two sizes that were counted and not timed, with the extremes of all runs as its interval."""
         both = self.pair(report, task, strategy, over)

@@ -179,6 +179,12 @@ def paired(
 
 
 @form("measured")
+def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str) -> Figure:
+    """How far apart they are at the step where they differ most, as a share."""
+    return evidence.gradient_norms(report, task, strategy, over)
+
+
+@form("measured")
 def counted(
     evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str = "",
     times: float = 1,

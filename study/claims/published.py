@@ -92,7 +92,10 @@ def read_table(file: Path) -> list[Row]:
         cells = [(place, row) for place, row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
     else:
         reader = csv.reader(text.splitlines())
-        cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        try:
+            cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        except csv.Error as error:
+            raise UserError(f"{file}:{reader.line_num}: not CSV ({error})", "fix the row") from None
     if len(cells) < 2:
         raise UserError(f"{file} holds no table", "write a line of column names, and a row for each training")
     columns = _columns(cells[0][1], f"{file}:{cells[0][0]}")
@@ -112,8 +115,8 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
     if len(cells) <= max(columns.values()):
         raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
     said = {key: cells[column].strip() for key, column in columns.items()}
-    gpus = re.match(r"\d+", said["gpus"])
-    gb = re.search(r"(\d[\d,]*)(?:\.(\d+))?", said["gb"])
+    gpus = re.match(r"\d{1,9}(?!\d)", said["gpus"])
+    gb = re.search(r"(?<![\d,])(\d[\d,]{0,15})(?![\d,])(?:\.(\d+))?", said["gb"])
     if gpus is None or int(gpus[0]) < 1:
         raise UserError(f"{place}: {said['gpus']!r} is no number of GPUs", "write one from 1 up")
     if gb is None:
@@ -129,7 +132,7 @@ def _parameters(text: str, place: str) -> float:
     preset = find_preset(text)
     if preset is not None:
         return float(sizes_of(preset.model_type, preset.architecture).parameters)
-    size = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
+    size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
     if size is None or not float(size[1]):
         raise UserError(f"{place}: {text!r} names no size", "write a preset of this study, or parameters such as 13B")
     return float(size[1]) * _UNITS[size[2].lower()]
