@@ -201,7 +201,9 @@ def checks(text: str) -> str:
         (checks("form: state_gb, parameters_b: 1, strategy: zero4, gpus: 8, at_most: 1"), 11, "zero4"),
         (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8.5, at_most: 1"), 11, "whole number"),
         (checks("form: missing, needs: more, at_most: 1"), 11, "judges no figure"),
-        (minimal().replace("contradictions: []", "contradictions: [{claims: [S0-02], why: so}]"), 13, "S0-02"),
+        (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 13, "S0-02"),
+        (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 13, "the sides"),
+        (minimal(settle=""), 5, "settle is missing"),
         (minimal() + "claims: []\n", 14, "claims is there twice"),
     ],
 )
@@ -390,6 +392,19 @@ def test_the_ledger_says_claims_in_its_own_words() -> None:
     claims = read_ledger().claims
     assert len({claim.says for claim in claims}) == len(claims)
     assert all(claim.says.endswith(".") and len(claim.says) < 300 for claim in claims)
+
+
+def test_contradictions_name_the_other_side_alone(made: Board) -> None:
+    assert [ids for ids, _ in made.contradictions_of("Z0-04")] == ["S0-07"]
+    assert [ids for ids, _ in made.contradictions_of("S0-07")] == ["Z0-04, Z0-05"]
+    assert [ids for ids, _ in made.contradictions_of("S1-06")] == ["S0-11", "itself"]
+
+
+def test_a_virtual_rank_that_was_measured_whole_rests_on_one_run(made: Board) -> None:
+    whole, line = of(made, "Z0-06").findings[2].figure, of(made, "Z0-06").findings[0].figure
+    assert whole is not None
+    assert line is not None
+    assert (whole.n, line.n) == (1, 3)
 
 
 def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:

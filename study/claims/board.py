@@ -103,9 +103,9 @@ class Board:
     def contradictions_of(self, claim: str) -> list[tuple[str, str]]:
         """Each with the other claims' ids, or `itself`, and why."""
         return [
-            (", ".join(other for other in each.claims if other != claim) or "itself", each.why)
+            (", ".join(each.others(claim)) or "itself", each.why)
             for each in self.ledger.contradictions
-            if claim in each.claims
+            if any(claim in side for side in each.between)
         ]
 
     def document(self) -> dict[str, Any]:

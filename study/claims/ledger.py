@@ -95,7 +95,7 @@ class Claim:
     checks: tuple[Check, ...]
     # Why nothing here can, and what would.
     untestable: str
-    settle: Settle
+    settle: Settle | None
 
     @property
     def document(self) -> str:
@@ -104,10 +104,13 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Contradiction:
-    """Claims that cannot all be true; one alone contradicts itself."""
+    """Sides of claims that cannot both be true; one claim alone contradicts itself."""
 
-    claims: tuple[str, ...]
+    between: tuple[tuple[str, ...], ...]
     why: str
+
+    def others(self, claim: str) -> list[str]:
+        return [other for side in self.between if claim not in side for other in side]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +138,13 @@ def read_ledger(file: Path = LEDGER) -> Ledger:
             raise each.refusal("id", f"{claim.id} is there twice", "number it anew")
         claims[claim.id] = claim
     contradictions = []
-    for each in _list(top, "contradictions", {"claims", "why"}):
-        ids = each["claims"] if isinstance(each.get("claims"), list) else []
-        if not ids or not set(ids) <= claims.keys():
-            raise each.refusal("claims", f"is {each.get('claims')!r}", "list ids of claims that are here")
-        contradictions.append(Contradiction(tuple(ids), _text(each, "why")))
+    for each in _list(top, "contradictions", {"between", "why"}):
+        sides = each.get("between")
+        if not isinstance(sides, list) or not all(isinstance(side, list) and side for side in sides):
+            raise each.refusal("between", f"is {sides!r}", "list the sides, each a list of ids")
+        if not sides or not {claim for side in sides for claim in side} <= claims.keys():
+            raise each.refusal("between", f"is {sides!r}", "list ids of claims that are here")
+        contradictions.append(Contradiction(tuple(map(tuple, sides)), _text(each, "why")))
     return Ledger(documents, tuple(claims.values()), tuple(contradictions))
 
 
@@ -155,14 +160,18 @@ def _claim(section: Section, known: set[str]) -> Claim:
     untestable = _text(section, "untestable") if "untestable" in section else ""
     if not checks and not untestable:
         raise section.refusal("checks", "are none", "add one (form: missing says what it needs), or untestable: why")
-    settle = _fields(section.get("settle"), section.place_of("settle"), {"command", "minutes", "box"})
+    settle = None
+    if "settle" in section or not untestable:
+        section.need("settle")
+        said = _fields(section["settle"], section.place_of("settle"), {"command", "minutes", "box"})
+        settle = Settle(_text(said, "command"), _number(said, "minutes"), _text(said, "box"))
     name = _text(section, "id")
     if not _ID.fullmatch(name):
         raise section.refusal("id", f"is {name!r}", "write it as S0-01")
     return Claim(
         id=name, place=_text(section, "place"), says=_text(section, "says"), holds_if=_text(section, "holds_if"),
         falls_if=_text(section, "falls_if"), evidence=tuple(kinds), checks=checks, untestable=untestable,
-        settle=Settle(_text(settle, "command"), _number(settle, "minutes"), _text(settle, "box")),
+        settle=settle,
     )  # fmt: skip
 
 

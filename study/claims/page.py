@@ -71,8 +71,8 @@ def _claim(judged: Judged, made: Board) -> str:
             more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
             lines.append(f"  Rests on `{runs[0]}`{more}.")
     lines += [f"- Contradicts {ids}: {why}" for ids, why in made.contradictions_of(claim.id)]
-    settle = claim.settle
-    lines.append(f"- Would say more: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
+    if settle := claim.settle:
+        lines.append(f"- Would say more: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
     return "\n".join(lines) + "\n"
 
 
