@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 
 from engines import ROOT
@@ -38,6 +40,18 @@ def test_fsdp2_that_keeps_gathered_weights_does_not_read_like_the_shipped_one(
         "fsdp_activation_checkpointing": True,
     }
     assert told == [as_shipped, as_shipped | changed]
+
+
+def test_fsdp2_offload_without_a_gpu_is_refused_and_not_a_traceback(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to offload from")
+    document = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
+    document["fsdp_config"] |= {"fsdp_offload_params": True}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(document))
+    own = os.path.relpath(tmp_path / "own", ROOT / "accelerate_configs")
+    result = fork_ranks(own, "study/train.py", *GPT, *FLAGS, "--output_dir", str(tmp_path / "run"), ranks=1)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
+    assert "fsdp_offload_params" in result.stderr
 
 
 def test_the_zero_settings_that_change_traffic_are_read_back(run_of: RunFactory) -> None:

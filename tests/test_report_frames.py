@@ -184,6 +184,22 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
         read_parquet(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [("arm", None), ("run", None), ("status_state", None), ("sealed", None), ("world_size", None), ("precision", None),
+     ("confounded", None), ("collectives", "{"), ("collectives", "3"), ("warnings", "["), ("devices", "x")],
+)  # fmt: skip
+def test_parquet_with_a_cell_that_no_record_gives_is_refused(
+    column: str, cell: str | None, runs: Path, tmp_path: Path
+) -> None:
+    records = read_records(runs)
+    changed = records.runs.copy()
+    changed.loc[changed["strategy"] == "ddp", column] = cell
+    write_parquet(dataclasses.replace(records, runs=changed.astype(records.runs.dtypes.to_dict())), tmp_path)
+    with pytest.raises(UserError, match=rf"has cells that no record gives \({column}\)"):
+        read_parquet(tmp_path)
+
+
 @pytest.mark.parametrize("name", [RUNS_FILE, STEPS_FILE])
 def test_parquet_with_a_row_twice_is_refused(name: str, runs: Path, tmp_path: Path) -> None:
     """Two rows of one run would be two repeats, and their interval a false one."""

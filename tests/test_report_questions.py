@@ -191,6 +191,39 @@ def test_advice_is_the_set_that_is_not_told_apart_from_the_fastest(seeds: dict[s
     assert line["Seeds to tell 5 % apart"].isdigit()
 
 
+def test_arms_with_three_seeds_are_judged_in_a_study_where_others_have_one(tmp_path: Path) -> None:
+    """As the laptop suite is: `single` would leave the other seeds without a partner."""
+    for strategy in ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2"):
+        write_run(tmp_path, strategy, seed=42)
+    for seed in (43, 44):
+        for strategy in ("ddp", "zero0", "zero1", "zero2", "zero3"):
+            write_run(tmp_path, strategy, seed=seed)
+    for repeat in (2, 3):
+        write_run(tmp_path, "ddp", seed=42, repeat=repeat)
+    records = read_records(tmp_path)
+    assert set(records.runs["confounded"]) == {""}
+    assert set(records.runs["baseline"].str.split("-2x-").str[0]) == {"gpt-wikitext-gpt-tiny-ddp"}
+    found = said(tmp_path)
+    assert re.fullmatch(
+        r"A step with sharded state takes 1\.[01]\d to 1\.[45]\d times as long as one of `ddp`; 1 of 4 arms are not"
+        r" told apart from noise\.", found["time"].sentence,
+    ), found["time"].sentence  # fmt: skip
+    assert row(found["time"].table, "fsdp2")["x ddp"].startswith("~ ")
+    assert "Fewer than three seeds, so not judged: `single`, `zero3_cpu` and `fsdp2`." in notes(found["advice"])
+    (line,) = found["loss"].table.to_dict("records")
+    assert (line["Same loss"], line["Equivalent"]) == ("7 of 7", "4 of 4")
+
+
+def test_an_arm_that_ran_once_is_not_judged_and_hinders_no_advice(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        for strategy, factor in (("ddp", 1.0), ("zero2", 2.0)):
+            write_run(tmp_path, strategy, seed=seed, time_factor=factor)
+    write_run(tmp_path, "zero0", seed=1, time_factor=0.5)
+    advice = said(tmp_path)["advice"]
+    assert advice.sentence == "`ddp` is the fastest."
+    assert "Fewer than three seeds, so not judged: `zero0`." in notes(advice)
+
+
 def test_an_arm_that_is_faster_beyond_noise_is_the_advice(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         for strategy, factor in (("ddp", 1.0), ("zero2", 0.4), ("zero3", 1.0)):
@@ -218,6 +251,19 @@ def test_noise_stands_on_the_first_screen(tmp_path: Path, monkeypatch: pytest.Mo
             write_run(tmp_path / "runs", strategy, seed=seed)
     build(read_records(tmp_path / "runs"), "mine", tmp_path / "report")
     assert "Like runs differ by" in (tmp_path / "report" / "index.html").read_text().partition("</header>")[0]
+
+
+def test_without_a_gpu_the_host_frees_nothing(tmp_path: Path) -> None:
+    """Its memory stands in for the device's. A drive takes the optimizer's 12 of 20 bytes per parameter."""
+    for strategy in ("zero3", "zero3_cpu", "zero3_nvme_optimizer"):
+        write_run(tmp_path, strategy, gpu=False)
+    offload = said(tmp_path)["offload"]
+    assert row(offload.table, "zero3_cpu")["Freed"] == "0.00 %"
+    assert row(offload.table, "zero3_nvme_optimizer")["Freed"] == "60 %"
+    assert offload.sentence == (
+        "Without a GPU the host frees nothing, a drive takes 60 % of the model state out of memory, and offload has a"
+        " cost in time not told apart from noise."
+    )
 
 
 def test_losses_under_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None:

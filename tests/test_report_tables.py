@@ -171,6 +171,24 @@ def test_a_larger_batch_pays_traffic_back_per_token(tmp_path: Path) -> None:
     assert table["Throughput, x baseline"].tolist()[1].startswith("0.6")
 
 
+def test_a_repeat_does_not_move_the_middle_of_a_loss(tmp_path: Path) -> None:
+    """It computes the loss of its seed again, and counted twice."""
+    for strategy in ("ddp", "zero2"):
+        for seed in (42, 43):
+            write_run(tmp_path, strategy, seed=seed)
+    write_run(tmp_path, "ddp", seed=42, repeat=2)
+    records = read_records(tmp_path)
+    for name, column in (("summary", "Eval loss"), ("loss", "Train loss, last"), ("loss", "Perplexity")):
+        table = TABLES[name](records)
+        assert row(table, "ddp")[column] == pytest.approx(row(table, "zero2")[column], rel=1e-5)
+
+
+def test_payload_stands_beside_bytes_on_the_wire_in_the_table_of_traffic_alone(records: Records) -> None:
+    headings = {name: " ".join(map(str, table(records).columns)) for name, table in TABLES.items()}
+    assert [name for name, text in headings.items() if "Payload" in text] == ["traffic"]
+    assert "Sent per step, MiB" in headings["traffic"]
+
+
 def test_models_are_ordered_by_their_parameters(tmp_path: Path) -> None:
     for model in ("gpt2", "gpt-tiny"):
         for strategy in ("single", "zero2"):

@@ -204,6 +204,10 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
             "Which is": "bert-large-uncased at 8",
         }
     ]
+    # A setting that moves no state would be one more case that agrees.
+    changed = row(blank, "zero2", 8, setting="overlap_comm=true", model_name_or_path="bert-large-uncased")
+    two = told(table1_question.answer(together(other.runs, changed)))
+    assert two.sentence.startswith("What the paper says: 1 of 1 cases are within 1 %")
 
 
 def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:

@@ -157,6 +157,8 @@ def test_a_state_of_which_a_part_is_no_line_has_no_sum_and_shows_none() -> None:
     found = line(at_depth(2), at_depth(3), at_depth(4, state_bytes_per_rank=bent))
     assert found.state_bytes_per_rank["params"]["device"] is None
     assert found.state_bytes_total is None
+    # How far it is off its line is of nothing that is shown.
+    assert how(found).largest_residual_of_state < 1e-9
     lines = list(describe(found))
     assert "  model state  ?" in lines
     assert "    params     ? on device" in lines

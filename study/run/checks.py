@@ -148,9 +148,12 @@ def check_request(config: RunConfig, launch: Launch) -> None:
 
     strategy = launch.strategy
     on_gpu = torch.cuda.is_available()
-    if config.precision.startswith("fp16") and not on_gpu and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    has_fp16 = on_gpu or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if config.precision.startswith("fp16") and not has_fp16:
         raise Unsupported(f"--precision {config.precision}: this processor has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
+    if not on_gpu and (strategy.own_settings or {}).get("fsdp_offload_params"):
+        raise Unsupported("fsdp_offload_params offloads from a GPU, and none is visible", "leave it out")
     has_bf16 = not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision in ("bf16", "bf16-engine") and not has_bf16:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
@@ -192,7 +195,8 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     """For all ranks of this box."""
     from study.models.architecture import shape_of
 
-    parameters, state = shape_of(config).parameters, state_bytes(launch.strategy, config.precision, launch.world_size)
+    parameters = shape_of(config).parameters
+    state = state_bytes(launch.strategy.overridden(config), config.precision, launch.world_size)
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)

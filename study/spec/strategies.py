@@ -20,6 +20,7 @@ import yaml
 from study.errors import UserError
 from study.spec.config import RunConfig
 from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, name_of
+from study.spec.overrides import override
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
@@ -52,6 +53,12 @@ class Strategy:
         section = self.deepspeed["zero_optimization"].get(f"offload_{what}") if self.deepspeed else None
         device = section["device"] if section else "none"
         return None if device == "none" else device
+
+    def overridden(self, config: RunConfig) -> Strategy:
+        """With the settings that a run asks for instead of the file's."""
+        if self.deepspeed is None:
+            return self
+        return dataclasses.replace(self, deepspeed=override(self.deepspeed, config.engine_override))
 
     @property
     def uses_nvme(self) -> bool:

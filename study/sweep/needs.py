@@ -6,7 +6,6 @@ import dataclasses
 
 from study.launch.cell import Cell
 from study.models.presets import find_preset
-from study.spec.overrides import override
 from study.spec.strategies import read_strategy
 from study.theory.memory import activation_bytes, least_device_bytes, sizes_of, state_bytes
 
@@ -32,9 +31,7 @@ def needs_of(cell: Cell) -> Needs | None:
     if preset is None:
         return None
     sizes, plan = sizes_of(preset.model_type, preset.architecture), config.batch_plan(cell.ranks)
-    strategy = read_strategy(cell.strategy)
-    if strategy.deepspeed is not None:
-        strategy = dataclasses.replace(strategy, deepspeed=override(strategy.deepspeed, config.engine_override))
+    strategy = read_strategy(cell.strategy).overridden(config)
     state = state_bytes(strategy, config.precision, cell.ranks)
     activations = activation_bytes(
         sizes, plan.per_device_train_batch_size, config.seq_length, config.precision, config.gradient_checkpointing

@@ -15,7 +15,7 @@ from study.report.questions.question import Answer, Question
 from study.report.questions.time import STEP, step_s
 from study.report.records.arms import Arm, fast_memory, has_no_gpu, state_mib
 from study.report.records.frames import Records, real
-from study.report.records.statistics import NOT_TOLD_APART, differences, noise, seeds_needed
+from study.report.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, differences, noise, seeds_needed
 
 _NOT_JUDGED = "not judged"
 
@@ -24,16 +24,19 @@ def answer(records: Records) -> Answer | None:
     runs = real(records).runs
     # A profiled run tells where time goes; nobody should train so.
     found = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
-    rows, best = [], []
+    rows, best, unjudged = [], [], []
     for workload, of_it in found.items():
         timed = [arm for arm in of_it if arm.is_fair() and not math.isnan(step_s(arm))]
         if timed:
             fastest = _fastest(timed)
             best += [fastest] if fastest else []
+            unjudged += [arm.name for arm in timed if fastest and not _has_enough_seeds(arm)]
             rows.append({"Workload": workload, **_figures(timed, fastest)})
     if not rows:
         return None
     notes = ["For this model, batch and length; one that does not fit may turn the order around."]
+    if unjudged:
+        notes.append(f"Fewer than three seeds, so not judged: {names(unjudged)}.")
     arms = [arm for of_it in found.values() for arm in of_it]
     if any(has_no_gpu(arm.beside) for arm in arms):
         notes.append("There is no GPU on this box: what a stage costs or saves on one is not known from these records.")
@@ -54,17 +57,21 @@ def _sentence(best: Sequence[Sequence[str]], workloads_timed: int) -> str:
 
 
 def _fastest(timed: Sequence[Arm]) -> list[str]:
-    """The fastest and all that are not told apart from it; nothing where it has too few seeds to say.
+    """The fastest and all that are not told apart from it, of those with enough seeds to say.
 
     Any arm may turn out the fastest, so every two arms are one family.
     """
-    ranked = [arm.name for arm in sorted(timed, key=step_s)]
-    found = differences(timed[0].beside, STEP, itertools.combinations(ranked, 2))
-    beside_first = {name: found[ranked[0], name] for name in ranked[1:]}
-    if all(difference.p is None for difference in beside_first.values()):
+    judged = [arm for arm in timed if _has_enough_seeds(arm)]
+    if len(judged) < 2:
         return []
-    slower = {name for name, difference in beside_first.items() if difference.is_told_apart}
-    return [arm.name for arm in timed if arm.name not in slower]
+    ranked = [arm.name for arm in sorted(judged, key=step_s)]
+    found = differences(timed[0].beside, STEP, itertools.combinations(ranked, 2))
+    slower = {name for name in ranked[1:] if found[ranked[0], name].is_told_apart}
+    return [arm.name for arm in judged if arm.name not in slower]
+
+
+def _has_enough_seeds(arm: Arm) -> bool:
+    return arm.middle(STEP).n >= SMALLEST_SAMPLE
 
 
 def _figures(timed: Sequence[Arm], fastest: Sequence[str]) -> dict[str, object]:

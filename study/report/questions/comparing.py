@@ -11,7 +11,15 @@ from study.report.questions.cells import NOT_MEASURED, cell_text, known, names
 from study.report.questions.question import Answer
 from study.report.records.arms import Arm, Row, arms, comparable, frame, one_value
 from study.report.records.frames import Records, real
-from study.report.records.statistics import NOT_TOLD_APART, Difference, by_seed, differences, noise, percent
+from study.report.records.statistics import (
+    NOT_TOLD_APART,
+    SMALLEST_SAMPLE,
+    Difference,
+    by_seed,
+    differences,
+    noise,
+    percent,
+)
 from study.report.records.workloads import BASELINES, strategy_order
 
 # So many workloads stand side by side on the first screen, and so many notes below them.
@@ -174,11 +182,15 @@ def noise_notes(found: Workloads, figure: str) -> tuple[str, ...]:
 
 def noise_words(of_it: Sequence[Arm], figure: str) -> str:
     runs = of_it[0].beside
-    floor, samples = noise(runs, figure), len(by_seed(runs, figure))
+    floor, seeds = noise(runs, figure), by_seed(runs, figure).count()
     if floor is None:
         return "One run of each arm: how far like runs differ is not known, so no difference in time is named."
     words = f"Like runs differ by {percent(floor.share)} (standard deviation, {floor.df} degrees of freedom)."
-    smallest = floor.resolves(samples, sum(arm.is_fair() for arm in of_it) - 1)
+    samples, tested = (
+        int(seeds.max()),
+        sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in of_it),
+    )
+    smallest = floor.resolves(samples, tested - 1)
     if smallest is None:
         return f"{words} Fewer than three seeds tell no arms apart."
     return f"{words} With {samples} seeds a difference below {percent(smallest)} is missed more often than not."

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from study.report.records.workloads import strategy_order
+from study.report.records.workloads import BASELINES, strategy_order
 
 # Classes that are AdamW when their settings say so; any other class is other mathematics.
 _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
@@ -82,10 +83,18 @@ def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
     ended = [row for row in group if row["status_state"] == "ok"]
     if not ended:
         return {}
-    # A plain arm first: one with another trainer or an override is a variant.
+    seeds: defaultdict[str, set[Any]] = defaultdict(set)
+    for row in ended:
+        seeds[row["arm"]].add(row["seed"])
+    # A plain arm first: one with another trainer or an override is a variant. Then plain training, and of it what ran
+    # with most seeds: the others of a seed that it lacks would have no partner.
     best = min(
-        ended, key=lambda row: (", " in row["arm"], strategy_order(row["strategy"]), row["world_size"], row["arm"])
-    )
+        ended,
+        key=lambda row: (
+            ", " in row["arm"], row["strategy"] not in BASELINES, -len(seeds[row["arm"]]),
+            strategy_order(row["strategy"]), row["world_size"], row["arm"],
+        ),
+    )  # fmt: skip
     chosen = [row for row in ended if row["arm"] == best["arm"]]
     chosen.sort(key=lambda row: (-1 if pd.isna(row["seed"]) else row["seed"], row["repeat"]))
     return {(row["seed"], row["repeat"]): row for row in chosen}

@@ -163,10 +163,34 @@ def read_parquet(folder: Path) -> Records:
         raise UserError(f"{file} says in no known way what was left out ({error})", _fix(file)) from None
     if not all(isinstance(reason, str) for reason in refused):
         raise UserError(f"{file} says in no known way what was left out", _fix(file))
+    if wrong := _broken(runs):
+        raise UserError(f"{file} has cells that no record gives ({', '.join(wrong)})", _fix(file))
     for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], folder / STEPS_FILE)):
         if len(twice := table.loc[table.duplicated(columns), "run"]):
             raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
     return Records(runs, steps, refused, remaining)
+
+
+# What every row has, what every row has whose run ended well, and what is JSON where it is there at all.
+_ALWAYS = ("run", "status_state", "sealed", "workload", "workload_key", "arm", "baseline", "confounded",
+           "confounded_loss", "notes", "repeat", "virtual")  # fmt: skip
+_OF_ENDED = ("strategy", "world_size", "precision", "task", "model_name_or_path", "steps")
+_JSON = ("searches", "engine_override", "optimizer_settings", "buckets", "warnings", "grads_by_moment", "buffers",
+         "collectives", "profile", "devices")  # fmt: skip
+
+
+def _broken(runs: pd.DataFrame) -> list[str]:
+    """Columns with a cell that was edited by hand, or lost."""
+    ended = runs[runs["status_state"] == "ok"]
+    lost = [key for key in _ALWAYS if runs[key].isna().any()] + [key for key in _OF_ENDED if ended[key].isna().any()]
+    return [*lost, *(key for key in _JSON if not all(map(_is_json, runs[key].dropna().unique())))]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), (dict, list))
+    except ValueError:
+        return False
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
