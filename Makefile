@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality readme bench clean
+.PHONY: install study test test-long quality readme claims bench clean
 
 install: .venv/installed
 
@@ -41,6 +41,10 @@ quality: install
 # The README's table from the records in reports/.
 readme: install
 	$(BIN)/python -m study.report.site.readme
+
+# docs/claims.md from the ledger and the records in reports/.
+claims: install
+	$(BIN)/python -m study.claims.page
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
@@ -34,6 +35,7 @@ COMMANDS = {
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
     "report": Command("build the report of a suite's records", report.add_arguments, report.run),
+    "claims": Command("what holds of the published claims", claims.add_arguments, claims.run),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 

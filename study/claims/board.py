@@ -1,0 +1,134 @@
+"""Every claim with its verdict, from the ledger and the committed records; as text and as a JSON document."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+from study.claims.evidence import Evidence
+from study.claims.ledger import Claim, Finding, Ledger, read_ledger
+from study.claims.verdicts import Answer, Part, Verdict, combine
+from study.spec.strategies import REPOSITORY
+
+REPORTS = REPOSITORY / "reports"
+_DECISIVE: dict[Verdict, tuple[Answer, ...]] = {
+    "supported": ("holds",), "contradicted": ("fails",), "partly": ("fails", "holds"),
+    "inside noise": ("inside noise",), "inconclusive": ("disputed", "not judged", "holds"),
+    "untestable": ("disputed", "holds"),
+}  # fmt: skip
+_SEVERAL: dict[Answer, str] = {
+    "holds": "hold", "fails": "fail", "inside noise": "inside noise", "disputed": "disputed",
+    "not judged": "not judged",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    claim: Claim
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+
+    @property
+    def leading(self) -> Finding | None:
+        """The first finding that the verdict comes from."""
+        for answer in _DECISIVE[self.verdict]:
+            for finding in self.findings:
+                if finding.answer == answer:
+                    return finding
+        return None
+
+    @property
+    def sentence(self) -> str:
+        if self.verdict == "untestable" and not (self.leading and self.leading.answer == "disputed"):
+            return self.claim.untestable
+        leading = self.leading
+        if leading is None:
+            return "No record here can judge it yet."
+        if self.verdict == "partly":
+            counts = Counter(finding.answer for finding in self.findings)
+            said = [f"{counts[answer]} {answer if counts[answer] == 1 else several}"
+                    for answer, several in _SEVERAL.items() if counts[answer]]  # fmt: skip
+            return f"Of {len(self.findings)} checks {', '.join(said)}. {leading.sentence}."
+        return f"{leading.sentence}."
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of evidence that has said something."""
+        return list(dict.fromkeys(each.kind for each in self.findings if each.answer != "not judged"))
+
+    def document(self) -> dict[str, Any]:
+        figure = self.leading.figure if self.leading else None
+        claim = dataclasses.asdict(self.claim)
+        del claim["checks"]
+        return {
+            **claim, "document": self.claim.document, "verdict": self.verdict, "sentence": self.sentence,
+            "rests_on": self.kinds, **_figure(self.leading),
+            "records": list(dict.fromkeys(run for each in self.findings if each.figure for run in each.figure.records)),
+            "checks": [
+                {"kind": each.kind, "answer": each.answer, "sentence": each.sentence, **_figure(each)}
+                for each in self.findings
+            ],
+            "n": figure.n if figure else None,
+        }  # fmt: skip
+
+
+def _figure(finding: Finding | None) -> dict[str, Any]:
+    figure = finding.figure if finding else None
+    interval = None if figure is None or figure.low is None else [figure.low, figure.high]
+    return {"figure": figure.value if figure else None, "unit": finding.unit if finding else "", "interval": interval}
+
+
+def judge(claim: Claim, evidence: Evidence) -> Judged:
+    findings = tuple(check.find(evidence) for check in claim.checks)
+    parts = [
+        Part(finding.answer, check.necessary, check.elsewhere)
+        for check, finding in zip(claim.checks, findings, strict=True)
+    ]
+    return Judged(claim, combine(parts, bool(claim.untestable)), findings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    ledger: Ledger
+    judged: tuple[Judged, ...]
+
+    def counts(self) -> list[tuple[str, Counter[str]]]:
+        """By document, then of all."""
+        codes = [each.code for each in self.ledger.documents]
+        rows = [(code, [one for one in self.judged if one.claim.document == code]) for code in codes]
+        return [(name, Counter(str(one.verdict) for one in of)) for name, of in [*rows, ("all", list(self.judged))]]
+
+    def contradictions_of(self, claim: str) -> list[tuple[str, str]]:
+        """Each with the other claims' ids, or `itself`, and why."""
+        return [
+            (", ".join(each.others(claim)) or "itself", each.why)
+            for each in self.ledger.contradictions
+            if any(claim in side for side in each.between)
+        ]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "counts": {name: dict(counts) for name, counts in self.counts()},
+            "claims": [
+                each.document()
+                | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.contradictions_of(each.claim.id)]}
+                for each in self.judged
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        verdicts = get_args(Verdict)
+        width = max(map(len, verdicts)) + 2
+        table = ["".join(["document".ljust(10), *(each.rjust(width) for each in verdicts), "claims".rjust(8)])]
+        for name, counts in self.counts():
+            cells = (str(counts[each] or "-").rjust(width) for each in verdicts)
+            table.append("".join([name.ljust(10), *cells, str(counts.total()).rjust(8)]))
+        return [*table, "", *(f"{one.claim.id}  {one.verdict.ljust(12)}  {one.sentence}" for one in self.judged)]
+
+
+def board(reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None) -> Board:
+    read = ledger or read_ledger()
+    found = evidence or Evidence(reports)
+    return Board(read, tuple(judge(claim, found) for claim in read.claims))

@@ -1,0 +1,233 @@
+"""The forms of checks: each makes one figure of a claim's own numbers, or of records. Ledger entries fill them in."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from study.claims.evidence import Evidence, virtual_bytes
+from study.claims.verdicts import Figure, Kind, NotJudged
+from study.report.records.virtual_ranks import AS_SHIPPED, Summary
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.theory.memory import StateBytes, state_bytes
+from study.theory.paper import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    PARAMETER_BYTES,
+    papers_state_bytes,
+    papers_traffic,
+)
+
+GB = 1e9
+MIXED = "bf16-engine"
+
+
+class Form(NamedTuple):
+    kind: Kind
+    figure: Callable[..., Figure]
+
+
+FORMS: dict[str, Form] = {}
+
+
+def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+    def register(figure: Callable[..., Figure]) -> Callable[..., Figure]:
+        FORMS[figure.__name__] = Form(kind, figure)
+        return figure
+
+    return register
+
+
+def held_bytes(strategy: str, ranks: int, precision: str = MIXED) -> StateBytes:
+    """Per parameter; by default 2 + 2 + 12 bytes, as mixed-precision Adam keeps them."""
+    return state_bytes(read_strategy(strategy), precision, ranks)
+
+
+@form("consistency")
+def stated(_: Evidence, *, value: float) -> Figure:
+    """A number that the document itself gives, or that can be counted in its listing."""
+    return Figure(value)
+
+
+@form("arithmetic")
+def ratio(_: Evidence, *, of: float, to: float) -> Figure:
+    return Figure(of / to)
+
+
+@form("arithmetic")
+def saving(_: Evidence, *, before: float, after: float) -> Figure:
+    """As a share."""
+    return Figure(1 - after / before)
+
+
+@form("arithmetic")
+def steps_per_hour(_: Evidence, *, tokens_per_s: float, gpus: int, batch: int, length: int) -> Figure:
+    """What a speed per GPU comes to with this batch."""
+    return Figure(3600 * tokens_per_s * gpus / (batch * length))
+
+
+@form("arithmetic")
+def tflops(_: Evidence, *, parameters_b: float, tokens_per_s: float) -> Figure:
+    """Six operations for each parameter and token."""
+    return Figure(6 * parameters_b * tokens_per_s / 1e3)
+
+
+@form("arithmetic")
+def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, precision: str = MIXED) -> Figure:
+    """Model state on one device."""
+    return Figure(parameters_b * held_bytes(strategy, gpus, precision).device)
+
+
+@form("arithmetic")
+def state_ratio(
+    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, precision: str = MIXED,
+    over_precision: str = MIXED,
+) -> Figure:  # fmt: skip
+    """Model state on one device, of two ways to train one model."""
+    return Figure(held_bytes(strategy, gpus, precision).device / held_bytes(over, over_gpus, over_precision).device)
+
+
+@form("arithmetic")
+def state_saved_gb(_: Evidence, *, parameters_b: float, strategy: str, over: str, gpus: int) -> Figure:
+    return Figure(parameters_b * (held_bytes(over, gpus).device - held_bytes(strategy, gpus).device))
+
+
+@form("arithmetic")
+def capacity_b(_: Evidence, *, device_gb: float, strategy: str, gpus: int) -> Figure:
+    """Billions of parameters whose model state alone fills the device: activations make it less."""
+    return Figure(device_gb / held_bytes(strategy, gpus).device)
+
+
+@form("arithmetic")
+def solved_bytes(
+    _: Evidence, *, parameters_b: float, gpus: int, stage0_gb: float, stage2_gb: float, stage3_gb: float, what: str
+) -> Figure:
+    """Three peaks are three equations: of weights, of gradients with optimizer, and of a rest that no stage splits.
+
+    `what` is `weights` or `sharded`, in bytes for each parameter, or `rest`, in GB.
+    """
+    kept = 1 - 1 / gpus
+    sharded, weights = (stage0_gb - stage2_gb) / kept, (stage2_gb - stage3_gb) / kept
+    solved = {"weights": weights / parameters_b, "sharded": sharded / parameters_b,
+              "rest": stage0_gb - weights - sharded}  # fmt: skip
+    return Figure(solved[what])
+
+
+@form("arithmetic")
+def shares_gb(_: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int) -> Figure:
+    """Three sizes, split as the stage says."""
+    first_split = ((optimizer_gb, 1), (grads_gb, 2), (params_gb, 3))
+    return Figure(sum(size / (gpus if stage >= least else 1) for size, least in first_split))
+
+
+@form("consistency")
+def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
+    """DeepSpeed's ZeRO keys that are in both strategies' files, and differ."""
+    mine, others = (dict((read_strategy(name).deepspeed or {})["zero_optimization"]) for name in (strategy, over))
+    changed = [key for key in mine.keys() & others.keys() if mine[key] != others[key]]
+    return Figure(len(changed), records=tuple(f"accelerate_configs/{name}.yaml" for name in (over, strategy)))
+
+
+@form("virtual")
+def virtual(
+    evidence: Evidence, *, report: str, model: str, strategy: str, ranks: int, figure: str, setting: str = AS_SHIPPED,
+    over: str = "", over_ranks: int = 0, over_figure: str = "",
+) -> Figure:  # fmt: skip
+    """A figure of one of N ranks, which had no others: GB, or calls; or as a multiple of another one.
+
+    `over` is a strategy, `paper` for the ZeRO paper's formula of the same stage, or `ddp` for its formula of plain
+    data parallelism, which no virtual rank here ran.
+    """
+    one = evidence.rank(report, model, strategy, ranks, setting)
+    value, records = _known(one, figure), evidence.runs_of(report, one)
+    if not (over or over_ranks or over_figure):
+        return Figure(value if figure == "calls" else value / GB, n=len(records), records=records)
+    below_figure, below_ranks = over_figure or figure, over_ranks or ranks
+    if over in ("paper", "ddp"):
+        stage = int(one["stage"]) if over == "paper" else 0
+        below = formula_bytes(float(one["model_parameters"]), below_figure, stage, below_ranks)
+    else:
+        other = evidence.rank(report, model, over or strategy, below_ranks, setting)
+        below, records = _known(other, below_figure), (*records, *evidence.runs_of(report, other))
+    return Figure(value / below, n=len(records), records=records)
+
+
+@form("virtual")
+def virtual_furthest(evidence: Evidence, *, report: str, model: str, parameters_b: float, ranks: str) -> Figure:
+    """How far the furthest cell is from the ZeRO paper, as a share; every stage at every one of these ranks counts."""
+    cells = [evidence.rank(report, model, f"zero{stage}", int(world), AS_SHIPPED)
+             for world in ranks.split() for stage in (1, 2, 3)]  # fmt: skip
+    off = [abs(_known(one, "state") / papers_state_bytes(GB * parameters_b, one["stage"], one["world_size"]) - 1)
+           for one in cells]  # fmt: skip
+    records = tuple(run for one in cells for run in evidence.runs_of(report, one))
+    return Figure(max(off), n=len(records), records=records)
+
+
+@form("measured")
+def paired(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, least_pairs: int
+) -> Figure:
+    """The ratio of a time or a loss of two strategies, seed by seed, with its interval."""
+    found = evidence.paired(report, task, strategy, over, figure)
+    n = found.n or 0
+    if found.low is None or n < least_pairs:
+        have = f"{report} has {n} of them" if n > 1 else f"{report} has one"
+        raise NotJudged(f"{least_pairs} pairs of {strategy} and {over} are needed, and {have}")
+    return found
+
+
+@form("measured")
+def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str) -> Figure:
+    """How far apart they are at the step where they differ most, as a share."""
+    return evidence.gradient_norms(report, task, strategy, over)
+
+
+@form("measured")
+def counted(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str = "",
+    times: float = 1,
+) -> Figure:  # fmt: skip
+    """The ratio of two sizes that live engines held or sent. `times` undoes a split over ranks."""
+    found = evidence.counted(report, task, strategy, over, figure, over_figure or figure)
+    assert found.low is not None
+    assert found.high is not None
+    return dataclasses.replace(found, value=times * found.value, low=times * found.low, high=times * found.high)
+
+
+@form("measured")
+def missing(_: Evidence, *, needs: str) -> Figure:
+    """A part of the claim that no record here can judge yet."""
+    raise NotJudged(f"no record here can judge it yet: it needs {needs}")
+
+
+def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
+    """The ZeRO paper's, in mixed precision."""
+    weights = parameters * PARAMETER_BYTES
+    if figure == "state":
+        return papers_state_bytes(parameters, stage, ranks)
+    if figure == "sent":
+        return weights * papers_traffic(stage, ranks)
+    whole, first_split = {
+        "params": (weights, 3),
+        "grads": (parameters * GRADIENT_BYTES, 2),
+        "optimizer": (parameters * OPTIMIZER_BYTES, 1),
+    }[figure]
+    return whole / (ranks if stage >= first_split else 1)
+
+
+def _known(one: Summary, figure: str) -> float:
+    value = virtual_bytes(one, figure)
+    if math.isnan(value):
+        where = f"{one['strategy']} of {one['model']} at {one['world_size']} ranks"
+        raise NotJudged(f"no line over layers holds for {figure} of {where}")
+    return value
+
+
+# Values that a word of a check must be one of; any other word is free.
+WORDS: dict[str, tuple[str, ...]] = {
+    "strategy": STRATEGY_NAMES,
+    "over": (*STRATEGY_NAMES, "ddp", "paper"),
+    "what": ("weights", "sharded", "rest"),
+}

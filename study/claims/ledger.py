@@ -1,0 +1,260 @@
+"""The ledger as written: every claim, what would make it true, and its checks. Read strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from study.claims.evidence import Evidence
+from study.claims.forms import FORMS, WORDS
+from study.claims.verdicts import Answer, Figure, Kind, NotJudged, Region, number
+from study.errors import UserError
+from study.spec.yaml_sections import Section, as_section, read_document
+
+LEDGER = Path(__file__).with_name("ledger.yaml")
+_MOST = 20_000
+_ID = re.compile(r"[SZ]\d-\d\d")
+_CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "evidence", "checks", "untestable", "settle"}
+_REGION_KEYS = {"at_least", "at_most", "about", "within"}
+_CHECK_KEYS = {"form", "shows", "unit", "necessary", "elsewhere", "against"} | _REGION_KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    code: str
+    title: str
+    scale: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Settle:
+    """The one command that would say more."""
+
+    command: str
+    minutes: float
+    box: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one check came to."""
+
+    kind: Kind
+    answer: Answer
+    sentence: str
+    figure: Figure | None = None
+    unit: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    form: str
+    # What its figure is of, in a few words.
+    shows: str
+    numbers: Mapping[str, Any]
+    region: Region
+    unit: str = ""
+    necessary: bool = False
+    elsewhere: bool = False
+    # The claim that it is held against: where they disagree, either may be wrong.
+    against: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        return "consistency" if self.against else FORMS[self.form].kind
+
+    def find(self, evidence: Evidence) -> Finding:
+        try:
+            figure = FORMS[self.form].figure(evidence, **self.numbers)
+        except NotJudged as reason:
+            return Finding(self.kind, "not judged", _capital(f"{self.shows}: {reason}"))
+        answer = self.region.judge(figure)
+        if self.against and answer == "fails":
+            answer = "disputed"
+        text = number(figure.value, self.unit)
+        if figure.low is not None and figure.high is not None and figure.low < figure.high:
+            text += f" [{number(figure.low)}, {number(figure.high)}], n = {figure.n}"
+        where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
+        sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
+        return Finding(self.kind, answer, _capital(sentence), figure, self.unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    id: str
+    place: str
+    says: str
+    holds_if: str
+    falls_if: str
+    # The kinds of evidence that can judge it at all, whatever is there today.
+    evidence: tuple[str, ...]
+    checks: tuple[Check, ...]
+    # Why nothing here can, and what would.
+    untestable: str
+    settle: Settle | None
+
+    @property
+    def document(self) -> str:
+        return self.id.split("-")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """Sides of claims that cannot both be true; one claim alone contradicts itself."""
+
+    between: tuple[tuple[str, ...], ...]
+    why: str
+
+    def others(self, claim: str) -> list[str]:
+        return [other for side in self.between if claim not in side for other in side]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    documents: tuple[Document, ...]
+    claims: tuple[Claim, ...]
+    contradictions: tuple[Contradiction, ...]
+
+
+def read_ledger(file: Path = LEDGER) -> Ledger:
+    top = _fields(read_document(file, Section, _MOST), str(file), {"documents", "claims", "contradictions"})
+    documents = tuple(
+        Document(_text(each, "code"), _text(each, "title"), _text(each, "scale"))
+        for each in _list(top, "documents", {"code", "title", "scale"})
+    )
+    codes = {document.code for document in documents}
+    claims: dict[str, Claim] = {}
+    sections = _list(top, "claims", _CLAIM_KEYS)
+    known = {str(each.get("id")) for each in sections}
+    for each in sections:
+        claim = _claim(each, known)
+        if claim.document not in codes:
+            raise each.refusal("id", f"is {claim.id}, of no document above", "add the document, or fix it")
+        if claim.id in claims:
+            raise each.refusal("id", f"{claim.id} is there twice", "number it anew")
+        claims[claim.id] = claim
+    contradictions = []
+    for each in _list(top, "contradictions", {"between", "why"}):
+        sides = each.get("between")
+        if not isinstance(sides, list) or not all(isinstance(side, list) and side for side in sides):
+            raise each.refusal("between", f"is {sides!r}", "list the sides, each a list of ids")
+        if not sides or not {claim for side in sides for claim in side} <= claims.keys():
+            raise each.refusal("between", f"is {sides!r}", "list ids of claims that are here")
+        contradictions.append(Contradiction(tuple(map(tuple, sides)), _text(each, "why")))
+    return Ledger(documents, tuple(claims.values()), tuple(contradictions))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _claim(section: Section, known: set[str]) -> Claim:
+    kinds = section.get("evidence")
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(get_args(Kind)):
+        raise section.refusal("evidence", f"is {kinds!r}", f"list some of {', '.join(get_args(Kind))}")
+    checks = tuple(_check(each, known) for each in _list(section, "checks", None))
+    untestable = _text(section, "untestable") if "untestable" in section else ""
+    if not checks and not untestable:
+        raise section.refusal("checks", "are none", "add one (form: missing says what it needs), or untestable: why")
+    settle = None
+    if "settle" in section or not untestable:
+        section.need("settle")
+        said = _fields(section["settle"], section.place_of("settle"), {"command", "minutes", "box"})
+        settle = Settle(_text(said, "command"), _number(said, "minutes"), _text(said, "box"))
+    name = _text(section, "id")
+    if not _ID.fullmatch(name):
+        raise section.refusal("id", f"is {name!r}", "write it as S0-01")
+    return Claim(
+        id=name, place=_text(section, "place"), says=_text(section, "says"), holds_if=_text(section, "holds_if"),
+        falls_if=_text(section, "falls_if"), evidence=tuple(kinds), checks=checks, untestable=untestable,
+        settle=settle,
+    )  # fmt: skip
+
+
+def _check(section: Section, known: set[str]) -> Check:
+    name = _text(section, "form")
+    if name not in FORMS:
+        raise section.refusal("form", f"is {name!r}", f"use one of {', '.join(FORMS)}")
+    parameters = {key: each for key, each in inspect.signature(FORMS[name].figure).parameters.items()
+                  if each.kind is each.KEYWORD_ONLY}  # fmt: skip
+    as_section(section, section.place, _CHECK_KEYS | parameters.keys(), Section)
+    section.need(*(key for key, each in parameters.items() if each.default is each.empty))
+    readers: dict[str, Callable[[Section, str], Any]] = {"float": _number, "int": _whole, "str": _text}
+    numbers = {key: readers[parameters[key].annotation](section, key) for key in section if key in parameters}
+    for key, words in WORDS.items():
+        if numbers.get(key) and numbers[key] not in words:
+            raise section.refusal(key, f"is {numbers[key]!r}", f"use one of {', '.join(words)}")
+    against = _text(section, "against") if "against" in section else ""
+    if against and against not in known:
+        raise section.refusal("against", f"is {against!r}", "name a claim of this ledger")
+    return Check(
+        name, _text(section, "shows"), numbers, _region(section, name), _text(section, "unit", ""),
+        _flag(section, "necessary"), _flag(section, "elsewhere"), against,
+    )  # fmt: skip
+
+
+def _region(section: Section, form: str) -> Region:
+    given = section.keys() & _REGION_KEYS
+    if form == "missing":
+        if given:
+            raise section.refusal(min(given), "judges no figure", "take it out")
+        return Region()
+    if given in ({"at_least"}, {"at_most"}, {"at_least", "at_most"}):
+        region = Region(*(_number(section, key) if key in section else default
+                          for key, default in (("at_least", -float("inf")), ("at_most", float("inf")))))  # fmt: skip
+    elif given == {"about", "within"}:
+        about, reach = _number(section, "about"), _number(section, "within")
+        region = Region(about - abs(about) * reach, about + abs(about) * reach)
+    else:
+        raise UserError(f"{section.place}: what the figure must be is unclear",
+                        "write at_least, at_most or both, or about with within, a share")  # fmt: skip
+    if region.low > region.high:
+        raise UserError(f"{section.place}: no figure is both at least and at most that", "swap the two")
+    return region
+
+
+def _fields(value: Any, place: str, keys: set[str]) -> Section:
+    section = as_section(value, place, keys, Section)
+    section.need(*sorted(keys - section.keys()))
+    return section
+
+
+def _list(section: Section, key: str, keys: set[str] | None) -> list[Section]:
+    values = section.get(key, [])
+    if not isinstance(values, list):
+        raise section.refusal(key, f"is a {type(values).__name__}", "write a list")
+    return [as_section(each, section.place_of(key), keys if keys is not None else each, Section) for each in values]
+
+
+def _text(section: Section, key: str, default: str | None = None) -> str:
+    if key not in section and default is not None:
+        return default
+    section.need(key)
+    value = section[key]
+    if not isinstance(value, str) or not value.strip():
+        raise section.refusal(key, f"is {value!r}", "write text; quote it if it looks like a number")
+    return " ".join(value.split())
+
+
+def _number(section: Section, key: str) -> float:
+    section.need(key)
+    if type(section[key]) not in (int, float) or section[key] != section[key]:
+        raise section.refusal(key, f"is {section[key]!r}", "write a number")
+    return float(section[key])
+
+
+def _whole(section: Section, key: str) -> int:
+    section.need(key)
+    if type(section[key]) is not int or section[key] < 0:
+        raise section.refusal(key, f"is {section[key]!r}", "write a whole number")
+    return int(section[key])
+
+
+def _flag(section: Section, key: str) -> bool:
+    if type(section.get(key, False)) is not bool:
+        raise section.refusal(key, f"is {section[key]!r}", "write true or false")
+    return bool(section.get(key, False))

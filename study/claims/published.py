@@ -1,0 +1,168 @@
+"""A published table of models, GPUs, strategies and gigabytes, row by row against what such a training must hold."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from study.claims.forms import GB, held_bytes
+from study.claims.verdicts import number
+from study.errors import UserError
+from study.models.presets import find_preset
+from study.spec.strategies import STRATEGY_NAMES
+from study.theory.hardware import known_devices
+from study.theory.memory import sizes_of
+
+Plausibility = Literal["impossible", "suspicious", "possible"]
+# As tables call them, without case, spaces and signs.
+_COLUMNS = {
+    "model": {"model", "modelsize", "parameters", "params", "size"},
+    "gpus": {"gpus", "gpucount", "numberofgpus", "ranks", "worldsize", "n"},
+    "strategy": {"strategy", "stage", "zerostage", "approach", "configuration", "method"},
+    "gb": {"gb", "memory", "memorygb", "gbpergpu", "memorypergpu", "pergpumemory", "peak", "peakgb", "peakgpumemory"},
+    "device": {"device", "gpu", "gpumemory", "devicegb"},
+}
+_UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+# Whoever writes GB may have read GiB: a row gets the benefit of that.
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    line: int
+    model: str
+    parameters: float
+    gpus: int
+    strategy: str
+    gb: float
+    # Half of the last digit that is written.
+    rounding_gb: float
+    is_out_of_memory: bool
+    device_gb: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    row: Row
+    plausibility: Plausibility
+    # Weights and gradients alone, and with Adam in mixed precision.
+    least_gb: float
+    adam_gb: float
+    why: str
+
+
+def check_table(file: Path) -> list[Checked]:
+    return [check(row) for row in read_table(file)]
+
+
+def check(row: Row) -> Checked:
+    # Whoever trains without ZeRO may also do it in 16 bits alone, and FSDP splits what stage 3 does.
+    stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3"}.get(row.strategy, row.strategy)
+    per_parameter = held_bytes(stand_in, row.gpus)
+    least = row.parameters * (per_parameter.params_device + per_parameter.grads_device) / GB
+    adam = row.parameters * per_parameter.device / GB
+    most = (row.gb + row.rounding_gb) * _GIB / GB
+    said = f"{number(row.gb)} GB"
+    verdict: Plausibility = "possible"
+    if most < least:
+        verdict, why = "impossible", f"16-bit weights and gradients alone are {number(least)} GB, and it says {said}"
+    elif row.device_gb is not None and not row.is_out_of_memory and row.gb - row.rounding_gb > row.device_gb:
+        verdict, why = "impossible", f"the device has {number(row.device_gb)} GB, and it says {said}"
+    elif most < adam:
+        verdict = "suspicious"
+        why = f"mixed-precision Adam holds {number(adam)} GB, and it says {said}: another optimizer or precision"
+    else:
+        why = f"mixed-precision Adam holds {number(adam)} GB of {said}"
+    return Checked(row, verdict, least, adam, why)
+
+
+def read_table(file: Path) -> list[Row]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not readable ({error})", "name a CSV file or a markdown table") from None
+    lines = list(enumerate(text.splitlines(), 1))
+    if any(line.lstrip().startswith("|") for _, line in lines):
+        lines = [(place, line) for place, line in lines if line.lstrip().startswith("|")]
+        cells = [(place, [cell.strip() for cell in line.strip().strip("|").split("|")]) for place, line in lines]
+        cells = [(place, row) for place, row in cells if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
+    else:
+        reader = csv.reader(text.splitlines())
+        try:
+            cells = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+        except csv.Error as error:
+            raise UserError(f"{file}:{reader.line_num}: not CSV ({error})", "fix the row") from None
+    if len(cells) < 2:
+        raise UserError(f"{file} holds no table", "write a line of column names, and a row for each training")
+    columns = _columns(cells[0][1], f"{file}:{cells[0][0]}")
+    return [_row(row, columns, place, f"{file}:{place}") for place, row in cells[1:]]
+
+
+def _columns(names: Sequence[str], place: str) -> dict[str, int]:
+    plain = [re.sub(r"[^a-z]", "", name.lower()) for name in names]
+    found = {key: plain.index(name) for key, known in _COLUMNS.items() for name in plain if name in known}
+    for key in ("model", "gpus", "strategy", "gb"):
+        if key not in found:
+            raise UserError(f"{place}: no column says the {key}", "name the columns model, gpus, strategy, gb, device")
+    return found
+
+
+def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -> Row:
+    if len(cells) <= max(columns.values()):
+        raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
+    said = {key: cells[column].strip() for key, column in columns.items()}
+    gpus = re.match(r"\d{1,9}(?!\d)", said["gpus"])
+    gb = re.search(r"(?<![\d,])(\d[\d,]{0,15})(?![\d,])(?:\.(\d+))?", said["gb"])
+    if gpus is None or int(gpus[0]) < 1:
+        raise UserError(f"{place}: {said['gpus']!r} is no number of GPUs", "write one from 1 up")
+    if gb is None:
+        raise UserError(f"{place}: {said['gb']!r} is no memory", "write GB, such as 45 or 12.5")
+    return Row(
+        line, said["model"], _parameters(said["model"], place), int(gpus[0]), _strategy(said["strategy"], place),
+        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), "oom" in said["gb"].lower(),
+        _device_gb(said["device"], place) if said.get("device") else None,
+    )  # fmt: skip
+
+
+def _parameters(text: str, place: str) -> float:
+    preset = find_preset(text)
+    if preset is not None:
+        return float(sizes_of(preset.model_type, preset.architecture).parameters)
+    size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
+    if size is None or not float(size[1]):
+        raise UserError(f"{place}: {text!r} names no size", "write a preset of this study, or parameters such as 13B")
+    return float(size[1]) * _UNITS[size[2].lower()]
+
+
+def _strategy(text: str, place: str) -> str:
+    if text in STRATEGY_NAMES:
+        return text
+    plain = text.lower()
+    stage = re.search(r"(?:zero|stage)[ _-]*([0-3])(?!\d)", plain)
+    if stage is None and re.search(r"\bddp\b|baseline|no zero|data.parallel", plain):
+        return "ddp"
+    if stage is None:
+        raise UserError(f"{place}: {text!r} is no strategy", f"use one of {', '.join(STRATEGY_NAMES)}")
+    name = f"zero{stage[1]}"
+    if "nvme" in plain:
+        name += "_nvme"
+    elif "cpu" in plain or "offload" in plain:
+        # Of the two that stage 3 has, the one that leaves less on the device.
+        name += "_cpu"
+    if name not in STRATEGY_NAMES:
+        raise UserError(f"{place}: {text!r} is no strategy here", f"use one of {', '.join(STRATEGY_NAMES)}")
+    return name
+
+
+def _device_gb(text: str, place: str) -> float:
+    size = re.search(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB)\b", text, re.IGNORECASE) or re.fullmatch(r"(\d+(?:\.\d+)?)", text)
+    if size:
+        return float(size[1])
+    sizes = {device.memory_gib for device in known_devices() if text.lower() in device.name.lower()}
+    if len(sizes) != 1:
+        raise UserError(f"{place}: {text!r} is no device of one size", "write its memory, such as 80 GB")
+    return sizes.pop()

@@ -1,0 +1,102 @@
+"""From figures to verdicts: what a claim allows a figure to be, what one check says, and how several make a verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+Kind = Literal["arithmetic", "consistency", "virtual", "measured", "predicted"]
+Answer = Literal["holds", "fails", "inside noise", "disputed", "not judged"]
+Verdict = Literal["supported", "contradicted", "partly", "inside noise", "inconclusive", "untestable"]
+# How much each says; a record less never makes it more.
+STRENGTH: dict[Verdict, int] = {
+    "supported": 3, "contradicted": 3, "partly": 2, "inside noise": 1, "inconclusive": 0, "untestable": 0,
+}  # fmt: skip
+
+
+class NotJudged(Exception):
+    """A check that has no figure, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Exact ones have no interval: arithmetic, and what one virtual rank held."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    # Of runs or pairs of runs; none behind arithmetic.
+    n: int | None = None
+    # Run names, each after the folder of its record.
+    records: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What the claim allows the figure to be."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def judge(self, figure: Figure) -> Answer:
+        """An interval that is partly inside and partly outside decides nothing."""
+        low = figure.value if figure.low is None else figure.low
+        high = figure.value if figure.high is None else figure.high
+        if math.isnan(low) or math.isnan(high):
+            return "not judged"
+        if self.low <= low and high <= self.high:
+            return "holds"
+        return "fails" if high < self.low or low > self.high else "inside noise"
+
+    def words(self, unit: str) -> str:
+        if math.isinf(self.high):
+            return f"at least {number(self.low, unit)}"
+        if self.low == self.high:
+            return number(self.low, unit)
+        return f"{'at most' if math.isinf(self.low) else f'{number(self.low)} to'} {number(self.high, unit)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What combining needs to know of one check."""
+
+    answer: Answer
+    # The claim falls with it; that it holds does not make the claim true.
+    necessary: bool = False
+    # Made at another scale than the claim speaks of.
+    elsewhere: bool = False
+
+
+def combine(parts: Sequence[Part], is_untestable: bool = False) -> Verdict:
+    """The one rule.
+
+    - A necessary check that fails contradicts the claim.
+    - Supported: every check holds, and one of them is more than necessary and was made at the claim's own scale.
+    - Contradicted: every check that is more than necessary fails, and one of them was made at the claim's own scale.
+    - Partly: some of these hold or fail, and others do not, or only at another scale, or some could not be judged.
+    - Inside noise: nothing is decided, and an interval lies across what is claimed.
+    - Otherwise nothing is known: untestable where the ledger says why, else inconclusive.
+    """
+    if any(part.necessary and part.answer == "fails" for part in parts):
+        return "contradicted"
+    own = [part for part in parts if not part.necessary]
+    decided = [part for part in own if part.answer in ("holds", "fails")]
+    if any(not part.elsewhere for part in decided):
+        if all(part.answer == "holds" for part in parts):
+            return "supported"
+        if all(part.answer == "fails" for part in own):
+            return "contradicted"
+    if decided:
+        return "partly"
+    if any(part.answer == "inside noise" for part in parts):
+        return "inside noise"
+    return "untestable" if is_untestable else "inconclusive"
+
+
+def number(value: float, unit: str = "") -> str:
+    """Four digits, as people write them."""
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{text} {unit}".strip()

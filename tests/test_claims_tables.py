@@ -1,0 +1,150 @@
+"""`study claims check-table`: published tables against what such a training must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from study.claims.published import check, check_table, read_table
+from study.cli import main
+from study.errors import UserError
+from study.theory.paper import papers_state_bytes
+
+DATA = Path(__file__).with_name("data")
+
+
+def verdicts(name: str) -> list[str]:
+    return [each.plausibility for each in check_table(DATA / name)]
+
+
+def table(tmp_path: Path, *rows: str, header: str = "model,gpus,strategy,gb,device") -> Path:
+    file = tmp_path / "table.csv"
+    file.write_text("\n".join([header, *rows]))
+    return file
+
+
+def judged(tmp_path: Path, row: str) -> str:
+    (only,) = check_table(table(tmp_path, row))
+    return only.plausibility
+
+
+# The single-GPU document prints no memory at all, so there is nothing of it to try.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # Three peaks of one model: the first is half of what mixed-precision Adam holds.
+        ("s0_memory.csv", ["suspicious", "possible", "possible"]),
+        ("s0_capacity.csv", ["suspicious", "possible", "possible"]),
+        # Without ZeRO 20 B in 48 GB, where the weights alone are 40 and the gradients 40 more.
+        ("s1_20b.md", ["impossible", "possible", "possible"]),
+        # Adam's states taken for as large as the parameters.
+        ("s3_scenarios.csv", ["suspicious"] * 4),
+        ("z0_table1.csv", ["possible"] * 9),
+    ],
+)
+def test_the_tables_of_the_documents(name: str, expected: list[str]) -> None:
+    assert verdicts(name) == expected
+
+
+def test_the_floors_are_the_papers(tmp_path: Path) -> None:
+    for stage in (0, 1, 2, 3):
+        (only,) = check_table(table(tmp_path, f"13B,16,zero{stage},1000,"))
+        assert only.adam_gb == pytest.approx(papers_state_bytes(13, stage, 16))
+        assert only.least_gb == pytest.approx(13 * (2 / (16 if stage == 3 else 1) + 2 / (16 if stage >= 2 else 1)))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # Weights and gradients of 10 B take 40 GB; 37 read as GiB are just less, 38 are more.
+        ("10B,8,ddp,36,", "impossible"),
+        ("10B,8,ddp,37,", "suspicious"),
+        ("10B,8,ddp,147,", "suspicious"),
+        ("10B,8,ddp,160,", "possible"),
+        # The same with a device that cannot hold it, unless the table says so itself.
+        ("10B,8,ddp,160,80 GB", "impossible"),
+        ("10B,8,ddp,160 (OOM),80 GB", "possible"),
+        ("10B,8,zero3,21,T4", "impossible"),
+        ("10B,8,zero3,21,H100 SXM", "possible"),
+        ("10B,8,zero3,4,", "impossible"),
+        ("10B,8,zero3_cpu,1,", "possible"),
+    ],
+)
+def test_a_row_moves_with_its_figures(tmp_path: Path, row: str, expected: str) -> None:
+    assert judged(tmp_path, row) == expected
+
+
+def test_more_memory_is_never_less_plausible_without_a_device(tmp_path: Path) -> None:
+    order = ("impossible", "suspicious", "possible")
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_nvme", "fsdp2"):
+        rows = [f"7.5B,8,{strategy},{gb}," for gb in range(1, 200, 7)]
+        places = [order.index(check(row).plausibility) for row in read_table(table(tmp_path, *rows))]
+        assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("ZeRO-0 (Baseline DDP)", "zero0"), ("Baseline (No ZeRO)", "ddp"), ("Stage 2", "zero2"), ("zero1", "zero1"),
+        ("ZeRO-3 + CPU Offload", "zero3_cpu"), ("ZeRO-3 + NVMe Offload", "zero3_nvme"), ("fsdp2", "fsdp2"),
+        ("ZeRO-2 with optimizer offload", "zero2_cpu"),
+    ],
+)  # fmt: skip
+def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, said: str, meant: str) -> None:
+    (row,) = read_table(table(tmp_path, f"7B,8,{said},100,"))
+    assert row.strategy == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "said"),
+    [
+        ("", "", "no table"),
+        ("model,gpus,strategy,gb", "", "no table"),
+        ("model,gpus,gb\n7B,8,10", ":1", "no column says the strategy"),
+        ("model,gpus,strategy,gb\n7B,8,zero3", ":2", "3 cells"),
+        ("model,gpus,strategy,gb\nseven,8,zero3,10", ":2", "names no size"),
+        ("model,gpus,strategy,gb\n0B,8,zero3,10", ":2", "names no size"),
+        ("model,gpus,strategy,gb\n7B,none,zero3,10", ":2", "no number of GPUs"),
+        ("model,gpus,strategy,gb\n7B,0,zero3,10", ":2", "no number of GPUs"),
+        (f"model,gpus,strategy,gb\n7B,{'9' * 5000},zero3,10", ":2", "no number of GPUs"),
+        (f"model,gpus,strategy,gb\n{'9' * 400}B,8,zero3,10", ":2", "names no size"),
+        (f"model,gpus,strategy,gb\n7B,8,zero3,{'9' * 400}", ":2", "no memory"),
+        ("model,gpus,strategy,gb\n7B,8,magic,10", ":2", "no strategy"),
+        ("model,gpus,strategy,gb\n7B,8,zero1 + NVMe,10", ":2", "no strategy here"),
+        ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "no memory"),
+        ("model,gpus,strategy,gb,device\n7B,8,zero3,10,A100", ":2", "no device of one size"),
+        ("| model | gpus | strategy | gb |\n| --- | --- | --- | --- |\n| 7B | 8 | zero9 | 1 |", ":3", "no strategy"),
+    ],
+)
+def test_a_table_that_is_not_understood_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, place: str, said: str
+) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text(text)
+    assert main(["claims", "check-table", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    assert said in err
+    assert f"{file}{place}" in err
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not readable"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(UserError, match="not readable"):
+        read_table(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["claims", "check-table", "FILE", "--json"], ["claims", "--json", "check-table", "FILE"]]
+)
+def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    file = str(DATA / "s0_memory.csv")
+    assert main([file if each == "FILE" else each for each in arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["plausibility"] for row in rows] == ["suspicious", "possible", "possible"]
+    assert rows[0]["row"]["parameters"] == 9241705984
+    assert rows[0]["adam_gb"] == pytest.approx(147.87, abs=0.01)
