@@ -396,9 +396,9 @@ def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
     seeds: dict[tuple[str, str], set[int]] = {}
     for cell in cells:
         seeds.setdefault((cell.config.task, cell.strategy), set()).add(cell.config.seed)
-    compared_in_time = [seeds[task, arm] for task, arm in seeds if arm in ("ddp", "zero0", "zero1", "zero2", "zero3")]
-    assert compared_in_time == [{42, 43, 44}] * 10
-    assert {cell.repeat for cell in cells if cell.strategy == "ddp"} == {1, 2, 3}
+    compared_in_time = [seeds[task, arm] for task, arm in seeds if arm in ("ddp", "zero1", "zero2", "zero3")]
+    assert compared_in_time == [{42, 43, 44}] * 8
+    assert {cell.repeat for cell in cells if cell.strategy == "ddp"} == {1, 2}
 
 
 def test_a_box_that_lacks_what_the_suite_needs_is_told_so():
