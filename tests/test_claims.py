@@ -284,6 +284,13 @@ def test_equal_losses_over_seeds_support_the_claim_and_one_that_is_off_does_not(
     assert judged_with(seeded(changed=all_off), "S3-03") == {"S3-03": "contradicted"}
 
 
+def test_fewer_seeds_than_the_ledger_asks_for_decide_nothing() -> None:
+    records = seeded()
+    two = Records(records.runs[records.runs["seed"] < 44].reset_index(drop=True), records.steps)
+    assert judged_with(records, "S3-03", "S3-04") == {"S3-03": "supported", "S3-04": "partly"}
+    assert judged_with(two, "S3-03", "S3-04") == {"S3-03": "inconclusive", "S3-04": "inconclusive"}
+
+
 def test_a_time_within_noise_decides_nothing() -> None:
     def as_fast(runs: pd.DataFrame) -> None:
         times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
