@@ -284,6 +284,18 @@ def test_equal_losses_over_seeds_support_the_claim_and_one_that_is_off_does_not(
     assert judged_with(seeded(changed=all_off), "S3-03") == {"S3-03": "contradicted"}
 
 
+def test_a_measured_verdict_shows_its_interval_and_its_pairs() -> None:
+    evidence = Evidence(REPORTS).instead("laptop", seeded(0.01))
+    (claim,) = [claim for claim in read_ledger().claims if claim.id == "S3-04"]
+    judged = judge(claim, evidence)
+    first = judged.document()["checks"][0]
+    low, high = first["interval"]
+    assert low < first["figure"] < high
+    assert judged.document()["n"] == 3
+    assert "], n = 3 (gpt-tiny on 2 ranks" in judged.sentence
+    assert len(judged.document()["records"]) == 6
+
+
 def test_fewer_seeds_than_the_ledger_asks_for_decide_nothing() -> None:
     records = seeded()
     two = Records(records.runs[records.runs["seed"] < 44].reset_index(drop=True), records.steps)
