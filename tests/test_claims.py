@@ -154,8 +154,8 @@ def test_what_is_decided_by_arithmetic_alone(made: Board) -> None:
 
 
 def test_figures_that_rest_on_records_name_them(made: Board) -> None:
-    known = {f"{report.name}/{run}" for report in REPORTS.iterdir() if report.is_dir()
-             for run in read_parquet(report).runs["run"]}  # fmt: skip
+    known = {f"{report.name}/{run}" for report in REPORTS.iterdir()
+             if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
     for each in made.judged:
         for check, finding in zip(each.claim.checks, each.findings, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):
@@ -200,6 +200,24 @@ def checks(text: str) -> str:
         (checks("form: ratio, of: 1, to: 2, at_most: 1, necessary: 1"), 11, "true or false"),
         (checks("form: state_gb, parameters_b: 1, strategy: zero4, gpus: 8, at_most: 1"), 11, "zero4"),
         (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8.5, at_most: 1"), 11, "whole number"),
+        (checks("form: ratio, of: 1, to: 0, at_most: 1"), 11, "divide by zero"),
+        (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 0, at_most: 1"), 11, "divide by zero"),
+        (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, precision: int8, at_most: 1"), 11, "int8"),
+        (
+            checks(
+                "form: paired, report: laptop, task: t, strategy: zero1, over: ddp, figure: speed, least_pairs: 3,"
+                " at_most: 1"
+            ),
+            11,
+            "speed",
+        ),
+        (
+            checks("form: counted, report: laptop, task: t, strategy: zero1, over: ddp, figure: stat, at_most: 1"),
+            11,
+            "stat",
+        ),
+        (checks("form: virtual, report: r, model: m, strategy: zero1, ranks: 8, figure: stat, at_most: 1"), 11, "stat"),
+        (checks("form: virtual_furthest, report: r, model: m, parameters_b: 1, ranks: 4x, at_most: 1"), 11, "4x"),
         (checks("form: missing, needs: more, at_most: 1"), 11, "judges no figure"),
         (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 13, "S0-02"),
         (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 13, "the sides"),
@@ -266,6 +284,25 @@ def test_equal_losses_over_seeds_support_the_claim_and_one_that_is_off_does_not(
     assert judged_with(seeded(changed=all_off), "S3-03") == {"S3-03": "contradicted"}
 
 
+def test_a_measured_verdict_shows_its_interval_and_its_pairs() -> None:
+    evidence = Evidence(REPORTS).instead("laptop", seeded(0.01))
+    (claim,) = [claim for claim in read_ledger().claims if claim.id == "S3-04"]
+    judged = judge(claim, evidence)
+    first = judged.document()["checks"][0]
+    low, high = first["interval"]
+    assert low < first["figure"] < high
+    assert judged.document()["n"] == 3
+    assert "], n = 3 (gpt-tiny on 2 ranks" in judged.sentence
+    assert len(judged.document()["records"]) == 6
+
+
+def test_fewer_seeds_than_the_ledger_asks_for_decide_nothing() -> None:
+    records = seeded()
+    two = Records(records.runs[records.runs["seed"] < 44].reset_index(drop=True), records.steps)
+    assert judged_with(records, "S3-03", "S3-04") == {"S3-03": "supported", "S3-04": "partly"}
+    assert judged_with(two, "S3-03", "S3-04") == {"S3-03": "inconclusive", "S3-04": "inconclusive"}
+
+
 def test_a_time_within_noise_decides_nothing() -> None:
     def as_fast(runs: pd.DataFrame) -> None:
         times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
@@ -286,11 +323,17 @@ def test_gradients_that_differ_at_one_step_are_seen(made: Board) -> None:
     (found,) = [each for each in of(made, "S2-09").findings if each.figure]
     assert found.answer == "fails"
     assert found.figure is not None
-    assert found.figure.value < 1e-4
     steps = records.steps.copy()
     steps.loc[steps["run"] == found.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05
     evidence = Evidence(REPORTS).instead("laptop", Records(records.runs, steps))
     assert judge(of(made, "S2-09").claim, evidence).findings[0].answer == "holds"
+
+
+def test_runs_on_other_numbers_of_ranks_are_no_pair() -> None:
+    def moved(runs: pd.DataFrame) -> None:
+        runs.loc[runs["strategy"] == "zero3", "world_size"] = 4
+
+    assert judged_with(seeded(changed=moved), "S3-03") == {"S3-03": "partly"}
 
 
 def test_confounded_and_failed_runs_judge_nothing() -> None:

@@ -108,12 +108,15 @@ def test_strategies_are_found_under_the_names_that_tables_use(tmp_path: Path, sa
         ("model,gpus,strategy,gb\n0B,8,zero3,10", ":2", "names no size"),
         ("model,gpus,strategy,gb\n7B,none,zero3,10", ":2", "no number of GPUs"),
         ("model,gpus,strategy,gb\n7B,0,zero3,10", ":2", "no number of GPUs"),
+        ("model,gpus,strategy,gb\n7B,2-8,zero3,10", ":2", "no number of GPUs"),
+        ("model,gpus,strategy,gb\n7B,8,zero3,1e9", ":2", "not one size"),
+        ("model,gpus,strategy,gb\n7B,8,zero3,45 of 80", ":2", "not one size"),
         (f"model,gpus,strategy,gb\n7B,{'9' * 5000},zero3,10", ":2", "no number of GPUs"),
         (f"model,gpus,strategy,gb\n{'9' * 400}B,8,zero3,10", ":2", "names no size"),
-        (f"model,gpus,strategy,gb\n7B,8,zero3,{'9' * 400}", ":2", "no memory"),
+        (f"model,gpus,strategy,gb\n7B,8,zero3,{'9' * 400}", ":2", "not one size"),
         ("model,gpus,strategy,gb\n7B,8,magic,10", ":2", "no strategy"),
         ("model,gpus,strategy,gb\n7B,8,zero1 + NVMe,10", ":2", "no strategy here"),
-        ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "no memory"),
+        ("model,gpus,strategy,gb\n\n7B,8,zero3,much", ":3", "not one size"),
         ("model,gpus,strategy,gb,device\n7B,8,zero3,10,A100", ":2", "no device of one size"),
         ("| model | gpus | strategy | gb |\n| --- | --- | --- | --- |\n| 7B | 8 | zero9 | 1 |", ":3", "no strategy"),
     ],
@@ -129,6 +132,11 @@ def test_a_table_that_is_not_understood_is_refused_in_one_line(
     assert err.count("\n") == 1
     assert said in err
     assert f"{file}{place}" in err
+
+
+def test_numbers_may_have_commas(tmp_path: Path) -> None:
+    (row,) = read_table(table(tmp_path, '1T,"1,024",zero1,"4,011.5 GB",'))
+    assert (row.gpus, row.gb, row.rounding_gb) == (1024, 4011.5, 0.05)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -69,15 +69,17 @@ class Evidence:
         return tuple(f"{report}/{run}" for run in mine["run"])
 
     def pair(self, report: str, task: str, strategy: str, over: str, confound: str = "confounded") -> pd.DataFrame:
-        """The fair runs of two strategies in one workload: the one that most of them share."""
+        """The fair runs of two strategies on as many ranks in one workload: the one that most of them share."""
         runs = real(self.records(report)).runs
         runs = runs[(runs["task"] == task) & (runs["status_state"] == "ok") & (runs[confound] == "")]
         runs = runs[runs["strategy"].isin([strategy, over])]
-        shared = runs.groupby("workload_key")["strategy"].transform("nunique") == len({strategy, over})
-        if not shared.any():
+        place = ["workload_key", "world_size"]
+        runs = runs[runs.groupby(place)["strategy"].transform("nunique") == len({strategy, over})]
+        if runs.empty:
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}")
-        most = runs[shared]["workload_key"].value_counts().sort_index().idxmax()
-        return runs[runs["workload_key"] == most].assign(arm=lambda both: both["strategy"])
+        largest = runs.groupby(place)["run"].transform("count")
+        first = runs[largest == largest.max()].sort_values(place).iloc[0]
+        return runs[(runs[place] == first[place]).all(axis=1)].assign(arm=lambda both: both["strategy"])
 
     def paired(self, report: str, task: str, strategy: str, over: str, figure: str) -> Figure:
         """The ratio of a time or a loss, seed by seed."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from study.claims.evidence import Evidence, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged
 from study.report.records.virtual_ranks import AS_SHIPPED, Summary
+from study.spec.config import Precision
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 from study.theory.memory import StateBytes, state_bytes
 from study.theory.paper import (
@@ -209,11 +210,14 @@ def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> flo
         return papers_state_bytes(parameters, stage, ranks)
     if figure == "sent":
         return weights * papers_traffic(stage, ranks)
-    whole, first_split = {
+    kinds = {
         "params": (weights, 3),
         "grads": (parameters * GRADIENT_BYTES, 2),
         "optimizer": (parameters * OPTIMIZER_BYTES, 1),
-    }[figure]
+    }
+    if figure not in kinds:
+        raise NotJudged(f"the paper has no formula for {figure}")
+    whole, first_split = kinds[figure]
     return whole / (ranks if stage >= first_split else 1)
 
 
@@ -225,9 +229,14 @@ def _known(one: Summary, figure: str) -> float:
     return value
 
 
-# Values that a word of a check must be one of; any other word is free.
-WORDS: dict[str, tuple[str, ...]] = {
-    "strategy": STRATEGY_NAMES,
-    "over": (*STRATEGY_NAMES, "ddp", "paper"),
-    "what": ("weights", "sharded", "rest"),
-}
+_STRATEGIES = "|".join(STRATEGY_NAMES)
+_PRECISIONS = "|".join(get_args(Precision))
+_VIRTUAL = r"state|params|grads|optimizer|sent|calls|collective\.\w+"
+_COUNTED = r"(state|params|grads|optimizer)(_(device|host|nvme))?|sent|calls"
+# What a word of a check must be, by its key or by its form and key; other words are free.
+WORDS = {
+    "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
+    "what": "weights|sharded|rest", "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
+    "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.ranks": r"\d+( \d+)*",
+    "paired.figure": "step_time_s_median|tokens_per_s|train_loss_final|eval_loss_final",
+}  # fmt: skip

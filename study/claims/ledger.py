@@ -76,8 +76,9 @@ class Check:
         if self.against and answer == "fails":
             answer = "disputed"
         text = number(figure.value, self.unit)
-        if figure.low is not None and figure.high is not None and figure.low < figure.high:
-            text += f" [{number(figure.low)}, {number(figure.high)}], n = {figure.n}"
+        if figure.low is not None and figure.high is not None:
+            spread = f" [{number(figure.low)}, {number(figure.high)}]" if figure.low < figure.high else ""
+            text += f"{spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
         return Finding(self.kind, answer, _capital(sentence), figure, self.unit)
@@ -185,9 +186,15 @@ def _check(section: Section, known: set[str]) -> Check:
     section.need(*(key for key, each in parameters.items() if each.default is each.empty))
     readers: dict[str, Callable[[Section, str], Any]] = {"float": _number, "int": _whole, "str": _text}
     numbers = {key: readers[parameters[key].annotation](section, key) for key in section if key in parameters}
-    for key, words in WORDS.items():
-        if numbers.get(key) and numbers[key] not in words:
-            raise section.refusal(key, f"is {numbers[key]!r}", f"use one of {', '.join(words)}")
+    for key, value in numbers.items():
+        words = WORDS.get(f"{name}.{key}") or WORDS.get(key)
+        if words and not re.fullmatch(words, str(value)):
+            raise section.refusal(key, f"is {value!r}", f"it must match {words}")
+    if FORMS[name].kind == "arithmetic":
+        try:
+            FORMS[name].figure(Evidence(LEDGER.parent), **numbers)
+        except ZeroDivisionError:
+            raise UserError(f"{section.place}: its numbers divide by zero", "fix them") from None
     against = _text(section, "against") if "against" in section else ""
     if against and against not in known:
         raise section.refusal("against", f"is {against!r}", "name a claim of this ledger")

@@ -21,7 +21,8 @@ _HEAD = """# Claims: what holds
 <!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
 Every claim of the replicated documents and of the ZeRO paper, with what the committed records and plain arithmetic say
-of it. `study claims` makes all of it anew, without torch or a GPU. The codes of the documents are in the
+of it. `study claims` makes all of it anew, without torch or a GPU, and `study claims check-table FILE` holds any other
+table of models, GPUs, strategies and gigabytes against the same arithmetic. The codes of the documents are in the
 [README](../README.md#what-it-replicates).
 
 """

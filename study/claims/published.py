@@ -115,14 +115,16 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
     if len(cells) <= max(columns.values()):
         raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
     said = {key: cells[column].strip() for key, column in columns.items()}
-    gpus = re.match(r"\d{1,9}(?!\d)", said["gpus"])
-    gb = re.search(r"(?<![\d,])(\d[\d,]{0,15})(?![\d,])(?:\.(\d+))?", said["gb"])
-    if gpus is None or int(gpus[0]) < 1:
+    ranks = re.match(r"(\d{1,3}(?:,\d{3})+|\d{1,9})(?![\d,.-])", said["gpus"])
+    gpus = int(ranks[1].replace(",", "")) if ranks else 0
+    numbers = re.findall(r"\d[\d,.]*", said["gb"])
+    gb = re.fullmatch(r"(\d[\d,]{0,15})(?:\.(\d{1,9}))?", numbers[0]) if len(numbers) == 1 else None
+    if gpus < 1:
         raise UserError(f"{place}: {said['gpus']!r} is no number of GPUs", "write one from 1 up")
     if gb is None:
-        raise UserError(f"{place}: {said['gb']!r} is no memory", "write GB, such as 45 or 12.5")
+        raise UserError(f"{place}: {said['gb']!r} is not one size of memory", "write GB, such as 45 or 12.5")
     return Row(
-        line, said["model"], _parameters(said["model"], place), int(gpus[0]), _strategy(said["strategy"], place),
+        line, said["model"], _parameters(said["model"], place), gpus, _strategy(said["strategy"], place),
         float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), "oom" in said["gb"].lower(),
         _device_gb(said["device"], place) if said.get("device") else None,
     )  # fmt: skip

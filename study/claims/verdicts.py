@@ -97,6 +97,6 @@ def combine(parts: Sequence[Part], is_untestable: bool = False) -> Verdict:
 
 
 def number(value: float, unit: str = "") -> str:
-    """Four digits, as people write them."""
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """Four digits, and more of a ratio that is almost 1."""
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{7 if 0.99 < value < 1.01 else 4}g}"
     return f"{text} {unit}".strip()
