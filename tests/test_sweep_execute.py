@@ -243,11 +243,20 @@ def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     assert "--runs-dir" in result.stderr
 
 
+# As when the clock of the box is set back while a sweep is at work: what its runs write is older than the sweep.
+CLOCK_SET_BACK = """
+import runpy, time
+time_now = time.time
+time.time = lambda: time_now() + 3600
+runpy.run_module("study.cli", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     fixed = {**TINY, "max_steps": 100, "logging_steps": 1}
     suite = write_suite(tmp_path, {"strategy": "single"}, fixed)
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", CLOCK_SET_BACK, "run", str(suite), "--runs-dir", str(tmp_path / "runs")]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=child, stdout=subprocess.DEVNULL, stderr=child, start_new_session=True,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},

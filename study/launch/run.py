@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -65,13 +64,13 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *again)
     attempt_before, log_size_before = attempt_of(directory), log_file.stat().st_size if log_file.exists() else 0
-    ooms, started, clock = oom_counts(), time.time(), time.monotonic()
+    ooms, clock = oom_counts(), time.monotonic()
 
     def watch_the_new_run() -> None:
-        # Before the run has opened its directory what lies there is an earlier attempt's.
-        with contextlib.suppress(OSError):
-            if (directory / "status.json").stat().st_mtime >= started:
-                watch()
+        # Before the run has opened its directory what lies there is an earlier attempt's. Its number says so, whatever
+        # the clock of the box does.
+        if attempt_of(directory) > attempt_before:
+            watch()
 
     with tempfile.TemporaryDirectory() as scratch:
         # What is printed waits here: the run directory is the run's to open.
