@@ -23,7 +23,7 @@ from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
 from study.run.checkpoint import digests_of
-from study.run.checks import check_devices
+from study.run.checks import check_devices, check_launch_flags
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
 from study.tasks import load_data
@@ -162,7 +162,8 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
     [
         ("MIXED_PRECISION", "bf16", ("mixed_precision bf16", "--precision"), "--precision alone"),
         ("DYNAMO_BACKEND", "INDUCTOR", ("dynamo_backend inductor", "--torch_compile"), "--torch_compile alone"),
-        ("GRADIENT_ACCUMULATION_STEPS", "4", ("gradient_accumulation_steps 4",), "--per_device_train_batch_size"),
+        # No file says this: the shell does, or the launcher's own flag.
+        ("GRADIENT_ACCUMULATION_STEPS", "4", ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set",), "unset"),
     ],
 )
 def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
@@ -170,6 +171,13 @@ def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
 ) -> None:
     asked: dict[str, Any] = {f"ACCELERATE_{variable}": value}
     assert_refused(tmp_path, "--scale", "laptop", says=says, fix=fix, **asked)
+
+
+def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
+    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size for 1"):
+        check_launch_flags(config, config.batch_plan(2), asked)
 
 
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:

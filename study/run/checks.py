@@ -22,7 +22,7 @@ from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import Launch, Strategy, this_launch, virtual_launch
+from study.spec.strategies import Launch, Strategy, shell_environment, this_launch, virtual_launch
 from study.theory.memory import state_bytes
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
@@ -47,7 +47,7 @@ class Request:
 def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConfig, Launch]:
     """The flags and the launch. Torch is not imported for it."""
     config = parse_command_line(arguments)
-    launch = this_launch()
+    launch = this_launch(shell=shell_environment())
     if config.virtual_world_size:
         if trainer != "study":
             raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
