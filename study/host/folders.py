@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,12 @@ def folder_named(text: str) -> Path:
     except RuntimeError:
         raise UserError(f"{text}: nobody's home folder is known by that name here", "write the whole path") from None
     return folder.resolve() if ".." in folder.parts else folder
+
+
+def free_bytes(folder: Path) -> int:
+    """On its disk, whether or not the folder is there yet."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return shutil.disk_usage(existing).free
 
 
 def folder_argument(text: str) -> Path:

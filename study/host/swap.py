@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from study.errors import Unsupported
+from study.host.folders import free_bytes
 from study.record.folder import SWAP_PREFIX
 from study.record.lock import HOST, FileLock, Held, read_holder
 
@@ -22,9 +23,8 @@ _GIB = 2**30
 
 def refuse_full_drive(drive: Path, wanted_bytes: float, what: str) -> None:
     """DeepSpeed aborts the process where its writes fail. What dead runs left there is cleared away first."""
-    existing = next(place for place in (drive, *drive.absolute().parents) if place.exists())
     remove_left_folders(drive)
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(drive)
     if free < wanted_bytes:
         raise Unsupported(
             f"--nvme_path {drive} has {free / _GIB:.1f} GiB free, and {what} takes {wanted_bytes / _GIB:.1f} GiB there",

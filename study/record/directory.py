@@ -23,6 +23,8 @@ from study.record.schema import PLAIN_STEP, SEAL, RecordError, State, check, str
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
 _SEALED_FILES = (*(f"{name}.json" for name in _DOCUMENTS), *ROW_FILES)
+# More than the last status takes.
+_ROOM, _ROOM_BYTES = ".status.json.room", 16384
 
 
 def utc_now() -> str:
@@ -49,8 +51,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def is_part_of(name: str, document: str) -> bool:
-    """Is this what a process leaves of a file that is killed while it writes it?"""
-    return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending)", name) is not None
+    """Is this what a process leaves of a file that is killed while it writes it, or that it keeps room for?"""
+    return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
 
 
 def _text_of(file: Path) -> str:
@@ -101,6 +103,8 @@ class RunWriter:
         for leftover in path.iterdir():
             if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
                 leftover.unlink(missing_ok=True)
+        # A full disk must not keep the run from saying so at its end.
+        (path / _ROOM).write_bytes(_ROOM_BYTES * b"\n")
         rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
         for name, each in zip(ROW_FILES, rows, strict=True):
             _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
@@ -126,6 +130,7 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
+        (self.path / _ROOM).unlink(missing_ok=True)
         self.write("status.json", seal(self.path, _ended(self.status, state, reason, hint)))
 
 
@@ -164,6 +169,7 @@ def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> Non
     """How a run ended that did not finish, from any rank; the first rank to say why is believed."""
     if not (path / "status.json").exists():
         return  # before the main process opened the record there is nothing to end
+    (path / _ROOM).unlink(missing_ok=True)
     ending = path / ".status.json.ending"
     try:
         # Ranks fail together and would all find the run still open; the one that makes this file says why.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
-from study.host.folders import cache_directory, folder_named, refuse_unwritable
+from study.host.folders import cache_directory, folder_named, free_bytes, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
 from study.host.releases import refuse_unverified_pair
@@ -26,6 +26,8 @@ from study.spec.strategies import Launch, Strategy, shell_environment, this_laun
 from study.theory.memory import state_bytes
 
 SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
+# Rows and the log of a long run.
+LEAST_ROOM_BYTES = 16 * 2**20
 # What one trainer cannot do.
 Refuse = Callable[[RunConfig, Launch], None]
 
@@ -90,6 +92,8 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     if launch.strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy)
     model_config(config)
+    if launch.is_main:
+        check_room_for_record(config, output_dir)
     if launch.strategy.uses_nvme:
         check_room_to_swap(config, launch)
     cache = cache_directory()
@@ -135,10 +139,11 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
     if gpus and launch.local_world_size > gpus:
         raise Unsupported(
             f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
-            f"run: {launch.command(gpus)}",
+            f"run: {launch.command(gpus, launch.machines)}",
         )
     if launch.local_world_size < gpus and launch.strategy.name != "single" and not launch.virtual:
-        return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {launch.command(gpus)}"
+        command = launch.command(gpus, launch.machines)
+        return f"{gpus - launch.local_world_size} of {gpus} GPUs stay idle; to use all: {command}"
     return None
 
 
@@ -189,6 +194,22 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
                 f"the launch asks for {key} {asked}, and --{flag} for {ours}",
                 f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
             )
+
+
+def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
+    from study.models.architecture import shape_of
+
+    wanted, what = LEAST_ROOM_BYTES, "a record"
+    if config.checkpointing_steps:
+        # Weights and Adam's two moments, in fp32.
+        wanted, what = wanted + 12 * shape_of(config).parameters, "a record with a checkpoint"
+    free = free_bytes(output_dir)
+    if free < wanted:
+        # Not `Unsupported`, which a sweep would take for a final answer: the disk may have room tomorrow.
+        raise UserError(
+            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} takes {wanted / 2**20:,.0f} MiB",
+            "make room, or name a folder on a larger disk",
+        )
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
