@@ -82,6 +82,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         'another box: device: ["Other GPU"], baseline ["Synthetic GPU"]',
     ),
     "processor": ({"environment": {"cpu": "Other"}}, "another box: processor: Other, baseline Synthetic processor"),
+    "a second machine": (
+        {"environment": {"other_machines": [{"cpu": "Other", "devices": [{"name": "Other GPU"}]}]}},
+        'another box: device: ["Synthetic GPU", "Other GPU"], baseline ["Synthetic GPU"]; '
+        "another box: processor: Synthetic processor + Other, baseline Synthetic processor",
+    ),
     "torch": ({"engine": {"torch": "2.11.0"}}, "torch: 2.11.0, baseline 2.13.0"),
     "seed": ({"seed": 43}, "seed: no single with seed 43"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from study.host.swap import refuse_full_drive
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
+from study.run import machines
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.names import BATCH_KEYS
@@ -25,7 +26,7 @@ from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, shell_environment, this_launch, virtual_launch
 from study.theory.memory import state_bytes
 
-SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK = 10
+SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
 LEAST_ROOM_BYTES = 16 * 2**20
 # What one trainer cannot do.
@@ -103,15 +104,17 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     return Request(config, launch, plan, output_dir, checkpoint, cache, notice)
 
 
-def refused(refusal: UserError, is_main: bool, say: Callable[[str], None]) -> int:
-    """The exit status of a wrong request, and its one line."""
+def refused(refusal: UserError, say: Callable[[str], None]) -> int:
+    """The exit status of a wrong request, and its one line on each machine."""
     # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
     if file := os.environ.get(REFUSAL_FILE_VARIABLE):
         write_json(Path(file), refusal.to_json())
-    if not is_main:
-        # The launcher ends all ranks as soon as one has ended: leave the main process the time to say why.
-        time.sleep(SECONDS_FOR_THE_MAIN_PROCESS_TO_SPEAK)
+    machines.tell_refusal(refusal)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        # The launcher ends all ranks as soon as one has ended: leave its first one the time to say why.
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK)
     say(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
+    machines.wait_until_heard()
     return 2
 
 

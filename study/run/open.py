@@ -14,25 +14,30 @@ The loop asks the run; the run calls nothing back.
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed, UserError
+from study.errors import RunFailed, UserError, first_line
 from study.host.box import free_memory
 from study.host.folders import folder_named
 from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
-from study.record.folder import is_taken_by_this_launch, take_folder
+from study.record.folder import LOCK_NAME, is_taken_by_this_launch, take_folder
+from study.record.lock import read_holder
 from study.record.outcome import Terminated, ending_of, raising_on
+from study.run import machines
 from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
 from study.run.console import Console
+
+# What may differ between the machines of one run.
+_OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
+_OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -53,8 +58,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
         check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
-        is_main = os.environ.get("RANK", "0") == "0"
-        raise SystemExit(refused(refusal, is_main, lambda line: print(line, file=sys.stderr))) from None
+        raise SystemExit(refused(refusal, lambda line: print(line, file=sys.stderr))) from None
     # What is given back at the end, however it comes: the terminal, the lock, signals, the swap folder.
     with ExitStack() as held:
         console = Console(speaks=launch.is_main)
@@ -62,7 +66,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
         try:
             request = checked(trainer, config, launch, refuse)
         except UserError as refusal:
-            raise SystemExit(refused(refusal, launch.is_main, console.shout)) from None
+            raise SystemExit(refused(refusal, console.shout)) from None
         run = OpenRun(trainer, request, console, held, opened)
         try:
             yield run
@@ -73,8 +77,11 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
                 run.record_failure(error)
                 run.exit_status = 1
             elif isinstance(error, UserError):
-                run.exit_status = refused(error, launch.is_main, console.shout)
+                run.exit_status = refused(error, console.shout)
             else:
+                machines.tell_refusal(
+                    UserError(f"{type(error).__name__}: {first_line(error)}", "see what it says there")
+                )
                 raise
 
 
@@ -88,6 +95,8 @@ class OpenRun:
     # This process's own, on the drive of --nvme_path.
     swap_folder: Path | None = None
     has_begun = False
+    # Of several machines, which may share no folder: is the main process's record in this one's --output_dir?
+    _sees_record = True
     exit_status = 0
 
     def __init__(self, trainer: str, request: Request, console: Console, held: ExitStack, opened: float):
@@ -110,23 +119,59 @@ class OpenRun:
             assert initial is not None, "a virtual rank has no checkpoint"
             check_goes_on(config, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
-        if launch.is_main:
-            self._held.enter_context(take_folder(output_dir, f"--output_dir {output_dir}"))
-            # Another run may have come and gone since the first look.
-            check_output_dir(config, output_dir)
+        environment = describe_environment() if launch.is_main or machines.count() > 1 else {}
+        if machines.count() > 1:
+            with raising_on(Terminated(), signal.SIGTERM):
+                environment |= self._meet_other_machines(environment)
+        elif launch.is_main:
+            self._take_folder()
         self.has_begun = True
         if self._notice:
             console.say(f"notice: {self._notice}")
         if initial is not None and initial.remark:
             console.shout(f"notice: {initial.remark}")
         console.say(self._headline())
+        if launch.local_rank == 0 and not launch.is_main:
+            console.shout(f"rank {launch.rank} of {launch.world_size}: rank 0's machine says how the run goes on")
         self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
             self.record = RunWriter(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
-            self.record.write("environment.json", describe_environment())
+            self.record.write("environment.json", environment)
         if launch.strategy.uses_nvme:
             self.swap_folder = self._held.enter_context(swap_folder(folder_named(config.nvme_path)))
+
+    def _take_folder(self) -> dict[str, Any]:
+        """Returns what the lock says of who holds it."""
+        self._held.enter_context(take_folder(self.output_dir, f"--output_dir {self.output_dir}"))
+        # Another run may have come and gone since the first look.
+        check_output_dir(self.config, self.output_dir)
+        return read_holder(self.output_dir / LOCK_NAME)
+
+    def _meet_other_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
+        """Nobody begins before all can. Returns what the main process's record says of the other machines."""
+        config, launch = self.config, self.launch
+        agreed = {
+            **{f"--{key}": value for key, value in config.to_dict().items() if key not in _OF_EACH_MACHINE},
+            "the strategy": dataclasses.asdict(launch.strategy), "the trainer": self.trainer,
+            "the initial weights' digest": self.initial.sha256 if self.initial else None,
+            "the samples' digest": self.data.source["tokens_sha256"], "the checkpoint's step": self.first_step,
+            **{key: environment[key] for key in ("packages", "code_sha256")},
+        }  # fmt: skip
+        if launch.is_main:
+            return {"other_machines": machines.meet_others(agreed, self._take_folder, self.console.say)}
+
+        def look_for_the_record(holder: Mapping[str, Any]) -> None:
+            self._sees_record = read_holder(self.output_dir / LOCK_NAME) == holder
+            if config.checkpointing_steps and not self._sees_record:
+                raise UserError(
+                    f"--checkpointing_steps {config.checkpointing_steps}: rank {launch.rank} does not see the folder"
+                    " that rank 0 writes to",
+                    "let --output_dir name a folder that all machines share",
+                )
+
+        machines.meet_main(agreed, {key: environment[key] for key in _OF_A_MACHINE}, look_for_the_record)
+        return {}
 
     def _headline(self) -> str:
         config, launch = self.config, self.launch
@@ -200,8 +245,9 @@ class OpenRun:
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def keep_log(self) -> None:
-        """What the libraries say goes to log.txt from now on; the main process has made the folder."""
-        self.console.log_to(self.output_dir / "log.txt")
+        """What the libraries say goes to log.txt from now on, where the main process has made the folder."""
+        if self._sees_record:
+            self.console.log_to(self.output_dir / "log.txt")
 
     def write_engine(self, audited: dict[str, Any]) -> None:
         if self.record is not None:
@@ -242,16 +288,22 @@ class OpenRun:
 
     def record_failure(self, error: BaseException) -> None:
         launch, console, output_dir = self.launch, self.console, self.output_dir
-        ending = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
-        traceback.print_exception(error)
+        mine = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
+        # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
+        if not (launch.is_main or isinstance(error, RunFailed)):
+            mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
+        ending = machines.first_ending(mine)
+        if not self._sees_record:
+            # There is no log here, and nobody else speaks on this machine.
+            console.restore()
+            console.shout(f"{mine.state}: {mine.why}")
+        with suppress(OSError):  # the log may be on the disk that is full
+            traceback.print_exception(error)
         # Where the main process was refused, the folder is another launch's.
-        if launch.is_main or is_taken_by_this_launch(output_dir):
+        if self._sees_record and (launch.is_main or machines.count() > 1 or is_taken_by_this_launch(output_dir)):
             if console.log_path is None and (output_dir / "status.json").exists():
                 self.keep_log()
-            # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
-            everybodys = launch.is_main or isinstance(error, RunFailed)
-            reason = ending.reason if everybodys else f"rank {launch.rank}: {ending.reason}"
-            end_interrupted_run(output_dir, ending.state, reason, ending.hint)
+            end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
         console.say(f"{ending.state}: {ending.why}")
 
 

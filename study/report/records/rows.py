@@ -198,12 +198,12 @@ def _precision(engine: dict[str, Any]) -> str:
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     if not environment:
         return {}
-    copied = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty",
-              "code_sha256")  # fmt: skip
-    packages = environment.get("packages", {})
+    copied = ("cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty", "code_sha256")
+    packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
     return {
         **{key: environment.get(key) for key in copied},
-        "devices": json.dumps([device["name"] for device in environment.get("devices", [])]),
+        "cpu": " + ".join(box["cpu"] for box in boxes if box.get("cpu")) or None,
+        "devices": json.dumps([device["name"] for box in boxes for device in box.get("devices", [])]),
         **{f"{name}_version": packages.get(name) for name in ("accelerate", "transformers")},
         "study_version": packages.get("zero-study"),
     }

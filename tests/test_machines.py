@@ -1,0 +1,286 @@
+"""Several machines: a launcher on each, with a working directory of its own. Here they are two launchers on one box."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from engines import ROOT
+from runs import FLAGS, RunFactory
+from study.errors import Unsupported, UserError
+from study.record.directory import Run, read_json, read_run
+from study.record.outcome import Ending
+from study.run import machines
+from study.run.checks import check_devices
+from study.spec.strategies import Launch, read_strategy, this_launch
+
+GPT = ("--task", "gpt-wikitext")
+
+
+def start(tmp_path: Path, machine: int, port: int, strategy: str, *flags: str) -> subprocess.Popen[str]:
+    """The README's command for several machines, in a checkout of the machine's own; the second has its own cache."""
+    checkout = tmp_path / f"machine{machine}"
+    shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
+    (checkout / "study").symlink_to(ROOT / "study")
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
+        "--num_machines", "2", "--machine_rank", str(machine), "--main_process_ip", "127.0.0.1",
+        "--main_process_port", str(port), "--num_processes", "2", "study/train.py", *FLAGS, *GPT, *flags,
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if machine:
+        environment["ZERO_STUDY_CACHE"] = str(tmp_path / "cache")
+    return subprocess.Popen(
+        command, cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[str, ...]) -> list[tuple[int, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = [start(tmp_path, machine, port, strategy, *flags) for machine, flags in enumerate((first, second))]
+    try:
+        printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                # Its ranks have sessions of their own.
+                for process in psutil.Process(launcher.pid).children(recursive=True):
+                    process.kill()
+                launcher.kill()
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, printed, strict=True)]
+
+
+def assert_same_training(found: Run, expected: Run) -> None:
+    for key in ("loss", "lr", "samples_hash"):
+        values, others = ([row[key] for row in run.steps] for run in (found, expected))
+        assert values == (pytest.approx(others, rel=1e-6) if key == "loss" else others)
+    assert found.engine["world_size"] == 2
+    assert found.engine["initial_weights_sha256"] == expected.engine["initial_weights_sha256"]
+    assert len(found.memory["ranks"]) == 2
+
+
+def test_two_machines_that_share_nothing_train_as_one_does(tmp_path: Path, run_of: RunFactory) -> None:
+    (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--output_dir", "runs/of_my_own"))
+    assert (status, other_status) == (0, 0), first + second
+    (folder,) = (tmp_path / "machine0" / "runs").iterdir()
+    run = read_run(folder)
+    assert_same_training(run, run_of("ddp", *GPT))
+    # The record is rank 0's, and it knows the other machine.
+    assert [machine.keys() >= {"cpu", "devices"} for machine in run.environment["other_machines"]] == [True]
+    assert not (tmp_path / "machine1" / "runs").exists()
+    assert "rank 0's machine says how the run goes on" in second
+
+
+def test_two_machines_with_one_folder_train_under_stage_3(tmp_path: Path, run_of: RunFactory) -> None:
+    shared = ("--output_dir", str(tmp_path / "shared"))
+    (status, first), (other_status, second) = on_two(tmp_path, "zero3", shared, shared)
+    assert (status, other_status) == (0, 0), first + second
+    assert_same_training(read_run(tmp_path / "shared"), run_of("zero3", *GPT))
+
+
+def test_what_one_machine_finds_wrong_both_say_at_once_and_nothing_is_left(tmp_path: Path) -> None:
+    (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--learning_rate", "0.5"))
+    assert 0 not in (status, other_status)
+    for printed in (first, second):
+        (line,) = [line for line in printed.splitlines() if "error: " in line]
+        assert "--learning_rate is 0.5 on rank 1, and 0.004 on rank 0" in line
+    assert not list(tmp_path.glob("machine*/runs"))
+
+
+def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
+    """What each rank's work returns or raises: a process for each, on a machine of its own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(len(works)), "GROUP_WORLD_SIZE": str(len(works)), "LOCAL_RANK": "0",
+    }  # fmt: skip
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    fork = multiprocessing.get_context("fork")
+    answers = [fork.SimpleQueue() for _ in works]
+
+    def be(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank)}
+        try:
+            answers[rank].put(works[rank]())
+        except UserError as refusal:
+            machines.tell_refusal(refusal)
+            answers[rank].put(refusal.to_json())
+            machines.wait_until_heard()
+
+    ranks = [fork.Process(target=be, args=(rank,)) for rank in range(len(works))]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(20)
+        if rank.is_alive():
+            rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0] * len(works)
+    return [answer.get() for answer in answers]
+
+
+def as_main(agreed: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: machines.meet_others(agreed, lambda: {"pid": 7}, print)
+
+
+def as_other(agreed: dict[str, Any], machine: str = "", look: Callable[[Any], object] = id) -> Callable[[], Any]:
+    return lambda: machines.meet_main(agreed, {"cpu": machine}, look)
+
+
+def refuse(*_: Any) -> None:
+    raise Unsupported("the folder is not here", "share it")
+
+
+def test_ranks_that_agree_all_begin_and_the_first_knows_the_machines_of_the_others(monkeypatch) -> None:
+    agreed = {"the initial weights' digest": "a", "--seed": 1, "nested": {"tuple": (1, 2)}}
+    found = gather(monkeypatch, [as_main(agreed), as_other(agreed, "x"), as_other(agreed, "y")])
+    assert found == [[{"cpu": "x"}, {"cpu": "y"}], None, None]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problem", "who"),
+    [
+        (
+            [as_main({"weights": "a"}), as_other({"weights": "a"}), as_other({"weights": "b"})],
+            'weights is "b" on rank 2, and "a" on rank 0', 2,
+        ),
+        ([as_main({}), as_other({}), as_other({}, look=refuse)], "the folder is not here", 2),
+        # Before it came to meet anyone.
+        ([refuse, as_other({}), as_other({})], "the folder is not here", 0),
+        ([as_main({}), refuse, as_other({})], "the folder is not here", 1),
+    ],
+    ids=["other weights", "another folder", "the first", "the second"],
+)  # fmt: skip
+def test_what_one_rank_refuses_all_hear(ranks: list[Any], problem: str, who: int, monkeypatch) -> None:
+    found = gather(monkeypatch, ranks)
+    expected = [problem if rank == who else f"rank {who}, on another machine: {problem}" for rank in range(3)]
+    assert [said["problem"] for said in found] == expected
+    assert len({said["kind"] for said in found}) == 1
+
+
+def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(machines, "_CONNECT_S", 1)
+
+    def alone() -> None:
+        os.environ["MASTER_PORT"] = str(port)
+        as_other({})()
+
+    _, found = gather(monkeypatch, [lambda: None, alone])
+    assert found["problem"] == "the main process has left before this run began"
+
+
+def test_the_record_tells_of_the_rank_that_failed_first(monkeypatch) -> None:
+    def fail(after_s: float, ending: Ending) -> Callable[[], Ending]:
+        def late() -> Ending:
+            time.sleep(after_s)
+            return machines.first_ending(ending)
+
+        return late
+
+    cause, consequence = Ending("oom", "rank 1: out of memory", "use less"), Ending("failed", "connection closed")
+    found = gather(monkeypatch, [fail(1.0, consequence), fail(0, cause)])
+    assert found == [cause, cause]
+
+
+def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
+    for name, value in {"GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as refusal:
+        check_devices(Launch(read_strategy("zero3"), 32, 16, 0, 16), 8)
+    place = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
+    assert f"accelerate_configs/zero3.yaml {place} --num_processes 16 study/train.py" in refusal.value.fix
+
+
+@pytest.mark.parametrize(
+    ("shell", "names"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "unset ACCELERATE_USE_FSDP FSDP_VERSION"),
+        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old.json"}, "unset ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "unset FSDP_RESHARD_AFTER_FORWARD"),
+        ({"ACCELERATE_USE_CPU": "1"}, "unset ACCELERATE_USE_CPU"),
+    ],
+)
+def test_what_a_shell_still_holds_of_another_launch_is_refused(shell: dict[str, str], names: str) -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert this_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
+    with pytest.raises(UserError, match="not by the launched file") as refusal:
+        this_launch(launched | shell, shell=shell)
+    assert names in refusal.value.fix
+    # Nobody launched this: what is there is left over, too.
+    with pytest.raises(UserError, match="not by the launched file"):
+        this_launch(shell, shell=shell)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}],
+    ids=["rank", "local rank", "world", "MPI", "no number"],
+)
+def test_a_place_that_no_launcher_gave_is_refused_in_one_line(left: dict[str, str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "study/train.py", *GPT, "--output_dir", str(tmp_path / "run")], cwd=ROOT, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | left, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert next(iter(left)) in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A real one, of 24 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("nobody but root may mount a disk here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(disk: Path, left_bytes: int) -> None:
+    (disk / "filler").write_bytes(b"x" * (shutil.disk_usage(disk).free - left_bytes))
+
+
+def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> None:
+    command = [sys.executable, "study/train.py", *FLAGS, *GPT, "--output_dir", str(small_disk / "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    checkpoints = [*command, "--checkpointing_steps", "4"]
+    early = subprocess.run(checkpoints, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert early.returncode == 2
+    assert f"--output_dir {small_disk}/run has 24 MiB free, and a record with a checkpoint takes" in early.stderr
+
+    long = [*command, "--max_steps", "100000", "--eval_steps", "0", "--logging_steps", "1"]
+    with subprocess.Popen(long, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE) as running:
+        rows, deadline = small_disk / "run" / "steps.jsonl", time.monotonic() + 60
+        while not (rows.exists() and rows.stat().st_size):
+            assert running.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        fill(small_disk, left_bytes=0)
+        _, printed = running.communicate(timeout=120)
+    assert running.returncode == 1
+    status = read_json(small_disk / "run" / "status.json")
+    assert status["state"] == "failed"
+    assert "the disk is full" in status["reason"]
+    assert status["hint"] == "free some space, and run it again"
+    assert "failed: the disk is full" in printed
+    assert not list((small_disk / "run").glob(".status.json.*"))
