@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from study.autopsy import command as autopsy
 from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
@@ -36,6 +37,9 @@ COMMANDS = {
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
     "report": Command("build the report of a suite's records", report.add_arguments, report.run),
     "claims": Command("what holds of the published claims", claims.add_arguments, claims.run),
+    "autopsy": Command(
+        "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
+    ),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 

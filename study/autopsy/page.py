@@ -1,0 +1,1 @@
+"""The page of the autopsy from its records alone."""
