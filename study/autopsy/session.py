@@ -45,18 +45,23 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Clock:
-    """Seconds by phase, with the device waited for at each change of phase."""
+    """Seconds by phase, with the device waited for at each change of phase; and what the processor was busy of them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._phase, self._since = "setup", time.perf_counter()
+        self.cpu_seconds: dict[str, float] = {}
+        self._phase, self._since = "setup", self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
         """Returns the phase that it ends."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        ended, now = self._phase, time.perf_counter()
-        self.seconds[ended] = self.seconds.get(ended, 0.0) + now - self._since
+        ended, now = self._phase, self._now()
+        for seconds, before, after in zip((self.seconds, self.cpu_seconds), self._since, now, strict=True):
+            seconds[ended] = seconds.get(ended, 0.0) + after - before
         self._phase, self._since = phase, now
         return ended
 
@@ -199,12 +204,14 @@ class Process:
             trainer.train()
             whole_s = time.perf_counter() - started
             peaks = meter.report()["phases"]["init"]
-            seconds, warm_samples = trainer.clock.seconds, (steps - warm_up) * arm.batch
+            trainer.clock.enter("after")
+            seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
             read = {
                 "arm": arm.name, "batch": arm.batch, "steps": trainer.state.global_step, "start": arm.start,
                 "start_weights_abs_sum": start, "whole_s": whole_s,
                 **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
-                "warm_s_per_sample": seconds["train"] / warm_samples if warm_samples else None,
+                "whole_cpu_s": sum(cpu.values()), "warm_s_per_sample": seconds["train"] / warm_samples,
+                "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
                 **_logged(trainer), **self._peaks(peaks), **trainer.live,
             }  # fmt: skip
             read["eval_loss"], read["eval_accuracy"] = wide_evaluation(trainer, self.data.eval, arm.batch)
