@@ -51,6 +51,8 @@ def read_sessions(runs: Path) -> pd.DataFrame:
         rows += [about | arm for arm in said["arms"] or [{"arm": None}]]
     if not rows:
         raise UserError(f"there are no sessions in {runs}", "run: study autopsy run")
+    if all(row["state"] != "ok" for row in rows):
+        raise UserError(f"no session in {runs} has ended ok", "run: study autopsy run --retry")
     table = pd.DataFrame(rows)
     for name in set(_AS_JSON) & set(table):
         table[name] = table[name].map(lambda value: json.dumps(value, sort_keys=True))

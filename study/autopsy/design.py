@@ -28,7 +28,7 @@ class Switch:
 SWITCHES = (
     Switch(
         "E", "engine", "set on arguments that are made already: off", "given to the arguments: on",
-        "training_args.deepspeed = {...}", ("S2-01", "S2-03", "S2-08"),
+        "training_args.deepspeed = ...", ("S2-01", "S2-03", "S2-08"),
     ),
     Switch(
         "W", "weights", "one model for all arms: the later arm goes on", "each arm from the same initial weights",

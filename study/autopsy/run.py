@@ -64,7 +64,7 @@ def check_folder(folder: Path) -> None:
 def is_done(file: Path, retry: bool) -> bool:
     """A session that failed is an answer too, until somebody asks again."""
     try:
-        return not retry or read_json(file)["state"] == "ok"
+        return read_json(file)["state"] == "ok" or not retry
     except (RecordError, KeyError):
         return False
 
@@ -119,11 +119,13 @@ class Lane:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
+        # Where a GPU is and is not meant, neither torch nor DeepSpeed shall find it.
+        hidden = {} if self.scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with tempfile.TemporaryFile("w+") as said:
             command = [sys.executable, "-m", "study.autopsy.lane", str(self.core), str(self.scale.threads)]
             process = self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True,
-                start_new_session=True,
+                command, cwd=REPOSITORY, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=said, text=True, start_new_session=True,
             )  # fmt: skip
             assert process.stdout is not None
             if process.stdout.readline().strip() != READY:
