@@ -237,8 +237,8 @@ def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> Non
     assert "train_micro_batch_size_per_gpu" in gate["reason"]
 
 
-def test_a_process_that_is_killed_is_a_row_as_well() -> None:
-    lane = Lane(dataclasses.replace(TINY, limit_s=0.05), -1)
+def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
+    lane = Lane(dataclasses.replace(TINY, limit_s=0.05), -1, tmp_path)
     try:
         session: Session = plan(TINY, (1,))[0]
         assert lane.run(session)["state"] == "timeout"

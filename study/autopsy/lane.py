@@ -56,7 +56,7 @@ def run_session(request: dict[str, Any]) -> dict[str, Any]:
 
     answer: dict[str, Any] = {"started_at": utc_now(), "state": "ok", "reason": "", "arms": []}
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="autopsy-") as name:
+    with tempfile.TemporaryDirectory(dir=request["work"]) as name:
         folder = Path(name)
         for place, arms in enumerate(request["processes"]):
             write_json(folder / "task.json", {"scale": request["scale"], "seed": request["seed"], "arms": arms})

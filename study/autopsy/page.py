@@ -148,8 +148,8 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
     if at_rate.n:
         lines.append(
             "At the listing's own learning rate of 5e-5 this model, which starts from nothing, ends its first arm with"
-            f" {_level(arms, 'standard')} (chance is {math.log(2):.3f}). The third run is {_share(at_rate)} beside it in"
-            f" evaluation loss and {_share(train_at_rate)} in training loss."
+            f" {_level(arms, 'standard')} (chance is {math.log(2):.3f}). The third run is {_share(at_rate)} beside it"
+            f" in evaluation loss and {_share(train_at_rate)} in training loss."
         )
     return lines
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from study.record.schema import RecordError
 from study.spec.strategies import REPOSITORY
 
 MARK, SESSIONS, _LOCK = "autopsy.json", "sessions", ".lock"
+# Checkpoints and carried weights of sessions that are under way: gigabytes on a GPU, and left behind by a kill.
+_WORK = ".work"
 _MADE_BY = "study autopsy"
 
 
@@ -50,7 +53,7 @@ def check_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UserError(f"--runs {folder} is a file", "name a folder")
-    others = [file.name for file in folder.iterdir() if file.name not in (_LOCK, SESSIONS, MARK)
+    others = [file.name for file in folder.iterdir() if file.name not in (_LOCK, SESSIONS, MARK, _WORK)
               and not is_part_of(file.name, MARK)]  # fmt: skip
     try:
         is_own = read_json(folder / MARK).get("made_by") == _MADE_BY
@@ -88,14 +91,15 @@ class LaneLost(Exception):
 class Lane:
     """One process that runs sessions; a new one after a session that took too long."""
 
-    def __init__(self, scale: Scale, core: int):
-        self.scale, self.core = scale, core
+    def __init__(self, scale: Scale, core: int, work: Path):
+        self.scale, self.core, self.work = scale, core, work
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, session: Session) -> dict[str, Any]:
         scale = dataclasses.replace(self.scale, options={**self.scale.options, **session.options})
         processes = [[dataclasses.asdict(arm) for arm in arms] for arms in session.processes]
         request = {"scale": dataclasses.asdict(scale), "seed": session.seed, "processes": processes}
+        request["work"] = str(self.work.absolute())
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -154,7 +158,10 @@ def run_sessions(
     for session in left:
         todo.put(session)
     progress = _Progress(len(left), say)
-    lanes = [Lane(scale, cores[place] if scale.threads else -1) for place in range(count)]
+    work = folder / _WORK
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    lanes = [Lane(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
     threads = [
         threading.Thread(target=_work, args=(lane, todo, folder, progress, count), daemon=True) for lane in lanes
     ]
@@ -164,8 +171,10 @@ def run_sessions(
         for thread in threads:
             thread.join()
     finally:
+        progress.stopped = True
         for lane in lanes:
             lane.end()
+        shutil.rmtree(work, ignore_errors=True)
     if progress.lost:
         raise UserError(f"sessions cannot start here ({progress.lost})", "ask: study doctor")
     return progress.failed
@@ -182,6 +191,9 @@ def _work(lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, progress: 
         except LaneLost as loss:
             progress.lost = str(loss)
             return
+        if progress.stopped:
+            # Ended from here: no answer of its own.
+            return
         about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
         settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}
         write_json(folder / SESSIONS / f"{session.id}.json", {**about, "scale": lane.scale.name, **settings, **answer})
@@ -190,7 +202,8 @@ def _work(lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, progress: 
 
 class _Progress:
     def __init__(self, count: int, say: Callable[[str], None]):
-        self.count, self.say, self.done, self.failed, self.lost = count, say, 0, 0, ""
+        self.count, self.say, self.done, self.failed = count, say, 0, 0
+        self.lost, self.stopped = "", False
         self._began, self._lock = time.monotonic(), threading.Lock()
 
     def add(self, session: Session, answer: dict[str, Any]) -> None:
