@@ -302,7 +302,14 @@ def test_seeds_needed_knows_its_limits() -> None:
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(0.5, "+50 %"), (0.025, "+2.5 %"), (-0.001, "-0.10 %"), (1e-8, "+1e-06 %"), (-1e-8, "-1e-06 %"), (0, "+0.00 %")],
+    [
+        (0.5, "+50 %"),
+        (0.025, "+2.5 %"),
+        (-0.001, "-0.10 %"),
+        (1e-8, "+0.000001 %"),
+        (-1e-8, "-0.000001 %"),
+        (0, "+0.00 %"),
+    ],
 )
 def test_shares_are_told_as_closely_as_they_are_worth(share: float, text: str) -> None:
     assert percent(share, signed=True) == text

@@ -145,7 +145,6 @@ def answer(records: Records) -> Answer | None:
                 "Off by": percent(furthest.off),
                 "One arm twice": known(again, percent),
                 "Margin": percent(furthest.margin),
-                "Above floor": known(furthest.of_the_reducible, percent),
                 "Equivalent": _shown([one.test for one in of_it]),
             })  # fmt: skip
     table = pd.DataFrame(rows)
@@ -172,8 +171,8 @@ def _sentence(every: Sequence[_Compared]) -> str:
 def _notes(every: Sequence[_Compared]) -> Iterable[str]:
     if any(one.by == "steps" for one in every):
         yield "Off by: at the step where it is largest, of the baseline's loss at that step."
-    if any(not math.isnan(one.of_the_reducible) for one in every):
-        yield "Above floor: the margin as a share of what training can still take off the loss there."
+    if above := [one.of_the_reducible for one in every if not math.isnan(one.of_the_reducible)]:
+        yield f"The margin is {percent(max(above))} at most of what training can still take off the loss there."
     if seeds := sorted({one.test.n for one in every if one.test.verdict != "no test"}):
         n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
         yield f"Equivalent: by two one-sided tests of evaluation losses, seed by seed (n = {n})."

@@ -346,5 +346,6 @@ def percent(share: float, signed: bool = False) -> str:
     size = abs(100 * share)
     digits = 0 if size >= 10 else 1 if size >= 1 else 2
     if 0 < size < 0.01:
-        return f"{'+' if signed and share > 0 else '-' if share < 0 else ''}{size:.1g} %"
+        sign = "+" if signed and share > 0 else "-" if share < 0 else ""
+        return f"{sign}{np.format_float_positional(size, precision=1, fractional=False, trim='-')} %"
     return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
