@@ -290,7 +290,7 @@ def test_a_sceptic_is_told_of_every_run_start_version_and_minute(made: Board) ->
     )
     seeds = used["seed"].nunique()
     assert seeds == 3
-    assert starts == f"{seeds} initializations from {seeds} seeds; 0 of the runs repeat one."
+    assert starts == f"{seeds} initializations from {seeds} seeds; runs that repeat a seed: 0."
     assert "DeepSpeed 0.19.8" in made_with
     assert "no GPU" in made_with
     assert again.startswith(f"`study run laptop`: these runs took {12 * len(used):.1f} minutes, all of laptop ")
@@ -304,7 +304,7 @@ def test_repeats_of_a_seed_are_no_independent_starts() -> None:
     runs = pd.concat([once, again], ignore_index=True).astype(once.dtypes)
     used = once[(once["task"] == "gpt-wikitext") & once["strategy"].isin(["ddp", "zero2_cpu"])]
     starts = told("S1-28", Records(runs, records.steps))[2]
-    assert starts == f"3 initializations from 3 seeds; {len(used)} of the runs repeat one."
+    assert starts == f"3 initializations from 3 seeds; runs that repeat a seed: {len(used)}."
 
 
 # ---------------------------------------------------------------------------------------------- reports and the ledger

@@ -131,7 +131,7 @@ def _starts_text(used: pd.DataFrame) -> str:
         return "None are needed: bytes of one virtual rank are counted, and no loss is trained."
     seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
     repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
-    return f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; {repeats} of the runs repeat one."
+    return f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; runs that repeat a seed: {repeats}."
 
 
 def _made_with(used: pd.DataFrame) -> str:

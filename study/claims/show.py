@@ -70,8 +70,9 @@ class Claims:
 
     def published_tables(self) -> None:
         rows = [
-            {"Workload": table.title, "Model": each.row.model, "GPUs": each.row.gpus, "Strategy": each.row.strategy,
-             "Trains": each.row.trains, "On one GPU": each.row.said_gb, "Verdict": each.plausibility, "Why": each.why}
+            {"Workload": table.title, "Model": each.row.model, "Verdict": each.plausibility,
+             "On one GPU": each.row.said_gb, "GPUs": each.row.gpus, "Strategy": each.row.strategy,
+             "Trains": each.row.trains, "Why": each.why}
             for table in published_tables() for each in table.rows
         ]  # fmt: skip
         _table(pd.DataFrame(rows))
