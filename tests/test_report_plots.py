@@ -159,12 +159,21 @@ def test_curves_that_agree_are_said_to_and_one_that_does_not_is_named():
 
 def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     records = changed()
-    rows = records.steps[records.steps["run"].isin(records.runs["run"])]
-    steps = pd.concat([rows.assign(step=rows["step"] + 40 * turn) for turn in range(100)])
-    figure = one(loss_curves(dataclasses.replace(records, steps=steps))).figure
+    runs = records.runs[records.runs["seed"] == records.runs["seed"].min()]
+    rows = records.steps[records.steps["run"].isin(runs["run"])]
+    steps = pd.concat([rows.assign(step=rows["step"] + rows["step"].max() * turn) for turn in range(100)])
+    figure = one(loss_curves(dataclasses.replace(records, runs=runs, steps=steps))).figure
     lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 10]
     assert max(len(np.asarray(line.get_xdata())) for line in lines) <= MOST_POINTS
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
+
+
+def test_arms_are_drawn_from_the_seeds_that_all_of_them_ran():
+    seeds_of = changed().runs.groupby("strategy")["seed"].nunique()
+    assert seeds_of.nunique() > 1
+    drawn = texts(one(loss_curves(changed())).figure)
+    assert f"All {len(seeds_of)} strategies lie on one line" in drawn
+    assert "Faint: other seeds" in drawn
 
 
 def test_speed_against_batch_and_model_size_needs_two_of_them():

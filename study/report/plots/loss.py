@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 from study.report.plots.canvas import (
     Drawing,
@@ -63,16 +64,21 @@ def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
     # A repeat computes the same curve, and would count twice in the middle of its arm.
     runs = runs.drop_duplicates(["arm", "seed"])
-    losses = _losses(steps, runs)
+    every_losses = _losses(steps, runs)
+    # Arms are seen to agree on the seeds that all of them ran; what other seeds do is the background to that.
+    runs = _of_shared_seeds(runs[runs["run"].isin(every_losses.columns)])
+    losses = every_losses[runs["run"]]
     if losses.empty:
         return None
     of_arm = {arm: losses[losses.columns.intersection(runs.loc[runs["arm"] == arm, "run"])] for arm in arms_of(runs)}
     of_arm = {arm: of_it for arm, of_it in of_arm.items() if not of_it.empty}
     middles = {arm: of_it.median(axis="columns") for arm, of_it in of_arm.items()}
     notes, strategies = notes_of(runs, "confounded_loss"), {arm: arms_of(runs)[arm] for arm in of_arm}
-    low, high = float(losses.min().min()), float(losses.max().max())
+    low, high = float(every_losses.min().min()), float(every_losses.max().max())
     groups = _groups(middles, (high - low or 1) * _ONE_LINE)
     figure, (axes,) = sheet(2.8)
+    others = every_losses.drop(columns=losses.columns)
+    axes.plot(others.index, others, color=QUIET, linewidth=0.6, alpha=0.35, zorder=1)
     _draw_groups(axes, groups, middles, strategies)
     for arm, of_it in of_arm.items():
         if of_it.shape[1] > 1:
@@ -87,9 +93,15 @@ def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing |
     if len(groups) > 1:
         _label_groups(axes, groups, middles, strategies, notes)
     words = ", ".join(f"{arm} ends at {number(middle.iloc[-1])}" for arm, middle in middles.items())
-    return finish(figure, "Training loss", workload, _agreement(groups, middles, runs), words, notes,
+    return finish(figure, "Training loss", workload, _agreement(groups, middles, runs, not others.empty), words, notes,
                   legend_of_arms(strategies, notes), legend_columns=2,
                   lead=f"Training loss by step for {workload}")  # fmt: skip
+
+
+def _of_shared_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    """All runs, where no seed was run by every arm."""
+    shared = runs[runs.groupby("seed")["arm"].transform("nunique") == runs["arm"].nunique()]
+    return runs if shared.empty else shared
 
 
 def _groups(middles: Mapping[str, pd.Series], margin: float) -> list[list[str]]:
@@ -105,14 +117,17 @@ def _groups(middles: Mapping[str, pd.Series], margin: float) -> list[list[str]]:
     return groups
 
 
-def _agreement(groups: Sequence[Sequence[str]], middles: Mapping[str, pd.Series], runs: pd.DataFrame) -> str:
+def _agreement(
+    groups: Sequence[Sequence[str]], middles: Mapping[str, pd.Series], runs: pd.DataFrame, has_others: bool
+) -> str:
     largest = max(groups, key=len)
+    faint = " Faint: other seeds, which some arms ran." if has_others else ""
     if len(largest) < 2:
-        return "Each line is the median over the runs of one arm."
+        return f"Each line is the median over the runs of one arm.{faint}"
     apart = max(float((middles[arm] - middles[largest[0]]).abs().max()) for arm in largest)
     bands = " The band spans the runs of an arm." if runs.groupby("arm").size().max() > 1 else ""
     count = f"All {len(largest)}" if len(groups) == 1 else f"{len(largest)} of {len(middles)}"
-    return f"{count} strategies lie on one line: the largest difference at any step is {number(apart)}.{bands}"
+    return f"{count} strategies lie on one line: the largest difference at any step is {number(apart)}.{bands}{faint}"
 
 
 def _label_groups(
@@ -143,15 +158,18 @@ def _draw_groups(
 
 
 def _draw_evaluations(axes: Axes, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
-    """One ring per evaluated step: the median over all arms, which the table takes apart."""
+    """The median over all arms, which the table takes apart; a ring on each evaluated step, or on some of many."""
     evaluated = steps[steps["run"].isin(runs["run"]) & steps["eval_loss"].notna()]
     if evaluated.empty:
         return
     middle = evaluated.groupby("step")["eval_loss"].median()
-    axes.plot(middle.index, middle, linestyle="", marker="o", markersize=10, markerfacecolor="none",
-              markeredgecolor=ACCENT, markeredgewidth=1.4, zorder=5)  # fmt: skip
-    axes.annotate("evaluation", (middle.index[-1], middle.iloc[-1]), xytext=(-2, 9), textcoords="offset points",
-                  ha="right", size=9, color=ACCENT)  # fmt: skip
+    middle = middle[:: math.ceil(len(middle) / MOST_POINTS)]
+    axes.plot(middle.index, middle, color=ACCENT, linestyle=":", marker="o", markersize=10, markerfacecolor="none",
+              markeredgecolor=ACCENT, markeredgewidth=1.4, markevery=math.ceil(len(middle) / 12),
+              zorder=5)  # fmt: skip
+    text = axes.annotate("evaluation", (middle.index[-1], middle.iloc[-1]), xytext=(-2, 12),
+                         textcoords="offset points", ha="right", size=9, color=ACCENT, zorder=6)  # fmt: skip
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")])
 
 
 def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:

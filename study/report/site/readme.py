@@ -34,10 +34,13 @@ def table(records: Records) -> str:
 
 
 def arms_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """One line per strategy: GPT's loss, model state by place, bytes on the wire, and time, on one rank."""
+    """One line per strategy: GPT's loss, model state by place, bytes on the wire, and time, on one rank.
+
+    Of the first run with the lowest seed: a strategy that ran with more of them shows nothing else here.
+    """
     lines = []
     for strategy in STRATEGY_NAMES:
-        arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values("run")
+        arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values(["seed", "run"])
         lines.append({"strategy": f"`{strategy}`", **({"ranks": "no record"} if arm.empty else _cells(arm.iloc[0]))})
     return pd.DataFrame(lines).astype(object)
 
