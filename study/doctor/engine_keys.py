@@ -27,8 +27,6 @@ from study.host.operators import use_own_build
 MARK = "engine says: "
 LIMIT_S = 180
 _EXCEPTION = re.compile(r"^(?:\[rank0\]: )?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
-# The model whose start and whose saved file are measured: 124 M parameters, so that they stand out of a process.
-MODEL = "gpt2"
 _STAGE3 = {"stage": 3}
 _BASE = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": _STAGE3}
 _ACCELERATE = {
@@ -155,6 +153,7 @@ def run(probe: Probe) -> dict[str, Any]:
             command += ["accelerate.commands.launch", "--config_file", str(launcher), "--main_process_port", "0", "-m"]
         command += ["study.doctor.engine_keys", "--child", probe.name, "--folder", name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    # Where there are two ranks, both say the same but for a little of their memory.
     lines = done.stdout.splitlines()
     says = next((json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)), None)
     error = "" if says is not None else _error(done.stderr)
@@ -230,7 +229,7 @@ def _read(engine: Any) -> dict[str, Any]:
 
 
 def _measured_start(folder: Path) -> dict[str, Any]:
-    """The peak that making the model and its engine adds to this process, and the bytes of the file it saves."""
+    """The peak that making GPT-2 (124 M parameters) adds to this process, and the size of the file that is saved."""
     import resource
 
     import deepspeed
@@ -242,16 +241,21 @@ def _measured_start(folder: Path) -> dict[str, Any]:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     accelerator = Accelerator()
     accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+    # A small one first, so that libraries and connections are not counted.
+    AutoModelForCausalLM.from_config(GPT2Config(n_layer=1, n_head=1, n_embd=64, vocab_size=64))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = AutoModelForCausalLM.from_config(GPT2Config())
     made = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    parameters = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+    sizes = [(getattr(each, "ds_numel", each.numel()), each.numel()) for each in model.parameters()]
+    parameters, held = (sum(column) for column in zip(*sizes, strict=True))
     engine = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))[0]
-    figures: dict[str, float] = {"peak_of_start_mib": (made - before) / 1024}
-    saved = engine.save_16bit_model(str(folder), "model.bin")
+    is_saved = bool(engine.save_16bit_model(str(folder), "model.bin"))
     state.wait_for_everyone()
-    figures["is_saved"] = int(bool(saved))
-    if state.is_main_process and saved:
+    figures: dict[str, float] = {
+        "peak_of_start_mib": (made - before) / 1024, "whole_parameters_held": held / parameters,
+        "is_saved": int(is_saved),
+    }  # fmt: skip
+    if is_saved:
         size = sum(file.stat().st_size for file in folder.glob("model*.bin"))
         figures["bytes_per_parameter"] = size / parameters
     return {"figures": figures}
