@@ -106,16 +106,21 @@ class Evidence:
             raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
         return Pair(report, *found)
 
-    def levels(self, report: str, task: str, strategy: str, over: str, along: str, where: str, least: int) -> Levels:
-        """The pairs at each value of a setting, or of the model's size, the smallest first."""
+    def levels(
+        self, report: str, task: str, strategy: str, over: str, along: str, where: str, least: int, least_pairs: int
+    ) -> Levels:
+        """The pairs at each value of a setting, or of the model's size, the smallest first, that has enough seeds."""
         runs = real(self.records(report)).runs
         runs = _with(runs[(runs["task"] == task) & (runs["status_state"] == "ok")], settings(where))
         found = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):
-                found[float(level)] = self.pair(report, task, strategy, over, f"{where} {along}={level:.0f}".strip())
+                pair = self.pair(report, task, strategy, over, f"{where} {along}={level:.0f}".strip())
+                if len(set(pair.mine["seed"]) & set(pair.its["seed"])) >= least_pairs:
+                    found[float(level)] = pair
         if len(found) < least:
-            raise NotJudged(f"{report} has {strategy} and {over} at {len(found)} values of {along}, not at {least}")
+            at = f"{least} values of {along} with {least_pairs} pairs of {strategy} and {over} each"
+            raise NotJudged(f"{at} are needed, and {report} has {len(found) or 'none'}")
         return found
 
     def keys(self, report: str) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def ratio_slope(
 
     0 where it stays, and 0.1 where it is 7 % larger for twice as much. Seed by seed, with the interval of the seeds.
     """
-    pairs = evidence.levels(report, task, strategy, over, along, where, levels)
+    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
     logs = _by_level(pairs, lambda pair: np.log(_of_both(pair, figure, "mine") / _of_both(pair, figure, "its")))
     found = interval(np.exp(_slopes(logs, np.log)))
     if found.low is None or found.high is None or found.n < least_pairs:
@@ -240,7 +240,7 @@ def growth(
     least_pairs: int, where: str = "",
 ) -> Figure:  # fmt: skip
     """What one strategy's figure grows by with size, length or batch, as a multiple of the other's growth."""
-    pairs = evidence.levels(report, task, strategy, over, along, where, levels)
+    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
     mine, its = (
         _slopes(_by_level(pairs, functools.partial(_of_both, figure=figure, side=side)), np.asarray)
         for side in ("mine", "its")
