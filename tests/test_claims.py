@@ -158,6 +158,7 @@ def test_figures_that_rest_on_records_name_them(made: Board) -> None:
     known = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
     known |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
+    known |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
     for each in made.judged:
         for check, finding in zip(each.claim.checks, each.findings, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):

@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from study.autopsy.contrasts import FILE as ARMS_FILE
+from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NotJudged
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import differences_between
@@ -31,6 +33,8 @@ from study.report.records.virtual_ranks import (
 _PRECISION = "bf16-engine"
 # Made by study/baselines/engine_keys.py.
 KEYS_FILE = "keys.json"
+# The folder of the published listing's sessions.
+AUTOPSY = "autopsy"
 GIB = 2**30
 # The invariants that a changed setting breaks and is meant to.
 _MEANT = {
@@ -122,6 +126,12 @@ class Evidence:
             at = f"{least} values of {along} with {least_pairs} pairs of {strategy} and {over} each"
             raise NotJudged(f"{at} are needed, and {report} has {len(found) or 'none'}")
         return found
+
+    def arms(self) -> pd.DataFrame:
+        """Of the sessions of the listing taken apart."""
+        if not (self.root / AUTOPSY / ARMS_FILE).is_file():
+            raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
+        return read_arms(self.root / AUTOPSY)
 
     def keys(self, report: str) -> dict[str, Any]:
         """What the engine made of each setting that it was given, by the name of the probe."""
