@@ -508,11 +508,11 @@ def test_an_engine_key_is_given_to_the_engine_and_read_back() -> None:
     probes = {probe.name: probe for probe in engine_keys.PROBES}
     refused = engine_keys.run(probes["aio true"])
     assert (refused["figures"], refused["error"]) == (
-        {"as_said": 0}, "AttributeError: 'bool' object has no attribute 'get'"
+        {"as_said": [0]}, "AttributeError: 'bool' object has no attribute 'get'"
     )  # fmt: skip
     other = dataclasses.replace(probes["overlap_comm"], reads={"zero.overlap_comm": False})
-    assert engine_keys.run(probes["overlap_comm"])["figures"] == {"as_said": 1}
-    assert engine_keys.run(other)["figures"] == {"as_said": 0}
+    assert engine_keys.run(probes["overlap_comm"])["figures"] == {"as_said": [1]}
+    assert engine_keys.run(other)["figures"] == {"as_said": [0]}
 
 
 def test_without_any_record_verdicts_fall_back_to_arithmetic(made: Board, tmp_path: Path) -> None:

@@ -258,43 +258,21 @@ def growth(
 
 @form("measured")
 def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: str = "") -> Figure:
-    """What the engine made of one setting that it was given; or as a multiple of what it made of another one."""
-    probes = evidence.keys(report)
-    values = []
-    for name in (probe, *filter(None, [over])):
-        value = probes.get(name, {}).get("figures", {}).get(figure)
-        if value is None:
-            raise NotJudged(f"{report} has no {figure} of {name}")
-        values.append(float(value))
-    records = tuple(f"{report}/{name}" for name in (probe, *filter(None, [over])))
-    value = values[0] / values[1] if over else values[0]
-    return Figure(value, n=1, records=records, note=str(probes[probe]["said"]))
+    """What the engine made of one setting that it was given; or as a multiple of what it made of another one.
 
-
-@form("measured")
-def autopsied(evidence: Evidence, *, protocol: str, figure: str, least_sessions: int) -> Figure:
-    """The arm that is called ZeRO over the other one in sessions of the listing, as printed or corrected.
-
-    Or, as `engine`, in which share of the sessions that turn DeepSpeed on as the listing does it was on.
+    With the extremes of several starts as its interval.
     """
-    arms = evidence.arms()
-    kinds: dict[str, tuple[SessionKind, str]] = {
-        "printed": ("factorial", PRINTED),
-        "corrected": ("corrected", CORRECTED),
-    }
-    kind, cell = kinds[protocol]
-    chosen = arms[(arms["kind"] == kind) & (arms["cell"] == cell) & (arms["state"] == "ok")]
-    records = tuple(f"{AUTOPSY}/{session}" for session in chosen["session"].unique())
-    if len(records) < least_sessions:
-        raise NotJudged(_too_few(AUTOPSY, len(records), least_sessions, f"sessions as {protocol}"))
-    box = f"{len(records)} sessions on one rank, scale {', '.join(chosen['scale'].unique())}"
-    if figure == "engine":
-        on, of = engine_was_on(chosen, lambda all_arms: all_arms["cell"] == cell)
-        return Figure(on / of, n=of, records=records, note=box)
-    found = ratio_of_arms(of_cell(arms, figure, kind, cell))
-    if found.low is None or found.n < least_sessions:
-        raise NotJudged(_too_few(AUTOPSY, found.n, least_sessions, f"sessions as {protocol} with {figure}"))
-    return Figure(found.center, found.low, found.high, found.n, records, box)
+    probes = evidence.keys(report)
+    names = (probe, *filter(None, [over]))
+    starts = []
+    for name in names:
+        starts.append(probes.get(name, {}).get("figures", {}).get(figure) or [None])
+        if None in starts[-1]:
+            raise NotJudged(f"{report} has no {figure} of {name}")
+    mine, its = starts[0], starts[1] if over else [1]
+    value, low, high = np.median(mine) / np.median(its), min(mine) / max(its), max(mine) / min(its)
+    records = tuple(f"{report}/{name}" for name in names)
+    return Figure(float(value), float(low), float(high), len(mine), records, str(probes[probe]["said"]))
 
 
 @form("measured")
