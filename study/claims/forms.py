@@ -276,6 +276,32 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 
 
 @form("measured")
+def autopsied(evidence: Evidence, *, protocol: str, figure: str, least_sessions: int) -> Figure:
+    """The arm that is called ZeRO over the other one in sessions of the listing, as printed or corrected.
+
+    Or, as `engine`, in which share of the sessions that turn DeepSpeed on as the listing does it was on.
+    """
+    arms = evidence.arms()
+    kinds: dict[str, tuple[SessionKind, str]] = {
+        "printed": ("factorial", PRINTED),
+        "corrected": ("corrected", CORRECTED),
+    }
+    kind, cell = kinds[protocol]
+    chosen = arms[(arms["kind"] == kind) & (arms["cell"] == cell) & (arms["state"] == "ok")]
+    records = tuple(f"{AUTOPSY}/{session}" for session in chosen["session"].unique())
+    if len(records) < least_sessions:
+        raise NotJudged(_too_few(AUTOPSY, len(records), least_sessions, f"sessions as {protocol}"))
+    box = f"{len(records)} sessions on one rank, scale {', '.join(chosen['scale'].unique())}"
+    if figure == "engine":
+        on, of = engine_was_on(chosen, lambda all_arms: all_arms["cell"] == cell)
+        return Figure(on / of, n=of, records=records, note=box)
+    found = ratio_of_arms(of_cell(arms, figure, kind, cell))
+    if found.low is None or found.n < least_sessions:
+        raise NotJudged(_too_few(AUTOPSY, found.n, least_sessions, f"sessions as {protocol} with {figure}"))
+    return Figure(found.center, found.low, found.high, found.n, records, box)
+
+
+@form("measured")
 def missing(_: Evidence, *, needs: str) -> Figure:
     """A part of the claim that no record here can judge yet."""
     raise NotJudged(f"no record here can judge it yet: it needs {needs}")
