@@ -15,6 +15,7 @@ import pandas as pd
 from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NotJudged
+from study.errors import UserError
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import differences_between
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
@@ -138,7 +139,12 @@ class Evidence:
         file = self.root / report / KEYS_FILE
         if not file.is_file():
             raise NotJudged(f"there is no {report}/{KEYS_FILE}")
-        return {probe["name"]: probe for probe in json.loads(file.read_text(encoding="utf-8"))["probes"]}
+        try:
+            probes = json.loads(file.read_text(encoding="utf-8"))["probes"]
+            return {str(probe["name"]): {key: dict(probe)[key] for key in ("said", "figures")} for probe in probes}
+        except (ValueError, KeyError, TypeError) as error:
+            fix = "make it again: python -m study.doctor.engine_keys"
+            raise UserError(f"{file} is not readable ({type(error).__name__}: {error})", fix) from None
 
 
 @dataclasses.dataclass(frozen=True)
