@@ -38,11 +38,12 @@ quality: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The README's table from the records in reports/.
+# The tables of the README and of docs/ from the records in reports/; then what they say of claims.
 readme: install
 	$(BIN)/python -m study.report.site.readme
+	$(BIN)/python -m study.claims.page
 
-# docs/claims.md from the ledger and the records in reports/.
+# docs/claims.md and the README's lines from the ledger and the records in reports/.
 claims: install
 	$(BIN)/python -m study.claims.page
 

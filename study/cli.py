@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from study.autopsy import command as autopsy
 from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
@@ -34,8 +36,13 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "report": Command("build the report of a suite's records", report.add_arguments, report.run),
+    "report": Command(
+        "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
+    ),
     "claims": Command("what holds of the published claims", claims.add_arguments, claims.run),
+    "autopsy": Command(
+        "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
+    ),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 

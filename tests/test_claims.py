@@ -24,6 +24,7 @@ from study.claims.ledger import LEDGER, Check, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.verdicts import STRENGTH, Figure, Part, Region, combine
 from study.cli import main
+from study.doctor import engine_keys
 from study.errors import UserError
 from study.report.records.frames import Records, read_parquet
 
@@ -156,6 +157,8 @@ def test_what_is_decided_by_arithmetic_alone(made: Board) -> None:
 def test_figures_that_rest_on_records_name_them(made: Board) -> None:
     known = {f"{report.name}/{run}" for report in REPORTS.iterdir()
              if (report / "runs.parquet").is_file() for run in read_parquet(report).runs["run"]}  # fmt: skip
+    known |= {f"engine_keys/{probe}" for probe in Evidence(REPORTS).keys("engine_keys")}
+    known |= {f"autopsy/{session}" for session in Evidence(REPORTS).arms()["session"]}
     for each in made.judged:
         for check, finding in zip(each.claim.checks, each.findings, strict=True):
             if finding.figure and FORMS[check.form].kind in ("virtual", "measured"):
@@ -219,6 +222,22 @@ def checks(text: str) -> str:
         (checks("form: virtual, report: r, model: m, strategy: zero1, ranks: 8, figure: stat, at_most: 1"), 11, "stat"),
         (checks("form: virtual_furthest, report: r, model: m, parameters_b: 1, ranks: 4x, at_most: 1"), 11, "4x"),
         (checks("form: missing, needs: more, at_most: 1"), 11, "judges no figure"),
+        (
+            checks(
+                "form: paired, report: r, task: t, strategy: zero1, over: ddp, figure: eval_loss_final,"
+                " least_pairs: 3, where: size=1, at_most: 1"
+            ),
+            11,
+            "size=1",
+        ),
+        (
+            checks(
+                "form: growth, report: r, task: t, strategy: zero1, over: ddp, figure: host_peak_rss_gib, along: time,"
+                " levels: 2, least_pairs: 3, at_most: 1"
+            ),
+            11,
+            "time",
+        ),
         (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 13, "S0-02"),
         (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 13, "the sides"),
         (minimal(settle=""), 5, "settle is missing"),
@@ -365,7 +384,7 @@ def test_a_changed_record_changes_the_verdict(made: Board) -> None:
     assert judge(of(made, "S1-07").claim, evidence).verdict == "supported"
 
 
-@pytest.mark.parametrize("report", ["laptop", "paper_table1", "virtual_settings"])
+@pytest.mark.parametrize("report", ["laptop", "paper_table1", "virtual_settings", "claims", "virtual_claims"])
 def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
     records = seeded() if report == "laptop" else read_parquet(REPORTS / report)
     evidence = Evidence(REPORTS).instead(report, records)
@@ -387,6 +406,101 @@ def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
             after = judge(before[name].claim, without)
             assert STRENGTH[after.verdict] <= STRENGTH[before[name].verdict], (run, name)
             assert after.sentence
+
+
+def test_no_probe_of_the_engine_less_makes_a_verdict_say_more(made: Board, tmp_path: Path) -> None:
+    document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
+    claims = [each for each in made.judged if any(check.form == "probed" for check in each.claim.checks)]
+    assert {each.claim.id for each in claims} == {"S1-24", "S1-29", "S3-10", "S3-11"}
+    (tmp_path / "engine_keys").mkdir()
+    for name in {check.numbers["probe"] for each in claims for check in each.claim.checks if check.form == "probed"}:
+        probes = [probe for probe in document["probes"] if probe["name"] != name]
+        (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
+        for each in claims:
+            after = judge(each.claim, Evidence(tmp_path))
+            assert STRENGTH[after.verdict] <= STRENGTH[each.verdict], (name, each.claim.id)
+            assert after.sentence
+
+
+# ------------------------------------------------------------------------------- runs that differ in what a check names
+def planted(figure: str, of: Callable[[pd.Series], float]) -> Evidence:
+    """The committed records with one figure made anew from the settings of each run."""
+    records = read_parquet(REPORTS / "claims")
+    runs = records.runs.copy()
+    runs[figure] = runs.apply(of, axis=1)
+    return Evidence(REPORTS).instead("claims", Records(runs.astype(records.runs.dtypes), records.steps))
+
+
+def wobble(run: pd.Series) -> float:
+    return 1 + 0.001 * int(np.random.default_rng(abs(hash(run["run"]))).integers(-5, 6))
+
+
+@pytest.mark.parametrize("slope", [-0.3, 0.0, 0.2])
+def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, slope: float) -> None:
+    evidence = planted(
+        "tokens_per_s",
+        lambda run: 5e8 / run["model_parameters"] * wobble(run)
+        * (1 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope),
+    )  # fmt: skip
+    (check,) = [each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope"]
+    found = check.find(evidence)
+    assert found.figure is not None
+    assert found.figure.value == pytest.approx(slope, abs=0.02)
+    assert found.figure.n == 3
+    assert found.answer == {-0.3: "fails", 0.0: found.answer, 0.2: "holds"}[slope]
+
+
+@pytest.mark.parametrize(("share", "answer"), [(1.0, "holds"), (0.5, "fails")])
+def test_a_stage_that_split_activations_would_be_seen(made: Board, share: float, answer: str) -> None:
+    evidence = planted(
+        "host_peak_rss_gib",
+        lambda run: 0.5 * wobble(run) + run["seq_length"] / 512 * (share if run["strategy"] == "zero3" else 1),
+    )
+    assert of(made, "S3-05").claim.checks[2].find(evidence).answer == answer
+
+
+def test_a_loss_that_depends_on_its_micro_batches_would_be_seen(made: Board) -> None:
+    def drifts(run: pd.Series) -> float:
+        return float(run["train_loss_final"]) * (1.01 if run["micro_batch_size"] == 1 else 1)
+
+    assert {each.answer for each in of(made, "S3-07").findings} == {"holds"}
+    after = judge(of(made, "S3-07").claim, planted("train_loss_final", drifts))
+    assert after.verdict == "contradicted"
+
+
+def test_two_settings_are_compared_only_where_nothing_else_differs(made: Board) -> None:
+    (check, *_) = of(made, "S3-07").claim.checks
+    assert check.find(Evidence(REPORTS)).answer == "holds"
+    for column, value in (("learning_rate", 0.5), ("initial_weights_sha256", "0" * 64), ("torch_version", "1.0")):
+
+        def other(run: pd.Series, column: str = column, value: object = value) -> object:
+            return value if run["micro_batch_size"] == 1 else run[column]
+
+        records = read_parquet(REPORTS / "claims")
+        runs = records.runs.assign(**{column: records.runs.apply(other, axis=1)}).astype(records.runs.dtypes)
+        found = check.find(Evidence(REPORTS).instead("claims", Records(runs, records.steps)))
+        assert found.answer == "not judged"
+        assert "no fair pair" in found.sentence
+
+
+def test_a_seed_that_lacks_one_size_has_no_slope(made: Board) -> None:
+    (check,) = [each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope"]
+    assert check.find(Evidence(REPORTS)).answer != "not judged"
+    records = read_parquet(REPORTS / "claims")
+    gone = (records.runs["model_name_or_path"] == "gpt-tiny-14layers") & (records.runs["seed"] == 43)
+    less = Records(records.runs[~gone].reset_index(drop=True), records.steps)
+    assert check.find(Evidence(REPORTS).instead("claims", less)).answer == "not judged"
+
+
+def test_an_engine_key_is_given_to_the_engine_and_read_back() -> None:
+    probes = {probe.name: probe for probe in engine_keys.PROBES}
+    refused = engine_keys.run(probes["aio true"])
+    assert (refused["figures"], refused["error"]) == (
+        {"as_said": 0}, "AttributeError: 'bool' object has no attribute 'get'"
+    )  # fmt: skip
+    other = dataclasses.replace(probes["overlap_comm"], reads={"zero.overlap_comm": False})
+    assert engine_keys.run(probes["overlap_comm"])["figures"] == {"as_said": 1}
+    assert engine_keys.run(other)["figures"] == {"as_said": 0}
 
 
 def test_without_any_record_verdicts_fall_back_to_arithmetic(made: Board, tmp_path: Path) -> None:

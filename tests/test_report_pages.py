@@ -206,7 +206,7 @@ def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
     records = harmful(read_parquet(REPOSITORY / "reports" / "laptop"))
     titles = [question.title for question in answers(records)]
     assert page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)") == titles
-    assert len(titles) == 9
+    assert len(titles) == 8
     assert all(
         answer.strip() for answer in page.eval_on_selector_all(".answer", "all => all.map(one => one.innerText)")
     )

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, Finding, Ledger, read_ledger
 from study.claims.verdicts import Answer, Part, Verdict, combine
+from study.report.records.frames import Records
 from study.spec.strategies import REPOSITORY
 
 REPORTS = REPOSITORY / "reports"
@@ -116,6 +117,7 @@ class Board:
                 | {"contradicts": [{"claims": ids, "why": why} for ids, why in self.contradictions_of(each.claim.id)]}
                 for each in self.judged
             ],
+            "corrections": [dataclasses.asdict(each) for each in self.ledger.corrections],
         }
 
     def lines(self) -> list[str]:
@@ -126,6 +128,18 @@ class Board:
             cells = (str(counts[each] or "-").rjust(width) for each in verdicts)
             table.append("".join([name.ljust(10), *cells, str(counts.total()).rjust(8)]))
         return [*table, "", *(f"{one.claim.id}  {one.verdict.ljust(12)}  {one.sentence}" for one in self.judged)]
+
+
+def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[Judged, tuple[Finding, ...]]]:
+    """The claims of which some figure comes from these records of a report, each with those findings."""
+    evidence = Evidence(REPORTS).instead(report, records)
+    found = []
+    for claim in ledger.claims:
+        if any(check.numbers.get("report") == report for check in claim.checks):
+            judged = judge(claim, evidence)
+            own = tuple(each for each in judged.findings if report in each.reports)
+            found += [(judged, own)] if own else []
+    return found
 
 
 def board(reports: Path = REPORTS, ledger: Ledger | None = None, evidence: Evidence | None = None) -> Board:

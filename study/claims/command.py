@@ -1,43 +1,93 @@
-"""`study claims`: the scoreboard; `study claims check-table FILE`: a published table against arithmetic."""
+"""`study claims`: the scoreboard and its page; `study claims check-table FILE`: a table against arithmetic."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from study.errors import UserError
+
+if TYPE_CHECKING:
+    from study.report.questions.claims import Resting
+    from study.report.records.frames import Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="check-table FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write every verdict with its plots as one HTML page")
     table = actions.add_parser(
         "check-table", help="is a published table of models, GPUs, strategies and GB possible?", allow_abbrev=False
     )
-    table.add_argument("file", type=Path, metavar="FILE", help="CSV or markdown: model, gpus, strategy, gb, device")
+    table.add_argument(
+        "file", type=Path, metavar="FILE", help="CSV or markdown: model, gpus, strategy, gb, device, trains"
+    )
     # Without a default, which would undo a flag that stands before the action.
     table.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
     try:
+        if options.page:
+            return _page(options)
+        if options.action == "check-table":
+            return _check_table(options)
         from study.claims.board import board
-        from study.claims.published import check_table
     except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
-    if options.action == "check-table":
-        rows = check_table(options.file)
-        if options.json:
-            print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-        else:
-            for each in rows:
-                row = each.row
-                print(
-                    f"line {row.line}: {each.plausibility}: {row.model} on {row.gpus} under {row.strategy}: {each.why}"
-                )
-        return 0
+        raise _not_installed(error) from None
     made = board()
     print(json.dumps(made.document(), indent=1) if options.json else "\n".join(made.lines()))
     return 0
+
+
+def _page(options: argparse.Namespace) -> int:
+    if options.action or options.json:
+        raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
+    from study.claims.site import write_page
+
+    write_page(options.page)
+    print(options.page)
+    return 0
+
+
+def _check_table(options: argparse.Namespace) -> int:
+    from study.claims.published import check_table
+
+    rows = check_table(options.file)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        return 0
+    for each in rows:
+        row = each.row
+        print(f"line {row.line}: {each.plausibility}: {row.model} on {row.gpus} under {row.strategy}: {each.why}")
+    return 0
+
+
+def resting(records: Records, report: str, output: Path) -> list[Resting]:
+    """For a report at this place: the claims that rest on its records. A ledger that cannot be read costs no report."""
+    try:
+        from study.claims.board import resting_on
+        from study.claims.ledger import read_ledger
+        from study.claims.page import address
+        from study.report.questions.claims import Resting
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
+    try:
+        found = resting_on(report, records, read_ledger())
+    except UserError as error:
+        print(f"notice: the report names no claims: {error.problem}", file=sys.stderr)
+        return []
+    rows = []
+    for judged, findings in found:
+        claim, more = judged.claim, f" And {len(findings) - 1} more." if len(findings) > 1 else ""
+        said = f"{findings[0].sentence}.{more}"
+        rows.append(Resting(claim.id, address(claim.id, output), judged.verdict, claim.says, said))
+    return rows
+
+
+def _not_installed(error: ModuleNotFoundError) -> UserError:
+    return UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'")

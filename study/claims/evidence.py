@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from study.claims.verdicts import Figure, NotJudged
+from study.autopsy.contrasts import FILE as ARMS_FILE
+from study.autopsy.contrasts import read_arms
+from study.claims.verdicts import NotJudged
 from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.report.records.fairness import differences_between
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
-from study.report.records.statistics import paired_ratio
+from study.report.records.statistics import Interval, paired_ratio
 from study.report.records.virtual_ranks import (
     Summary,
     held,
@@ -23,6 +31,19 @@ from study.report.records.virtual_ranks import (
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
+# Made by study/baselines/engine_keys.py.
+KEYS_FILE = "keys.json"
+# The folder of the published listing's sessions.
+AUTOPSY = "autopsy"
+GIB = 2**30
+# The invariants that a changed setting breaks and is meant to.
+_MEANT = {
+    "precision": ("precision", "parameter type"), "dropout": ("dropout",), "global_batch_size": ("global batch",),
+    "seq_length": ("sequence length", "training data", "evaluation set"),
+}  # fmt: skip
+# By which a check may choose its runs.
+SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
+            "micro_batch_size")  # fmt: skip
 
 
 class Evidence:
@@ -68,82 +89,173 @@ class Evidence:
         mine = mine[is_whole] if one["extrapolated"] is None else mine[~is_whole].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])
 
-    def pair(self, report: str, task: str, strategy: str, over: str, confound: str = "confounded") -> pd.DataFrame:
-        """The fair runs of two strategies on as many ranks in one workload: the one that most of them share."""
+    def pair(
+        self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",
+        is_loss: bool = False,
+    ) -> Pair:  # fmt: skip
+        """The fair runs of two strategies, seed by seed.
+
+        Of one workload, the one that most of them share; or with `over_where` of two, which differ in nothing but what
+        that says.
+        """
         runs = real(self.records(report)).runs
-        runs = runs[(runs["task"] == task) & (runs["status_state"] == "ok") & (runs[confound] == "")]
-        runs = runs[runs["strategy"].isin([strategy, over])]
-        place = ["workload_key", "world_size"]
-        runs = runs[runs.groupby(place)["strategy"].transform("nunique") == len({strategy, over})]
-        if runs.empty:
-            raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}")
-        largest = runs.groupby(place)["run"].transform("count")
-        first = runs[largest == largest.max()].sort_values(place).iloc[0]
-        return runs[(runs[place] == first[place]).all(axis=1)].assign(arm=lambda both: both["strategy"])
+        runs = runs[(runs["task"] == task) & (runs["status_state"] == "ok")]
+        confound = "confounded_loss" if is_loss else "confounded"
+        if over_where:
+            found = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
+        else:
+            found = _within(_with(runs[runs[confound] == ""], settings(where)), strategy, over)
+        if found is None:
+            at = f" with {where}" if where else ""
+            raise NotJudged(f"{report} has no fair pair of {strategy} and {over} in {task}{at}")
+        return Pair(report, *found)
 
-    def paired(self, report: str, task: str, strategy: str, over: str, figure: str) -> Figure:
-        """The ratio of a time or a loss, seed by seed."""
-        both = self.pair(report, task, strategy, over, "confounded_loss" if "loss" in figure else "confounded")
-        ratio = paired_ratio(both, figure, strategy, over)
-        if not ratio.n:
-            raise NotJudged(f"{report} has no pair of {strategy} and {over} with {figure}")
-        names = tuple(f"{report}/{run}" for run in both["run"])
-        return Figure(ratio.center, ratio.low, ratio.high, ratio.n, names, _box(both))
+    def levels(
+        self, report: str, task: str, strategy: str, over: str, along: str, where: str, least: int, least_pairs: int
+    ) -> Levels:
+        """The pairs at each value of a setting, or of the model's size, the smallest first, that has enough seeds."""
+        runs = real(self.records(report)).runs
+        runs = _with(runs[(runs["task"] == task) & (runs["status_state"] == "ok")], settings(where))
+        found = {}
+        for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
+            with contextlib.suppress(NotJudged):
+                pair = self.pair(report, task, strategy, over, f"{where} {along}={level:.0f}".strip())
+                if len(set(pair.mine["seed"]) & set(pair.its["seed"])) >= least_pairs:
+                    found[float(level)] = pair
+        if len(found) < least:
+            at = f"{least} values of {along} with {least_pairs} pairs of {strategy} and {over} each"
+            raise NotJudged(f"{at} are needed, and {report} has {len(found) or 'none'}")
+        return found
 
-    def gradient_norms(self, report: str, task: str, strategy: str, over: str) -> Figure:
-        """How far apart two strategies' norms are where they differ most, as a share, step by step and seed by seed."""
-        both = self.pair(report, task, strategy, over, "confounded_loss").drop_duplicates(["seed", "strategy"])
-        steps = self.records(report).steps
-        norms = both[["run", "seed", "strategy"]].merge(
-            steps[["run", "step", "grad_norm"]].astype({"run": str}), on="run"
+    def arms(self) -> pd.DataFrame:
+        """Of the sessions of the listing taken apart."""
+        if not (self.root / AUTOPSY / ARMS_FILE).is_file():
+            raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
+        return read_arms(self.root / AUTOPSY)
+
+    def keys(self, report: str) -> dict[str, Any]:
+        """What the engine made of each setting that it was given, by the name of the probe."""
+        file = self.root / report / KEYS_FILE
+        if not file.is_file():
+            raise NotJudged(f"there is no {report}/{KEYS_FILE}")
+        return {probe["name"]: probe for probe in json.loads(file.read_text(encoding="utf-8"))["probes"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Runs of an arm and those that it is held against, which may be the same."""
+
+    report: str
+    mine: pd.DataFrame
+    its: pd.DataFrame
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        return tuple(f"{self.report}/{run}" for run in dict.fromkeys([*self.mine["run"], *self.its["run"]]))
+
+    @property
+    def box(self) -> str:
+        first = self.mine.iloc[0]
+        device = "no GPU" if first["devices"] == "[]" else str(first["devices"])
+        ranks = int(self.mine["world_size"].max())
+        return f"{first['model_name_or_path']} on {ranks} rank{'s' if ranks > 1 else ''}, {first['cpu']}, {device}"
+
+    def ratio(self, figure: str) -> Interval:
+        """Seed by seed."""
+        both = pd.concat([self.mine.assign(arm="mine"), self.its.assign(arm="its")])
+        return paired_ratio(both, figure, "mine", "its")
+
+    def norms_apart(self, steps: pd.DataFrame) -> tuple[float, int]:
+        """How far apart the norms of the gradients are where they differ most, as a share; and in how many seeds."""
+        steps = steps[["run", "step", "grad_norm"]].astype({"run": str})
+        mine, its = (
+            runs.drop_duplicates("seed")[["run", "seed"]]
+            .merge(steps, on="run")
+            .set_index(["seed", "step"])["grad_norm"]
+            for runs in (self.mine, self.its)
         )
-        table = norms.pivot(index=["seed", "step"], columns="strategy", values="grad_norm").dropna()
-        if table.empty:
-            raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
-        apart = float((table[strategy] / table[over] - 1).abs().max())
-        pairs = table.index.get_level_values("seed").nunique()
-        return Figure(apart, n=pairs, records=tuple(f"{report}/{run}" for run in both["run"]), note=_box(both))
-
-    def counted(self, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str) -> Figure:
-        """The ratio of two sizes that were counted and not timed, with the extremes of all runs as its interval."""
-        both = self.pair(report, task, strategy, over)
-        above, below = (
-            both[both["strategy"] == name].apply(counted_bytes, axis=1, figure=of)
-            for name, of in ((strategy, figure), (over, over_figure))
-        )
-        if above.isna().any() or below.isna().any() or not (below > 0).all():
-            raise NotJudged(f"{report} has no {over_figure} of {over}, or no {figure} of {strategy}")
-        names = tuple(f"{report}/{run}" for run in both["run"])
-        value = float(above.median() / below.median())
-        return Figure(
-            value, float(above.min() / below.max()), float(above.max() / below.min()), len(above), names, _box(both)
-        )
+        apart = (mine / its - 1).abs().dropna()
+        return float(apart.max()), apart.index.get_level_values("seed").nunique()
 
 
-def _box(runs: pd.DataFrame) -> str:
-    first = runs.iloc[0]
-    device = "no GPU" if first["devices"] == "[]" else str(first["devices"])
-    return f"{first['model_name_or_path']} on {runs['world_size'].max():.0f} ranks, {first['cpu']}, {device}"
+Levels = dict[float, Pair]
+
+
+def settings(where: str) -> dict[str, str]:
+    return dict(each.split("=", 1) for each in where.split())
+
+
+def _with(runs: pd.DataFrame, wanted: Mapping[str, str]) -> pd.DataFrame:
+    for key, value in wanted.items():
+        is_text = not pd.api.types.is_numeric_dtype(runs[key])
+        runs = runs[runs[key] == value] if is_text else runs[(runs[key] == float(value)).fillna(False)]
+    return runs
+
+
+def _within(runs: pd.DataFrame, strategy: str, over: str) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    runs = runs[runs["strategy"].isin([strategy, over])]
+    place = ["workload_key", "world_size"]
+    runs = runs[runs.groupby(place)["strategy"].transform("nunique") == len({strategy, over})]
+    if runs.empty:
+        return None
+    largest = runs.groupby(place)["run"].transform("count")
+    first = runs[largest == largest.max()].sort_values(place).iloc[0]
+    runs = runs[(runs[place] == first[place]).all(axis=1)]
+    return runs[runs["strategy"] == strategy], runs[runs["strategy"] == over]
+
+
+def _across(
+    runs: pd.DataFrame, strategy: str, over: str, where: dict[str, str], changed: dict[str, str], same_code: bool
+) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    mine = _with(runs[runs["strategy"] == strategy], where)
+    its = _with(runs[runs["strategy"] == over], where | changed)
+    keys = ["seed", "repeat"]
+    pairs = mine.merge(its, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
+    allowed = {name for key in changed for name in _MEANT.get(key, ())}
+    by_run = {row["run"]: row for row in _rows(pd.concat([mine, its]).drop_duplicates("run"))}
+    for seed, repeat, one, other in pairs.itertuples(index=False):
+        reasons = differences_between(by_run[one], by_run[other], same_code)
+        if {reason.split(":")[0] for reason in reasons} - allowed:
+            pairs = pairs[(pairs["seed"] != seed) | (pairs["repeat"] != repeat)]
+    if pairs.empty or pairs.duplicated(keys).any():
+        return None
+    return mine[mine["run"].isin(pairs["run"])], its[its["run"].isin(pairs["run_its"])]
+
+
+def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{key: None if pd.isna(value) else value for key, value in row.items()} for row in runs.to_dict("records")]
 
 
 def virtual_bytes(one: Summary, figure: str) -> float:
     """NaN where no line over layers holds."""
-    if figure in STATE_KINDS:
-        return held(one, figure)
-    if figure == "state":
-        return state_bytes(one)
+    if figure == "host_peak":
+        return known(one, "host_peak_rss_gib") * GIB
     if figure in ("sent", "calls"):
         return known(one, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
-    counted = one["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
-    return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
+    if figure.startswith("collective."):
+        counted = one["collectives"].get(figure.removeprefix("collective."), {"wire_bytes_per_rank": 0.0})
+        return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
+    what, _, place = figure.partition("_")
+    if not place:
+        return state_bytes(one) if what == "state" else held(one, what)
+    held_there = [one["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
+    return math.nan if None in held_there else float(sum(held_there))
 
 
 def counted_bytes(run: pd.Series, figure: str) -> float:
-    """Of a real run: `sent`, `calls`, or `state`, `params`, `grads`, `optimizer`, in all places or in one of them."""
-    if figure == "sent":
-        return sent_bytes(run["collectives"])
+    """Of a real run: what was sent, gathered or held, in all places or in one of them; or what it is held against."""
+    if figure in ("sent", "gathered"):
+        if pd.isna(run["collectives"]):
+            return math.nan
+        counted = json.loads(run["collectives"])
+        kept = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
+        return sent_bytes(json.dumps(kept))
     if figure == "calls":
         return float(run["comm_calls_per_step"])
+    if figure == "tokens":
+        return float(run["global_batch_size"] * run["seq_length"])
+    if figure == "parameters":
+        return float(run["model_parameters"])
     what, _, place = figure.partition("_")
     kinds = STATE_KINDS if what == "state" else (what,)
     return float(sum(run[f"{kind}_bytes_{at}"] for kind in kinds for at in ([place] if place else STATE_PLACES)))

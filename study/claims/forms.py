@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from study.claims.evidence import Evidence, virtual_bytes
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from study.autopsy.contrasts import engine_was_on, of_cell
+from study.autopsy.contrasts import ratio as ratio_of_arms
+from study.autopsy.design import CORRECTED, PRINTED, RESPONSES
+from study.autopsy.design import Kind as SessionKind
+from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, Pair, counted_bytes, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged
+from study.report.records.statistics import interval
 from study.report.records.virtual_ranks import AS_SHIPPED, Summary
 from study.spec.config import Precision
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
@@ -168,39 +177,158 @@ def virtual_furthest(evidence: Evidence, *, report: str, model: str, parameters_
 
 @form("measured")
 def paired(
-    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, least_pairs: int
-) -> Figure:
-    """The ratio of a time or a loss of two strategies, seed by seed, with its interval."""
-    found = evidence.paired(report, task, strategy, over, figure)
-    n = found.n or 0
-    if found.low is None or n < least_pairs:
-        have = f"{report} has {n} of them" if n > 1 else f"{report} has one"
-        raise NotJudged(f"{least_pairs} pairs of {strategy} and {over} are needed, and {have}")
-    return found
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, least_pairs: int,
+    where: str = "", over_where: str = "",
+) -> Figure:  # fmt: skip
+    """The ratio of a time, a loss or a peak of two strategies, seed by seed, with its interval.
+
+    `where` chooses the runs by their settings; `over_where` has what the others have instead.
+    """
+    pair = evidence.pair(report, task, strategy, over, where, over_where, is_loss="loss" in figure)
+    found = pair.ratio(figure)
+    if found.low is None or found.n < least_pairs:
+        raise NotJudged(_too_few(report, found.n, least_pairs, f"pairs of {strategy} and {over}"))
+    return Figure(found.center, found.low, found.high, found.n, pair.records, pair.box)
 
 
 @form("measured")
-def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str) -> Figure:
+def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
     """How far apart they are at the step where they differ most, as a share."""
-    return evidence.gradient_norms(report, task, strategy, over)
+    pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
+    apart, pairs = pair.norms_apart(evidence.records(report).steps)
+    if not pairs:
+        raise NotJudged(f"{report} has no gradient norms of both {strategy} and {over}")
+    return Figure(apart, n=pairs, records=pair.records, note=pair.box)
 
 
 @form("measured")
 def counted(
     evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, over_figure: str = "",
-    times: float = 1,
+    times: float = 1, where: str = "", over_where: str = "",
 ) -> Figure:  # fmt: skip
-    """The ratio of two sizes that live engines held or sent. `times` undoes a split over ranks."""
-    found = evidence.counted(report, task, strategy, over, figure, over_figure or figure)
-    assert found.low is not None
-    assert found.high is not None
-    return dataclasses.replace(found, value=times * found.value, low=times * found.low, high=times * found.high)
+    """The ratio of two sizes that live engines held or sent, with the extremes of all runs as its interval.
+
+    `figure` may be `sent/tokens` or any other ratio. `times` undoes a split over ranks.
+    """
+    pair = evidence.pair(report, task, strategy, over, where, over_where)
+    above = pair.mine.apply(_size, axis=1, figure=figure)
+    below = pair.its.apply(_size, axis=1, figure=over_figure or figure)
+    if above.isna().any() or below.isna().any() or not (below > 0).all():
+        raise NotJudged(f"{report} has no {over_figure or figure} of {over}, or no {figure} of {strategy}")
+    value = times * float(above.median() / below.median())
+    low, high = times * float(above.min() / below.max()), times * float(above.max() / below.min())
+    return Figure(value, low, high, len(above), pair.records, pair.box)
+
+
+@form("measured")
+def ratio_slope(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, along: str, levels: int,
+    least_pairs: int, where: str = "",
+) -> Figure:  # fmt: skip
+    """How the ratio of two strategies changes with size, length or batch: the slope of its log over the log of that.
+
+    0 where it stays, and 0.1 where it is 7 % larger for twice as much. Seed by seed, with the interval of the seeds.
+    """
+    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
+    logs = _by_level(pairs, lambda pair: np.log(_of_both(pair, figure, "mine") / _of_both(pair, figure, "its")))
+    found = interval(np.exp(_slopes(logs, np.log)))
+    if found.low is None or found.high is None or found.n < least_pairs:
+        raise NotJudged(_too_few(report, found.n, least_pairs, f"seeds with every {along}"))
+    records, box = _of_levels(pairs)
+    return Figure(math.log(found.center), math.log(found.low), math.log(found.high), found.n, records, box)
+
+
+@form("measured")
+def growth(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, figure: str, along: str, levels: int,
+    least_pairs: int, where: str = "",
+) -> Figure:  # fmt: skip
+    """What one strategy's figure grows by with size, length or batch, as a multiple of the other's growth."""
+    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
+    mine, its = (
+        _slopes(_by_level(pairs, functools.partial(_of_both, figure=figure, side=side)), np.asarray)
+        for side in ("mine", "its")
+    )
+    found = interval(mine / its)
+    if found.low is None or found.n < least_pairs:
+        raise NotJudged(_too_few(report, found.n, least_pairs, f"seeds with every {along}"))
+    records, box = _of_levels(pairs)
+    return Figure(found.center, found.low, found.high, found.n, records, box)
+
+
+@form("measured")
+def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: str = "") -> Figure:
+    """What the engine made of one setting that it was given; or as a multiple of what it made of another one."""
+    probes = evidence.keys(report)
+    values = []
+    for name in (probe, *filter(None, [over])):
+        value = probes.get(name, {}).get("figures", {}).get(figure)
+        if value is None:
+            raise NotJudged(f"{report} has no {figure} of {name}")
+        values.append(float(value))
+    records = tuple(f"{report}/{name}" for name in (probe, *filter(None, [over])))
+    value = values[0] / values[1] if over else values[0]
+    return Figure(value, n=1, records=records, note=str(probes[probe]["said"]))
+
+
+@form("measured")
+def autopsied(evidence: Evidence, *, protocol: str, figure: str, least_sessions: int) -> Figure:
+    """The arm that is called ZeRO over the other one in sessions of the listing, as printed or corrected.
+
+    Or, as `engine`, in which share of the sessions that turn DeepSpeed on as the listing does it was on.
+    """
+    arms = evidence.arms()
+    kinds: dict[str, tuple[SessionKind, str]] = {
+        "printed": ("factorial", PRINTED),
+        "corrected": ("corrected", CORRECTED),
+    }
+    kind, cell = kinds[protocol]
+    chosen = arms[(arms["kind"] == kind) & (arms["cell"] == cell) & (arms["state"] == "ok")]
+    records = tuple(f"{AUTOPSY}/{session}" for session in chosen["session"].unique())
+    if len(records) < least_sessions:
+        raise NotJudged(_too_few(AUTOPSY, len(records), least_sessions, f"sessions as {protocol}"))
+    box = f"{len(records)} sessions on one rank, scale {', '.join(chosen['scale'].unique())}"
+    if figure == "engine":
+        on, of = engine_was_on(chosen, lambda all_arms: all_arms["cell"] == cell)
+        return Figure(on / of, n=of, records=records, note=box)
+    found = ratio_of_arms(of_cell(arms, figure, kind, cell))
+    if found.low is None or found.n < least_sessions:
+        raise NotJudged(_too_few(AUTOPSY, found.n, least_sessions, f"sessions as {protocol} with {figure}"))
+    return Figure(found.center, found.low, found.high, found.n, records, box)
 
 
 @form("measured")
 def missing(_: Evidence, *, needs: str) -> Figure:
     """A part of the claim that no record here can judge yet."""
     raise NotJudged(f"no record here can judge it yet: it needs {needs}")
+
+
+def _too_few(report: str, have: int, needed: int, of: str) -> str:
+    return f"{needed} {of} are needed, and {report} has {have or 'none'}"
+
+
+def _size(run: pd.Series, figure: str) -> float:
+    above, _, below = figure.partition("/")
+    return counted_bytes(run, above) / (counted_bytes(run, below) if below else 1)
+
+
+def _of_both(pair: Pair, figure: str, side: str) -> pd.Series:
+    """By seed, the mean over repeats."""
+    runs = pair.mine if side == "mine" else pair.its
+    return runs.groupby("seed")[figure].mean()
+
+
+def _by_level(pairs: Levels, figure: Callable[[Pair], pd.Series]) -> pd.DataFrame:
+    """One row per seed that has every level, and one column per level."""
+    return pd.DataFrame({level: figure(pair) for level, pair in pairs.items()}).dropna()
+
+
+def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
+    return np.array([stats.linregress(scale(list(table)), row).slope for row in table.to_numpy(dtype=float)])
+
+
+def _of_levels(pairs: Levels) -> tuple[tuple[str, ...], str]:
+    return tuple(run for pair in pairs.values() for run in pair.records), next(reversed(pairs.values())).box
 
 
 def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
@@ -231,12 +359,19 @@ def _known(one: Summary, figure: str) -> float:
 
 _STRATEGIES = "|".join(STRATEGY_NAMES)
 _PRECISIONS = "|".join(get_args(Precision))
-_VIRTUAL = r"state|params|grads|optimizer|sent|calls|collective\.\w+"
-_COUNTED = r"(state|params|grads|optimizer)(_(device|host|nvme))?|sent|calls"
+_STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
+_VIRTUAL = rf"{_STATE}|sent|calls|host_peak|collective\.\w+"
+_SIZE = rf"({_STATE}|sent|gathered|calls)"
+_COUNTED = rf"{_SIZE}(/(tokens|parameters))?|parameters|tokens"
+_MEASURED = "step_time_s_median|tokens_per_s|train_loss_final|eval_loss_final|host_peak_rss_gib|memory_steady_host_gib"
+_WHERE = rf"(?:{'|'.join(SETTINGS)})=\S+"
+_ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
 # What a word of a check must be, by its key or by its form and key; other words are free.
 WORDS = {
     "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
     "what": "weights|sharded|rest", "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
     "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.ranks": r"\d+( \d+)*",
-    "paired.figure": "step_time_s_median|tokens_per_s|train_loss_final|eval_loss_final",
+    "paired.figure": _MEASURED, "ratio_slope.figure": _MEASURED, "growth.figure": _MEASURED, "along": _ALONG,
+    "where": f"{_WHERE}( {_WHERE})*", "over_where": f"{_WHERE}( {_WHERE})*", "probed.over": ".+",
+    "protocol": "printed|corrected", "autopsied.figure": "|".join(["engine", *(each.name for each in RESPONSES)]),
 }  # fmt: skip

@@ -18,7 +18,10 @@ from study.spec.yaml_sections import Section, as_section, read_document
 LEDGER = Path(__file__).with_name("ledger.yaml")
 _MOST = 20_000
 _ID = re.compile(r"[SZ]\d-\d\d")
-_CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "evidence", "checks", "untestable", "settle"}
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
+_CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "evidence", "checks", "untestable", "settle", "protocol",
+               "alternatives"}  # fmt: skip
+_TOP_KEYS = {"documents", "claims", "contradictions"}
 _REGION_KEYS = {"at_least", "at_most", "about", "within"}
 _CHECK_KEYS = {"form", "shows", "unit", "necessary", "elsewhere", "against"} | _REGION_KEYS
 
@@ -40,6 +43,24 @@ class Settle:
 
 
 @dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How the document came to its figure, and how this study does."""
+
+    published: str
+    here: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """What a verdict or an entry said wrongly, and since when it does not."""
+
+    date: str
+    claim: str
+    what: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """What one check came to."""
 
@@ -48,6 +69,12 @@ class Finding:
     sentence: str
     figure: Figure | None = None
     unit: str = ""
+
+    @property
+    def reports(self) -> set[str]:
+        """Whose records it rests on."""
+        records = self.figure.records if self.figure else ()
+        return {record.split("/")[0] for record in records if not record.startswith("accelerate_configs/")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +124,9 @@ class Claim:
     # Why nothing here can, and what would.
     untestable: str
     settle: Settle | None
+    protocol: Protocol | None = None
+    # What else could explain a figure that was measured.
+    alternatives: tuple[str, ...] = ()
 
     @property
     def document(self) -> str:
@@ -119,10 +149,14 @@ class Ledger:
     documents: tuple[Document, ...]
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...]
+    # The claims that the README tells.
+    front_page: tuple[str, ...] = ()
+    corrections: tuple[Correction, ...] = ()
 
 
 def read_ledger(file: Path = LEDGER) -> Ledger:
-    top = _fields(read_document(file, Section, _MOST), str(file), {"documents", "claims", "contradictions"})
+    top = as_section(read_document(file, Section, _MOST), str(file), _TOP_KEYS | {"front_page", "corrections"}, Section)
+    top.need(*sorted(_TOP_KEYS - top.keys()))
     documents = tuple(
         Document(_text(each, "code"), _text(each, "title"), _text(each, "scale"))
         for each in _list(top, "documents", {"code", "title", "scale"})
@@ -146,7 +180,18 @@ def read_ledger(file: Path = LEDGER) -> Ledger:
         if not sides or not {claim for side in sides for claim in side} <= claims.keys():
             raise each.refusal("between", f"is {sides!r}", "list ids of claims that are here")
         contradictions.append(Contradiction(tuple(map(tuple, sides)), _text(each, "why")))
-    return Ledger(documents, tuple(claims.values()), tuple(contradictions))
+    front_page = _texts(top, "front_page")
+    if unknown := [name for name in front_page if name not in claims]:
+        raise top.refusal("front_page", f"names {unknown[0]!r}", "list ids of claims that are here")
+    corrections = [
+        Correction(*(_text(each, key) for key in ("date", "claim", "what", "why")))
+        for each in _list(top, "corrections", {"date", "claim", "what", "why"})
+    ]
+    if wrong := [each for each in corrections if each.claim not in claims or not _DAY.fullmatch(each.date)]:
+        raise top.refusal(
+            "corrections", f"holds {wrong[0].date} of {wrong[0].claim}", 'write date: "2026-11-21", and a claim of here'
+        )
+    return Ledger(documents, tuple(claims.values()), tuple(contradictions), front_page, tuple(corrections))
 
 
 def _capital(text: str) -> str:
@@ -166,13 +211,17 @@ def _claim(section: Section, known: set[str]) -> Claim:
         section.need("settle")
         said = _fields(section["settle"], section.place_of("settle"), {"command", "minutes", "box"})
         settle = Settle(_text(said, "command"), _number(said, "minutes"), _text(said, "box"))
+    protocol = None
+    if "protocol" in section:
+        said = _fields(section["protocol"], section.place_of("protocol"), {"published", "here"})
+        protocol = Protocol(_text(said, "published"), _text(said, "here"))
     name = _text(section, "id")
     if not _ID.fullmatch(name):
         raise section.refusal("id", f"is {name!r}", "write it as S0-01")
     return Claim(
         id=name, place=_text(section, "place"), says=_text(section, "says"), holds_if=_text(section, "holds_if"),
         falls_if=_text(section, "falls_if"), evidence=tuple(kinds), checks=checks, untestable=untestable,
-        settle=settle,
+        settle=settle, protocol=protocol, alternatives=_texts(section, "alternatives"),
     )  # fmt: skip
 
 
@@ -235,6 +284,13 @@ def _list(section: Section, key: str, keys: set[str] | None) -> list[Section]:
     if not isinstance(values, list):
         raise section.refusal(key, f"is a {type(values).__name__}", "write a list")
     return [as_section(each, section.place_of(key), keys if keys is not None else each, Section) for each in values]
+
+
+def _texts(section: Section, key: str) -> tuple[str, ...]:
+    values = section.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(each, str) and each.strip() for each in values):
+        raise section.refusal(key, f"is {values!r}", "list texts; quote what looks like a number")
+    return tuple(" ".join(each.split()) for each in values)
 
 
 def _text(section: Section, key: str, default: str | None = None) -> str:

@@ -1,28 +1,35 @@
-"""docs/claims.md from the ledger and the committed records.
+"""docs/claims.md and the README's lines on claims, from the ledger and the committed records.
 
-python -m study.claims.page            writes it
-python -m study.claims.page --check    exit status 1 when it is stale
+python -m study.claims.page            writes them
+python -m study.claims.page --check    exit status 1 when one is stale
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import get_args
 
 from study.claims.board import Board, Judged, board
+from study.claims.published import PublishedTable, published_tables
 from study.claims.verdicts import Verdict
+from study.report.site.page import markdown_text
 from study.spec.strategies import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "claims.md"
+README = REPOSITORY / "README.md"
+_LINES = re.compile(r"(<!-- claims -->\n).*?(<!-- end of claims -->)", re.DOTALL)
 _HEAD = """# Claims: what holds
 
 <!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
 Every claim of the replicated documents and of the ZeRO paper, with what the committed records and plain arithmetic say
-of it. `study claims` makes all of it anew, without torch or a GPU, and `study claims check-table FILE` holds any other
-table of models, GPUs, strategies and gigabytes against the same arithmetic. The codes of the documents are in the
+of it. `study claims` makes all of it anew, without torch or a GPU. `study claims --page FILE` writes one HTML page with
+plots, a filter by document and verdict, and what a sceptic asks of the records. The codes of the documents are in the
 [README](../README.md#what-it-replicates).
 
 """
@@ -41,6 +48,32 @@ How several checks make one verdict:
 Where two claims disagree, a check is `disputed`: one of them is wrong, and it does not say which. Model state counts 16
 bytes a parameter, as Adam in mixed precision keeps them, unless a check says otherwise.
 """
+_TABLES = """
+## Published tables
+
+`study claims check-table FILE` holds a table of models, GPUs, strategies and gigabytes against arithmetic, row by row:
+
+| verdict | when |
+| --- | --- |
+| impossible | it says less than 16-bit weights and gradients alone take on one GPU, or more than the device has |
+| suspicious | it says less than these and Adam in mixed precision: another optimizer or precision, or an error |
+| possible | it says that or more |
+
+A row that trains adapters alone needs its frozen weights and no more; the column `trains` says so, and in how many bits
+they are. A figure gets the benefit of its last digit, and of GiB written as GB. The tables are in
+[study/claims/tables](../study/claims/tables).
+"""
+
+
+def address(claim: str, folder: Path) -> str:
+    """Of a claim's entry as seen from a folder; nothing from one that is not in this repository."""
+    here = folder.resolve()
+    is_inside = here.is_relative_to(REPOSITORY.resolve())
+    return f"{os.path.relpath(PAGE.resolve(), here)}#{anchor(claim)}" if is_inside else ""
+
+
+def anchor(claim: str) -> str:
+    return claim.lower()
 
 
 def page(made: Board) -> str:
@@ -53,13 +86,14 @@ def page(made: Board) -> str:
     for document in made.ledger.documents:
         text += f"\n## {document.code}: {document.title}\n\n{document.scale}.\n"
         text += "".join(_claim(each, made) for each in made.judged if each.claim.document == document.code)
-    return text
+    return text + _corrections(made) + _TABLES + "".join(map(_table, published_tables()))
 
 
 def _claim(judged: Judged, made: Board) -> str:
     claim = judged.claim
     lines = [
-        f"\n### {claim.id}: {judged.verdict}\n", f"{claim.says} ({claim.place})\n", f"**{judged.sentence}**\n",
+        f"\n### {claim.id}\n", f"{claim.says} ({claim.place})\n",
+        f"**{judged.verdict.capitalize()}.** {judged.sentence}\n",
         f"- True if: {claim.holds_if} Overturned if: {claim.falls_if}",
     ]  # fmt: skip
     if claim.untestable:
@@ -71,24 +105,67 @@ def _claim(judged: Judged, made: Board) -> str:
             runs = finding.figure.records
             more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
             lines.append(f"  Rests on `{runs[0]}`{more}.")
+    if claim.protocol:
+        lines.append(f"- Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
+    lines += [f"- Another explanation: {each}" for each in claim.alternatives]
     lines += [f"- Contradicts {ids}: {why}" for ids, why in made.contradictions_of(claim.id)]
     if settle := claim.settle:
         lines.append(f"- Would say more: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
     return "\n".join(lines) + "\n"
 
 
+def _corrections(made: Board) -> str:
+    rows = [f"- {each.date}, [{each.claim}](#{anchor(each.claim)}): {each.what} {each.why}\n"
+            for each in made.ledger.corrections]  # fmt: skip
+    return "\n## Corrections\n\n" + ("".join(rows) or "None yet.\n")
+
+
+def _table(table: PublishedTable) -> str:
+    lines = [f"\n### {table.title}\n", f"{table.address}. {table.note}\n",
+             "| model | GPUs | strategy | trains | on one GPU | verdict | why |", "| --- " * 7 + "|"]  # fmt: skip
+    for each in table.rows:
+        row = each.row
+        cells = [row.model, str(row.gpus), row.strategy, row.trains, row.said_gb, each.plausibility, each.why]
+        lines.append("| " + " | ".join(map(markdown_text, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def front_page(made: Board) -> str:
+    """The claims that the head of the ledger lists, each with its verdict and the figure that leads to it."""
+    found = {each.claim.id: each for each in made.judged}
+    return "".join(map(_front_line, (found[name] for name in made.ledger.front_page)))
+
+
+def _front_line(judged: Judged) -> str:
+    claim, leading = judged.claim, judged.leading
+    found = f"{leading.sentence}." if leading else judged.sentence
+    link = f"[{claim.id}](docs/{PAGE.name}#{anchor(claim.id)})"
+    text = f"- **{judged.verdict.capitalize()}** ({link}): {claim.says} *{found}*"
+    return (
+        "\n".join(textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+        + "\n"
+    )
+
+
+def rewritten(readme: str, made: Board) -> str:
+    """A README whose marked lines are what the ledger says today."""
+    return _LINES.sub(lambda match: f"{match[1]}\n{front_page(made)}\n{match[2]}", readme)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when it is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when one is stale")
     options = parser.parse_args()
-    made = page(board())
-    if Path(PAGE).is_file() and PAGE.read_text(encoding="utf-8") == made:
-        return 0
-    if options.check:
-        print(f"{PAGE.relative_to(REPOSITORY)} is stale: run `make claims`", file=sys.stderr)
-        return 1
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
+    made = board()
+    before = {file: file.read_text(encoding="utf-8") if file.is_file() else "" for file in (PAGE, README)}
+    wanted = {PAGE: page(made), README: rewritten(before[README], made)}
+    stale = [file for file in wanted if wanted[file] != before[file]]
+    for file in stale:
+        if options.check:
+            print(f"{file.relative_to(REPOSITORY)} is stale: run `make claims`", file=sys.stderr)
+        else:
+            file.write_text(wanted[file], encoding="utf-8")
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ _COLUMNS = {
     "strategy": {"strategy", "stage", "zerostage", "approach", "configuration", "method"},
     "gb": {"gb", "memory", "memorygb", "gbpergpu", "memorypergpu", "pergpumemory", "peak", "peakgb", "peakgpumemory"},
     "device": {"device", "gpu", "gpumemory", "devicegb"},
+    "trains": {"trains", "tuning", "finetuning"},
 }
+# How many bits each frozen weight takes, where adapters alone are trained.
+_FROZEN_BITS = {"all": None, "adapters": 16, "adapters, 8-bit": 8, "adapters, 4-bit": 4}
+TABLES = Path(__file__).with_name("tables")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 # Whoever writes GB may have read GiB: a row gets the benefit of that.
 _GIB = 2**30
@@ -41,18 +45,44 @@ class Row:
     gb: float
     # Half of the last digit that is written.
     rounding_gb: float
+    # As the table has it.
+    said_gb: str
     is_out_of_memory: bool
     device_gb: float | None
+    trains: str = "all"
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
     row: Row
     plausibility: Plausibility
-    # Weights and gradients alone, and with Adam in mixed precision.
+    # What cannot be done without, and what Adam in mixed precision takes; the same where adapters alone are trained.
     least_gb: float
     adam_gb: float
     why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedTable:
+    """One of `tables/`: a title, where it stands, how it is read here, and its rows judged."""
+
+    title: str
+    # In markdown.
+    address: str
+    note: str
+    rows: tuple[Checked, ...]
+
+
+def published_tables(folder: Path = TABLES) -> list[PublishedTable]:
+    return [_published(file) for file in sorted(folder.glob("*.md"))]
+
+
+def _published(file: Path) -> PublishedTable:
+    head = file.read_text(encoding="utf-8").partition("\n|")[0].split("\n\n")
+    if len(head) < 3 or not head[0].startswith("# "):
+        raise UserError(f"{file} does not say where it is from", "begin with # title, its address, and how it is read")
+    note = " ".join(" ".join(head[2:]).split())
+    return PublishedTable(head[0][2:], head[1], note, tuple(check_table(file)))
 
 
 def check_table(file: Path) -> list[Checked]:
@@ -65,18 +95,25 @@ def check(row: Row) -> Checked:
     per_parameter = held_bytes(stand_in, row.gpus)
     least = row.parameters * (per_parameter.params_device + per_parameter.grads_device) / GB
     adam = row.parameters * per_parameter.device / GB
+    needs, bits = "16-bit weights and gradients alone", _FROZEN_BITS[row.trains]
+    if bits is not None:
+        least = adam = row.parameters * per_parameter.params_device * bits / 16 / GB
+        needs = f"frozen {bits}-bit weights alone"
     most = (row.gb + row.rounding_gb) * _GIB / GB
     said = f"{number(row.gb)} GB"
     verdict: Plausibility = "possible"
     if most < least:
-        verdict, why = "impossible", f"16-bit weights and gradients alone are {number(least)} GB, and it says {said}"
+        verdict, why = "impossible", f"{needs} are {number(least)} GB, and it says {said}"
     elif row.device_gb is not None and not row.is_out_of_memory and row.gb - row.rounding_gb > row.device_gb:
         verdict, why = "impossible", f"the device has {number(row.device_gb)} GB, and it says {said}"
     elif most < adam:
         verdict = "suspicious"
         why = f"mixed-precision Adam holds {number(adam)} GB, and it says {said}: another optimizer or precision"
+    elif bits is not None:
+        why = f"{needs} are {number(least)} GB of {said}"
     else:
-        why = f"mixed-precision Adam holds {number(adam)} GB of {said}"
+        unit = ", read as GiB" if adam > row.gb + row.rounding_gb else ""
+        why = f"mixed-precision Adam holds {number(adam)} GB of {said}{unit}"
     return Checked(row, verdict, least, adam, why)
 
 
@@ -123,10 +160,13 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
         raise UserError(f"{place}: {said['gpus']!r} is no number of GPUs", "write one from 1 up")
     if gb is None:
         raise UserError(f"{place}: {said['gb']!r} is not one size of memory", "write GB, such as 45 or 12.5")
+    trains = said.get("trains") or "all"
+    if trains not in _FROZEN_BITS:
+        raise UserError(f"{place}: {trains!r} is nothing that is trained", f"write one of {'; '.join(_FROZEN_BITS)}")
     return Row(
         line, said["model"], _parameters(said["model"], place), gpus, _strategy(said["strategy"], place),
-        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), "oom" in said["gb"].lower(),
-        _device_gb(said["device"], place) if said.get("device") else None,
+        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), said["gb"], "oom" in said["gb"].lower(),
+        _device_gb(said["device"], place) if said.get("device") else None, trains,
     )  # fmt: skip
 
 

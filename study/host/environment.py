@@ -17,7 +17,7 @@ PACKAGES = (
     "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 # Rooms of the package in which nothing of a run happens.
-_NOT_RUN = ("report", "sweep", "suites", "doctor", "cli.py")
+_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "cli.py")
 
 
 def describe_environment() -> dict[str, Any]:

@@ -5,6 +5,8 @@ A new question is a file here with its `QUESTION`, its name in `QUESTIONS`, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from study.report.questions import (
     advice,
     batch_size,
@@ -50,7 +52,8 @@ QUESTIONS: tuple[Question, ...] = (
 TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, table in question.tables.items()}
 
 
-def answers(records: Records) -> dict[Question, Answer]:
-    """Of the questions that these records answer."""
-    found = ((question, question.answer(records)) for question in QUESTIONS)
+def answers(records: Records, resting: Sequence[claims.Resting] = ()) -> dict[Question, Answer]:
+    """Of the questions that these records answer; which claims rest on them, the ledger says."""
+    given = {claims.QUESTION: claims.answer(resting)}
+    found = ((question, given.get(question) or question.answer(records)) for question in QUESTIONS)
     return {question: answer for question, answer in found if answer is not None}

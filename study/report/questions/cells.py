@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,6 +13,17 @@ from study.report.records.statistics import percent
 NOT_MEASURED = "-"
 # A sentence names at most so many.
 _MOST_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A cell that leads somewhere; without an address it is its text."""
+
+    text: str
+    address: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def cell_text(value: object) -> str:

@@ -120,6 +120,11 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
     }  # fmt: skip
 
 
+def differences_between(run: Row, other: Row, same_code: bool) -> list[str]:
+    """Every invariant that two runs do not share, where they are compared in something that they do not share."""
+    return [*_differences(run, other), *filter(None, [_code_reason(run, other) if same_code else ""])]
+
+
 def _code_reason(run: Row, baseline: Row) -> str:
     """Nothing where the same code of this project ran: by its digest, else its commit, else its release."""
     here, there = _code_name(run), _code_name(baseline)

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from study.errors import UserError
 from study.report.questions import QUESTIONS, answers
+from study.report.questions.claims import Resting
 from study.report.questions.question import Answer, Question
 from study.report.questions.time import noise_fact
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
@@ -35,13 +36,13 @@ _AT_ONCE = 2
 
 
 def build(
-    records: Records, suite: str, output: Path, *, notebooks: Path = NOTEBOOKS, time_limit_s: float = TIME_LIMIT_S,
-    say: Callable[[str], None] = lambda _line: None,
+    records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
+    time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, str]:  # fmt: skip
     """Builds the report beside `output` and then puts it there; returns the notebooks that broke, and where."""
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
-    found = answers(records)
+    found = answers(records, resting)
     names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
     try:
         check_place(output, _wanted(names))
@@ -105,20 +106,25 @@ def _write_pages(names: Sequence[str], suite: str, folder: Path, content: Mappin
     # The first line of the first cell.
     titles = {name: notebook.cells[0].source.partition("\n")[0].lstrip("# ") for name, notebook in notebooks.items()}
     pages = {"index": suite, **titles}
-    exporter = nbconvert.HTMLExporter(
-        template_name="basic", template_file="cells.html.j2", extra_loaders=[FileSystemLoader(page.TEMPLATES)],
-        exclude_input_prompt=True, exclude_output_prompt=True,
-    )  # fmt: skip
     texts = {
         "index.html": page.page_html("index.html.j2", suite, pages, "index", **content),
         "summary.md": page.summary_markdown(suite, **content),
     }
     for name, notebook in notebooks.items():
-        body = Markup(exporter.from_notebook_node(notebook)[0])
+        body = body_of(notebook)
         failure = content["failures"].get(name)
         texts[f"{name}.html"] = page.page_html("notebook.html.j2", suite, pages, name, body=body, failure=failure)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
+
+
+def body_of(notebook: nbformat.NotebookNode) -> Markup:
+    """A notebook as it ran, for a page around it."""
+    exporter = nbconvert.HTMLExporter(
+        template_name="basic", template_file="cells.html.j2", extra_loaders=[FileSystemLoader(page.TEMPLATES)],
+        exclude_input_prompt=True, exclude_output_prompt=True,
+    )  # fmt: skip
+    return Markup(exporter.from_notebook_node(notebook)[0])
 
 
 def _facts(records: Records) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from study.errors import UserError
 from study.host.box import this_box
@@ -12,6 +14,10 @@ from study.host.folders import folder_argument
 from study.spec.strategies import REPOSITORY
 from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
+
+if TYPE_CHECKING:
+    from study.report.questions.claims import Resting
+    from study.report.records.frames import Records
 
 RUNS_FILE = "runs.parquet"
 REPORTS = "reports"
@@ -30,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
+    """`resting` tells the published claims that rest on the records of a report, at the place where it will be."""
     try:
         from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.records.remaining import remaining_of
@@ -57,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
         )
-    failures = build(records, name, output, say=say)
+    failures = build(records, name, output, resting=resting(records, name, output), say=say)
     if records.refused:
         say(f"{len(records.refused)} records left out; the report says which and why")
     print(output / "index.html")

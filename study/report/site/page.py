@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import jinja2
 import pandas as pd
 from markupsafe import Markup
 
 from study.report.plots.palette import STRATEGIES
-from study.report.questions.cells import NOT_MEASURED, cell_text
+from study.report.questions.cells import NOT_MEASURED, Link, cell_text
 from study.report.questions.question import Answer, Question
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -45,6 +46,10 @@ def page_html(template: str, suite: str, pages: Mapping[str, str], current: str,
     """`pages` are the titles of all pages by name, this one among them."""
     css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
     content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
+    return render(template, **content)
+
+
+def render(template: str, **content: Any) -> str:
     return _templates().get_template(template).render(content)
 
 
@@ -54,8 +59,13 @@ def _templates() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"code": code_html, "table": table_html}
+    environment.filters |= {"code": code_html, "table": table_html, "slug": slug}
     return environment
+
+
+def slug(words: str) -> str:
+    """As the name of a class or of an anchor."""
+    return re.sub(r"[^\w-]+", "-", words)
 
 
 def code_html(text: str) -> Markup:
@@ -69,8 +79,12 @@ def paragraph_html(text: str, css_class: str) -> Markup:
     return Markup('<p class="{}">{}</p>').format(css_class, code_html(text))
 
 
+def link_html(text: str, address: str) -> Markup:
+    return Markup('<a href="{}">{}</a>').format(address, text)
+
+
 def links_html(links: Mapping[str, str]) -> Markup:
-    shown = Markup(" ").join(Markup('<a href="{}">{}</a>').format(place, name) for name, place in links.items())
+    shown = Markup(" ").join(link_html(name, place) for name, place in links.items())
     return Markup('<p class="files">{}</p>').format(shown)
 
 
@@ -78,8 +92,8 @@ def table_html(frame: pd.DataFrame) -> Markup:
     """A table in a container of its own that scrolls; a row of its own names the workload of those below it."""
     is_grouped = _GROUPS in frame.columns
     groups = [cell_text(value) for value in frame[_GROUPS]] if is_grouped else [""] * len(frame)
-    frame = (frame.drop(columns=_GROUPS) if is_grouped else frame).map(cell_text)
-    classes = [_class_of_column(frame.iloc[:, place]) for place in range(frame.shape[1])]
+    frame = frame.drop(columns=_GROUPS) if is_grouped else frame
+    classes = [_class_of_column(frame.iloc[:, place].map(cell_text)) for place in range(frame.shape[1])]
     rows = [
         (group, [_cell(*cell) for cell in zip(row, classes, strict=True)])
         for group, row in zip(groups, frame.itertuples(index=False, name=None), strict=True)
@@ -102,8 +116,11 @@ def _class_of_column(texts: pd.Series) -> str:
     return "long" if width > _LONG_TEXT else "short"
 
 
-def _cell(text: str, css_class: str) -> tuple[str, str, str]:
+def _cell(value: object, css_class: str) -> tuple[str, str, str]:
     """With its classes, and the colour of the strategy that it names."""
+    text = cell_text(value)
+    if isinstance(value, Link) and value.address:
+        return link_html(value.text, value.address), css_class, ""
     words = text.replace(",", " ").split()
     if css_class != "n" and words and words[0] in STRATEGIES:
         return text, "name", STRATEGIES[words[0]].colour
@@ -113,7 +130,12 @@ def _cell(text: str, css_class: str) -> tuple[str, str, str]:
 def table_markdown(frame: pd.DataFrame) -> str:
     columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
     lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
-    return "".join(f"| {' | '.join(markdown_text(cell_text(cell)) for cell in line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
+
+
+def _cell_markdown(cell: object) -> str:
+    text = markdown_text(cell_text(cell))
+    return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
 
 
 def markdown_text(text: str) -> str:

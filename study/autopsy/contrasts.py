@@ -1,0 +1,272 @@
+"""What the sessions say: one row per arm as read, one effect per switch and seed, and what these allow to be said.
+
+A response is the log of the ZeRO arm's figure over the standard arm's in one session; everything here is in such logs
+and shown as shares. What counts as nothing stands in study/autopsy/design.py, from before the first session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+from study.autopsy.design import (
+    AA,
+    AA_DEVIATIONS,
+    CORRECTED,
+    EXPECTED,
+    FACTORIAL,
+    LETTERS,
+    PRINTED,
+    RESPONSES,
+    Kind,
+    Response,
+)
+from study.autopsy.run import SESSIONS
+from study.errors import UserError
+from study.record.directory import read_json
+from study.report.records.statistics import CONFIDENCE, SIGNIFICANCE, Equivalence, Interval, equivalence, interval
+
+FILE = "arms.parquet"
+# Of a session, beside what its arms read.
+_ABOUT = ("session", "kind", "cell", "seed", "scale", "state", "reason", "started_at", "session_s", "lanes", "core")
+_AS_JSON = ("environment", "options", "optimizer_classes")
+_PAIRS = tuple(itertools.combinations(LETTERS, 2))
+
+
+def read_sessions(runs: Path) -> pd.DataFrame:
+    """One row per arm; a session that read nothing is one row as well."""
+    rows = []
+    for file in sorted((runs / SESSIONS).glob("*.json")):
+        said = read_json(file)
+        about = {key: said.get(key) for key in (*_ABOUT, "environment", "options")}
+        rows += [about | arm for arm in said["arms"] or [{"arm": None}]]
+    if not rows:
+        raise UserError(f"there are no sessions in {runs}", "run: study autopsy run")
+    if all(row["state"] != "ok" for row in rows):
+        raise UserError(f"no session in {runs} has ended ok", "run: study autopsy run --retry")
+    table = pd.DataFrame(rows)
+    for name in set(_AS_JSON) & set(table):
+        table[name] = table[name].map(lambda value: json.dumps(value, sort_keys=True))
+    return with_responses(table.sort_values(["seed", "session", "process", "place_in_process"], ignore_index=True))
+
+
+def with_responses(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(
+        less_eval_s=table["whole_s"] - table["eval_s"],
+        less_eval_and_save_s=table["whole_s"] - table["eval_s"] - table["save_s"],
+    )
+
+
+def read_arms(folder: Path) -> pd.DataFrame:
+    """As `study autopsy report` has kept them."""
+    if not (folder / FILE).is_file():
+        raise UserError(f"{folder / FILE} is not there", "run: study autopsy run, and study autopsy report")
+    return pd.read_parquet(folder / FILE)
+
+
+def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.DataFrame:
+    """log(ZeRO / standard), one row per seed and one column per cell; NaN where a session did not end ok."""
+    mine = arms[(arms["kind"] == kind) & (arms["state"] == "ok")]
+    figures = mine.pivot_table(index=["seed", "cell"], columns="arm", values=response)
+    if not {"zero", "standard"} <= set(figures):
+        return pd.DataFrame(dtype=float)
+    return np.log(figures["zero"] / figures["standard"]).unstack("cell")
+
+
+def of_cell(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
+    """One gap per seed."""
+    table = gaps(arms, response, kind)
+    return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Mean, switches and pairs of one response in every seed that has all 16 cells: as many terms as cells."""
+
+    # Rows are seeds; a column is "", a letter or two, and multiplies +1 where a switch is corrected and -1 where not.
+    terms: pd.DataFrame
+
+    def at(self, places: Mapping[str, float]) -> np.ndarray:
+        """What each seed has with the switches there: -1 as printed, 1 corrected, 0 both alike."""
+        return sum(
+            (self.terms[term].to_numpy() * math.prod(places[letter] for letter in term) for term in self.terms),
+            start=np.zeros(len(self.terms)),
+        )
+
+    def effect(self, letter: str) -> np.ndarray:
+        """Of correcting this switch, the others both ways; with the standard arm first, unless it is the order."""
+        order = {"O": -1.0} if letter != "O" else {}
+        others = dict.fromkeys(LETTERS, 0.0) | order
+        return self.at(others | {letter: 1.0}) - self.at(others | {letter: -1.0})
+
+    def average_effect(self, letter: str) -> np.ndarray:
+        """Over both orders as well."""
+        return 2 * self.terms[letter].to_numpy()
+
+    def shares(self) -> dict[str, np.ndarray]:
+        """Of the way from the listing to a corrected protocol with both orders: the mean over all sequences of
+        switches, so a switch's own part and half of each pair that it is in."""
+        ends = {letter: (-1.0, 0.0 if letter == "O" else 1.0) for letter in LETTERS}
+        found = {letter: np.zeros(len(self.terms)) for letter in LETTERS}
+        sequences = list(itertools.permutations(LETTERS))
+        for sequence in sequences:
+            places = {letter: printed for letter, (printed, _) in ends.items()}
+            before = self.at(places)
+            for letter in sequence:
+                places[letter] = ends[letter][1]
+                after = self.at(places)
+                found[letter] += (after - before) / len(sequences)
+                before = after
+        return found
+
+    def printed(self) -> np.ndarray:
+        return self.at(dict.fromkeys(LETTERS, -1.0))
+
+    def corrected(self) -> np.ndarray:
+        return self.at(dict.fromkeys(LETTERS, 1.0) | {"O": 0.0})
+
+
+def model(table: pd.DataFrame) -> Model:
+    """From `gaps` of the factorial."""
+    whole = table.reindex(columns=list(FACTORIAL)).dropna()
+    signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
+    terms = ["", *LETTERS, *("".join(pair) for pair in _PAIRS)]
+    columns = [np.prod([signs[letter] for letter in term], axis=0) if term else np.ones(len(FACTORIAL))
+               for term in terms]  # fmt: skip
+    # Orthogonal: each term is a mean of signed cells.
+    values = whole.to_numpy() @ np.array(columns).T / len(FACTORIAL)
+    return Model(pd.DataFrame(values, index=whole.index, columns=terms))
+
+
+def ratio(logs: np.ndarray) -> Interval:
+    """With a t interval over seeds."""
+    return interval(np.exp(logs))
+
+
+def sign_flip_p(values: np.ndarray) -> float:
+    """How many of all choices of signs have a mean as far from nothing: exact, and no normal noise assumed."""
+    if not len(values):
+        return math.nan
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
+    means = np.abs(signs @ values)
+    return float((means >= abs(values.sum()) - 1e-12).mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """Of correcting one switch on one response."""
+
+    letter: str
+    response: Response
+    ratio: Interval
+    average: Interval
+    # After Holm over the five switches.
+    p: float
+    expected: str
+    margin: float
+
+    @property
+    def outcome(self) -> str:
+        """`0` where the whole interval is inside the margin, a sign where it excludes nothing, else `?`."""
+        low, high = self.ratio.low, self.ratio.high
+        if low is None or high is None:
+            return "?"
+        if max(abs(math.log(low)), abs(math.log(high))) < self.margin:
+            return "0"
+        return "+" if low > 1 else "-" if high < 1 else "?"
+
+    @property
+    def verdict(self) -> str:
+        if "?" in (self.expected, self.outcome):
+            return "open" if self.expected == "?" else "not decided"
+        return "as expected" if self.expected == self.outcome else "not as expected"
+
+    @property
+    def is_told_apart(self) -> bool:
+        return self.p < SIGNIFICANCE
+
+
+def margin_of(arms: pd.DataFrame, response: Response) -> float:
+    """A fixed share, or twice the scatter of two equal arms where that is more."""
+    equal = of_cell(arms, response.name, "aa", AA)
+    return max(response.margin, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else response.margin
+
+
+def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
+    """Empty where no seed has all its sessions."""
+    made = model(gaps(arms, response.name))
+    if made.terms.empty:
+        return []
+    values = {letter: made.effect(letter) for letter in LETTERS}
+    ps = multipletests([sign_flip_p(value) for value in values.values()], method="holm")[1]
+    margin = margin_of(arms, response)
+    return [
+        Effect(letter, response, ratio(values[letter]), ratio(made.average_effect(letter)), float(p),
+               EXPECTED[letter][response.name], margin)
+        for letter, p in zip(LETTERS, ps, strict=True)
+    ]  # fmt: skip
+
+
+def measured_responses(arms: pd.DataFrame) -> list[Response]:
+    """A laptop has no device whose peak could be read."""
+    return [each for each in RESPONSES if each.name in arms and arms[each.name].notna().any()]
+
+
+def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
+    """Is the engine's effect on a loss inside the margin? Over both orders: two one-sided tests."""
+    values = 1 + model(gaps(arms, response.name)).average_effect("E")
+    return equivalence(values.tolist(), np.ones(len(values)).tolist(), margin_of(arms, response))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter:
+    """Of the cell of two equal arms: what a session adds by itself, and what eight seeds of it can tell apart."""
+
+    deviation: float
+    detectable: float
+
+
+def scatter(arms: pd.DataFrame, response: Response) -> Scatter:
+    """An effect is a difference of two means of four cells, in each seed."""
+    equal = of_cell(arms, response.name, "aa", AA)
+    if len(equal) < 2:
+        return Scatter(math.nan, math.nan)
+    deviation, n = float(np.std(equal, ddof=1)), len(equal)
+    t = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) + stats.t.ppf(0.8, n - 1)
+    return Scatter(deviation, float(t * deviation * math.sqrt(2 / 4 / n)))
+
+
+# ------------------------------------------------------------------------------------------- for the ledger of claims
+def engine_was_on(arms: pd.DataFrame, where: Callable[[pd.DataFrame], pd.Series]) -> tuple[int, int]:
+    """Sessions whose ZeRO arms had a live DeepSpeed, and all of them."""
+    mine = arms[arms["arm"].astype(str).str.startswith("zero") & where(arms) & (arms["state"] == "ok")]
+    on = mine.groupby("session")["deepspeed_enabled"].any()
+    return int(on.sum()), len(on)
+
+
+def sets_it_as_printed(arms: pd.DataFrame) -> pd.Series:
+    """Every session whose engine switch is the listing's, whatever the others are."""
+    return arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
+
+
+def is_as_printed(arms: pd.DataFrame) -> pd.Series:
+    return (arms["cell"] == PRINTED) & arms["kind"].isin(["factorial", "listing"])
+
+
+def printed_ratio(arms: pd.DataFrame, response: str) -> Interval:
+    """ZeRO over standard, as the listing's table prints the two."""
+    return ratio(of_cell(arms, response, "factorial", PRINTED))
+
+
+def corrected_ratio(arms: pd.DataFrame, response: str) -> Interval:
+    """The same with everything corrected."""
+    return ratio(of_cell(arms, response, "corrected", CORRECTED))

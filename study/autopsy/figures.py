@@ -1,0 +1,261 @@
+"""The one screen: what each switch does, how the listing's gap is made of that, and the picture of the order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from study.autopsy.contrasts import (
+    effects,
+    engine_was_on,
+    gaps,
+    is_as_printed,
+    measured_responses,
+    model,
+    of_cell,
+    ratio,
+    sets_it_as_printed,
+)
+from study.autopsy.design import AA, CORRECTED, PUBLISHED, SWITCHES, Response
+from study.report.plots.canvas import Drawing, finish, sheet
+from study.report.plots.palette import ACCENT, FAINT, INK, QUIET, SETTINGS
+from study.report.records.statistics import Interval, percent
+
+PANELS = ("loss", "time", "memory")
+_TITLES = {"loss": "Loss", "time": "Time", "memory": "Peak memory"}
+# The first is the listing's own reading, and the waterfall's.
+_SHOWN = {
+    "loss": ("eval_loss", "train_loss"), "time": ("whole_s", "warm_s_per_sample"),
+    "memory": ("device_peak_never_reset", "device_peak_reset", "host_peak_never_reset", "host_peak_reset"),
+}  # fmt: skip
+_RISES, _FALLS, _BAND = "#c58b1a", "#2b98ff", "#d3d7dc"
+_OFFSETS = (-0.14, 0.14)
+
+
+def shown(arms: pd.DataFrame, panel: str) -> list[Response]:
+    """Two readings of a panel, the device's memory where there is one."""
+    measured = {response.name: response for response in measured_responses(arms)}
+    return [measured[name] for name in _SHOWN[panel] if name in measured][:2]
+
+
+def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
+    """A row per switch and a marker per reading, with its interval over seeds."""
+    responses = shown(arms, panel)
+    band = ratio(of_cell(arms, responses[0].name, "aa", AA))
+    if band.low is not None and band.high is not None:
+        axes.axvspan(math.log(band.low), math.log(band.high), color=_BAND, zorder=0)
+        axes.axvline(math.log(band.center), color=_BAND, linewidth=3, zorder=0)
+    axes.axvline(0, color=QUIET, linewidth=0.8, zorder=1)
+    if panel == "loss":
+        axes.axvline(math.log1p(PUBLISHED["eval_loss"]), color=ACCENT, linewidth=1.4, linestyle=(0, (3, 2)), zorder=2)
+    for response, offset, fill in zip(responses, _OFFSETS, (INK, "white"), strict=False):
+        for row, effect in enumerate(effects(arms, response)):
+            _dot(axes, effect.ratio, row + offset, fill)
+    _rows(axes, [f"{switch.letter}  {switch.name}" for switch in SWITCHES], names)
+    _in_percent(axes)
+
+
+def _dot(axes: Axes, found: Interval, row: float, fill: str) -> None:
+    if found.low is not None and found.high is not None:
+        axes.plot(np.log([found.low, found.high]), [row, row], color=INK, linewidth=1.6, zorder=3)
+    axes.plot(math.log(found.center), row, "o", markersize=6.5, color=fill, markeredgecolor=INK, zorder=4)
+
+
+def _rows(axes: Axes, names: Sequence[str], are_named: bool) -> None:
+    axes.set_yticks(range(len(names)), names if are_named else [""] * len(names))
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    for row in range(1, len(names)):
+        axes.axhline(row - 0.5, color=FAINT, linewidth=0.6, zorder=0)
+
+
+def _in_percent(axes: Axes, margin: float = 0.12) -> None:
+    axes.use_sticky_edges = False
+    axes.margins(x=margin)
+    axes.autoscale_view()
+    low, high = axes.get_xlim()
+    ticks = _ticks(low, high)
+    axes.set_xticks(ticks, list(map(_tick, ticks)))
+    axes.set_xlim(low, high)
+
+
+def _tick(log: float) -> str:
+    return percent(math.expm1(log), signed=True) if abs(log) > 1e-9 else "0"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """At most six round shares between these logs, and none so near to the one before that their names would touch."""
+    first, last = math.expm1(low), math.expm1(high)
+    sizes = (base * 10.0**power for power in range(-5, 6) for base in (1, 2, 5))
+    step = next(size for size in sizes if (last - first) / size <= 6)
+    places = [math.log1p(step * place) for place in range(math.ceil(first / step), math.floor(last / step) + 1)]
+    kept: list[float] = []
+    for place in places:
+        if not kept or place - kept[-1] > 0.17 * (high - low):
+            kept.append(place)
+    return kept
+
+
+def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
+    """From the listing's gap to a corrected protocol's, in both orders; below it the corrected cell as measured."""
+    response = shown(arms, panel)[0]
+    made = model(gaps(arms, response.name))
+    ends = [float(made.printed().mean())]
+    for part in made.shares().values():
+        ends.append(ends[-1] + float(part.mean()))
+    labels = ["as printed", *(f"{switch.letter}  {switch.name}" for switch in SWITCHES), "corrected", "measured"]
+    axes.axvline(0, color=QUIET, linewidth=0.8, zorder=1)
+    axes.barh(0, ends[0], height=0.62, color=INK, zorder=2)
+    for row, (before, after) in enumerate(itertools.pairwise(ends), 1):
+        axes.barh(row, after - before, left=before, height=0.62, color=_RISES if after > before else _FALLS, zorder=2)
+        axes.plot([before, before], [row - 1, row], color=QUIET, linewidth=0.7, zorder=1)
+    axes.barh(len(ends), ends[-1], height=0.62, color=INK, zorder=2)
+    measured = ratio(of_cell(arms, response.name, "corrected", CORRECTED))
+    if measured.n:
+        _dot(axes, measured, len(ends) + 1, "white")
+    _rows(axes, labels, names)
+    _in_percent(axes, margin=0.2)
+    for row, (before, after) in enumerate([(0.0, ends[0]), *itertools.pairwise(ends), (0.0, ends[-1])]):
+        share = percent(math.expm1(after - before), signed=True)
+        axes.annotate(
+            share, (max(before, after), row), xytext=(4, 0), textcoords="offset points", va="center", size=8.5
+        )
+
+
+_LINES = (
+    ("w", "train_loss", "carried weights, training loss", ACCENT, "o"),
+    ("w", "eval_loss", "carried weights, evaluation loss", "#c58b1a", "^"),
+    ("W", "eval_loss", "fresh weights, both losses", INK, "s"),
+)
+
+
+def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
+    """The gap with the standard arm first and with ZeRO first, at equal batches: carried weights, and fresh ones."""
+    for turn, (letter, response, name, colour, marker) in enumerate(_LINES):
+        centres = []
+        for place, values in enumerate(_by_order(arms, response, letter)):
+            found, x = ratio(values), place + (turn - 1) * 0.06
+            centres.append((x, math.log(found.center)))
+            axes.plot(np.full(len(values), x), values, marker, color=colour, markersize=3.5, alpha=0.4, linewidth=0)
+            if found.low is not None and found.high is not None:
+                axes.vlines(x, math.log(found.low), math.log(found.high), color=colour, linewidth=2)
+        axes.plot(*zip(*centres, strict=True), marker=marker, color=colour, linewidth=2, markersize=7, label=name)
+    axes.axhline(0, color=QUIET, linewidth=0.8, zorder=0)
+    axes.axhline(math.log1p(PUBLISHED["eval_loss"]), color=ACCENT, linewidth=1.2, linestyle=(0, (3, 2)), zorder=0)
+    axes.set_xticks((0, 1), ("standard first\n(as printed)", "ZeRO first"))
+    axes.set_xlim(-0.35, 1.35)
+    axes.margins(y=0.15)
+    low, high = axes.get_ylim()
+    ticks = _ticks(low, high)
+    axes.set_yticks(ticks, list(map(_tick, ticks)))
+    axes.legend(loc="upper left", fontsize=8.5, frameon=False)
+
+
+def _by_order(arms: pd.DataFrame, response: str, letter: str) -> list[np.ndarray]:
+    """One gap per seed, with the standard arm first and with ZeRO first; batches are equal."""
+    table = gaps(arms, response)
+    cells = ([cell for cell in table if letter in cell and order in cell and "B" in cell] for order in "oO")
+    return [table[each].mean(axis="columns").dropna().to_numpy() for each in cells]
+
+
+def _title_of_order(arms: pd.DataFrame) -> str:
+    first, swapped = (float(values.mean()) for values in _by_order(arms, "train_loss", "w"))
+    return (
+        "Swap the order, and the advantage changes arms" if first * swapped < 0 else "Carried weights, in both orders"
+    )
+
+
+def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
+    marks: list[Line2D | Patch] = [
+        Line2D([], [], linestyle="", marker="o", markersize=6.5, color=fill, markeredgecolor=INK, label=response.words)
+        for response, fill in zip(shown(arms, panel), (INK, "white"), strict=False)
+    ]
+    marks.append(Patch(color=_BAND, label="two equal arms"))
+    if panel == "loss":
+        marks.append(Line2D([], [], color=ACCENT, linestyle=(0, (3, 2)), label="published, -1.2 %"))
+    return marks
+
+
+def drawings(arms: pd.DataFrame) -> list[Drawing]:
+    """Each panel as a figure of its own, for a page that may be narrow."""
+    made = []
+    with matplotlib.rc_context(SETTINGS):
+        for panel in PANELS:
+            figure, (axes,) = sheet(2.5)
+            effect_panel(axes, arms, panel)
+            title = f"{_TITLES[panel]}: what correcting each switch does"
+            words = ", ".join(f"{effect.letter} {effect.ratio.brief(lambda value: percent(value - 1, signed=True))}"
+                              for effect in effects(arms, shown(arms, panel)[0]))  # fmt: skip
+            subtitle = "To the figure of the ZeRO arm over that of the standard arm, which comes first."
+            made.append(finish(figure, title, subtitle, "", words, legend=legend(panel, arms), legend_columns=2,
+                               lead=title)._replace(name=f"effects_{panel}"))  # fmt: skip
+            figure, (axes,) = sheet(2.9)
+            waterfall_panel(axes, arms, panel)
+            title = f"{_TITLES[panel]}: from the listing to a corrected protocol"
+            response = shown(arms, panel)[0]
+            subtitle = f"ZeRO over standard, {response.words}. Corrected adds up the steps; measured has ZeRO first."
+            made.append(finish(figure, title, subtitle, "", _words_of_waterfall(arms, response), lead=title)
+                        ._replace(name=f"waterfall_{panel}"))  # fmt: skip
+        figure, (axes,) = sheet(3.3)
+        order_panel(axes, arms)
+        title = _title_of_order(arms)
+        subtitle = "ZeRO over standard at equal batches; small marks are seeds."
+        made.append(finish(figure, title, subtitle, "", _words_of_order(arms), lead=title)._replace(name="order"))
+        made.append(_screen(arms))
+    return made
+
+
+def _words_of_waterfall(arms: pd.DataFrame, response: Response) -> str:
+    made = model(gaps(arms, response.name))
+    steps = {"as printed": made.printed(), **made.shares(), "corrected": made.corrected()}
+    return ", ".join(f"{name} {percent(math.expm1(float(each.mean())), signed=True)}" for name, each in steps.items())
+
+
+def _words_of_order(arms: pd.DataFrame) -> str:
+    return ", ".join(
+        f"{name}, {order} {percent(math.expm1(float(values.mean())), signed=True)}"
+        for letter, response, name, *_ in _LINES
+        for order, values in zip(("standard first", "ZeRO first"), _by_order(arms, response, letter), strict=True)
+    )
+
+
+def _screen(arms: pd.DataFrame) -> Drawing:
+    """All of it on one sheet, for a document."""
+    figure = Figure(figsize=(15.5, 8.4), layout="constrained")
+    grid = figure.subplot_mosaic(
+        [[*(f"e-{panel}" for panel in PANELS), "order"], [*(f"w-{panel}" for panel in PANELS), "order"]],
+        width_ratios=(1, 1, 1, 0.95), height_ratios=(1, 1.15),
+    )  # fmt: skip
+    for place, panel in enumerate(PANELS):
+        upper, lower = grid[f"e-{panel}"], grid[f"w-{panel}"]
+        effect_panel(upper, arms, panel, names=not place)
+        upper.set_title(_TITLES[panel])
+        upper.legend(handles=legend(panel, arms), loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=8.5,
+                     ncols=2, frameon=False, columnspacing=1)  # fmt: skip
+        waterfall_panel(lower, arms, panel, names=not place)
+    grid["e-loss"].set_ylabel("correcting one switch", color=QUIET)
+    grid["w-loss"].set_ylabel("from the listing to the corrected protocol", color=QUIET)
+    order_panel(grid["order"], arms)
+    grid["order"].set_title(textwrap.fill(_title_of_order(arms), 24))
+    grid["order"].set_ylabel("ZeRO over standard, at equal batches", color=QUIET)
+    (on, sessions), (exactly_on, exactly) = (
+        engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
+    )
+    figure.suptitle(
+        f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does"
+        f" ({exactly_on} of {exactly} exactly as printed)",
+        x=0.008, ha="left", size=15, weight="bold",
+    )  # fmt: skip
+    words = "; ".join(f"{panel}: {_words_of_waterfall(arms, shown(arms, panel)[0])}" for panel in PANELS)
+    return Drawing(figure, f"The whole screen. {words}.", "screen")

@@ -1,0 +1,309 @@
+"""One process of a session: trains its arms one after the other as the listing does, and writes down what it read.
+
+python -m study.autopsy.session TASK.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from study.autopsy.design import Arm, Scale
+from study.host.environment import describe_environment
+from study.host.folders import cache_directory
+from study.measure.clock import warmup_steps
+from study.measure.memory import MemoryMeter
+from study.models.initial import load_initial_model, materialize_initial_weights
+from study.record.directory import write_json
+from study.record.outcome import ending_of
+from study.spec.config import RunConfig, resolved
+from study.tasks import load_data
+from study.tasks.blocks import Split, TaskData
+
+WEIGHTS, RESULT = "carried.safetensors", "result.json"
+# Stage 3 with the optimizer on the host, as the listing's dictionary has it.
+_ZERO = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+_BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+_KEYS = {
+    "printed": _ZERO,
+    "batch": _ZERO | _BATCH,
+    "batch and clipping": _ZERO | _BATCH | {"gradient_clipping": "auto"},
+}
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Clock:
+    """Seconds by phase, with the device waited for at each change of phase; and what the processor was busy of them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+        self._phase, self._since = "setup", self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def enter(self, phase: str) -> str:
+        """Returns the phase that it ends."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ended, now = self._phase, self._now()
+        for seconds, before, after in zip((self.seconds, self.cpu_seconds), self._since, now, strict=True):
+            seconds[ended] = seconds.get(ended, 0.0) + after - before
+        self._phase, self._since = phase, now
+        return ended
+
+    @contextlib.contextmanager
+    def interrupted_by(self, phase: str) -> Iterator[None]:
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+class WatchedTrainer(Trainer):
+    """The Trainer as it is, with its evaluations and checkpoints timed."""
+
+    clock: Clock
+    live: dict[str, Any]
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        with self.clock.interrupted_by("eval"):
+            return super().evaluate(*arguments, **options)
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        with self.clock.interrupted_by("save"):
+            super()._save_checkpoint(*arguments, **options)
+
+
+class Watch(TrainerCallback):
+    def __init__(self, trainer: WatchedTrainer, warm_after: int):
+        self.trainer, self.warm_after = trainer, warm_after
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.trainer.live = live_state(self.trainer)
+        self.trainer.clock.enter("warm_up")
+
+    def on_step_end(self, _arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == self.warm_after:
+            self.trainer.clock.enter("train")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.trainer.clock.enter("end")
+
+
+def live_state(trainer: Trainer) -> dict[str, Any]:
+    """Of the trainer that is about to step, and of the objects that it will call."""
+    engine, optimizer = trainer.model_wrapped, trainer.optimizer
+    chain = [type(optimizer).__name__]
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+        chain.append(type(optimizer).__name__)
+    enabled = bool(trainer.is_deepspeed_enabled)
+    return {
+        "arguments_say_deepspeed": bool(trainer.args.deepspeed),
+        "deepspeed_enabled": enabled,
+        "wrapped_class": type(engine).__name__,
+        "optimizer_classes": chain,
+        "zero_stage": engine.zero_optimization_stage() if enabled else None,
+        "clips_at": engine.gradient_clipping() if enabled else trainer.args.max_grad_norm,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+    }
+
+
+def run_config(scale: Scale, seed: int) -> RunConfig:
+    samples = {"train_samples": scale.train_samples, "eval_samples": scale.wide_samples}
+    options = {"task": "bert-imdb", "seed": seed, **samples, **scale.options}
+    return resolved(RunConfig(**options), accelerator_visible=scale.on_gpu)
+
+
+def training_arguments(arm: Arm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
+    """As the listing asks. The later assignment of its dictionary is the point of this experiment."""
+    given = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=arm.batch, per_device_eval_batch_size=arm.batch,
+        num_train_epochs=1, learning_rate=config.learning_rate, eval_strategy="steps", eval_steps=scale.eval_steps,
+        logging_strategy="steps", logging_steps=scale.logging_steps, save_total_limit=1, report_to="none",
+        disable_tqdm=True, use_cpu=not scale.on_gpu, **given,
+    )  # fmt: skip
+    # A process that sees several GPUs would otherwise train with nn.DataParallel on all of them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    if arm.engine == "late":
+        arguments.deepspeed = _KEYS["printed"]
+    return arguments
+
+
+@contextlib.contextmanager
+def launched(arm: Arm) -> Iterator[None]:
+    """The environment of one rank of one, as a launcher sets it, for this arm alone.
+
+    Accelerate leaves a variable behind that gives the next Trainer of the process an engine that nobody asked for.
+    """
+    before = dict(os.environ)
+    if arm.launcher:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= dict(zip(_LAUNCHER, ("0", "0", "1", "127.0.0.1", str(port)), strict=True))
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
+class Process:
+    """What lives as long as the process: the one model of the listing, and the highest peaks so far."""
+
+    def __init__(self, scale: Scale, seed: int, folder: Path):
+        self.scale, self.folder = scale, folder
+        self.config = run_config(scale, seed)
+        self.data: TaskData = load_data(self.config, cache_directory())
+        self.initial = materialize_initial_weights(self.config, cache_directory())
+        self.model: PreTrainedModel | None = None
+        self.highest: dict[str, int] = {}
+
+    def model_for(self, arm: Arm) -> PreTrainedModel:
+        if arm.start == "same model" and self.model is not None:
+            return self.model
+        # The listing has one name for the model: an older one goes when a newer one is made.
+        self.model = load_initial_model(self.config, self.initial)
+        if arm.start == "file":
+            self.model.load_state_dict(load_file(self.folder / WEIGHTS))
+        return self.model
+
+    def train(self, arm: Arm) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        model = self.model_for(arm)
+        start = _size_of(model)
+        with launched(arm):
+            arguments = training_arguments(arm, self.scale, self.config, self.folder / arm.name)
+            trainer = WatchedTrainer(
+                model=model, args=arguments, train_dataset=_samples(self.data.train, self.scale.train_samples),
+                eval_dataset=_samples(self.data.eval, self.scale.eval_samples),
+            )  # fmt: skip
+            steps = self.scale.train_samples // arm.batch
+            warm_up = warmup_steps(steps)
+            trainer.add_callback(Watch(trainer, warm_up))
+            meter = MemoryMeter(arguments.device)
+            trainer.clock, started = Clock(), time.perf_counter()
+            trainer.train()
+            whole_s = time.perf_counter() - started
+            peaks = meter.report()["phases"]["init"]
+            trainer.clock.enter("after")
+            seconds, cpu, warm_samples = trainer.clock.seconds, trainer.clock.cpu_seconds, (steps - warm_up) * arm.batch
+            read = {
+                "arm": arm.name, "batch": arm.batch, "steps": trainer.state.global_step, "start": arm.start,
+                "start_weights_abs_sum": start, "whole_s": whole_s,
+                **{f"{phase}_s": seconds.get(phase, 0.0) for phase in ("setup", "warm_up", "train", "eval", "save")},
+                "whole_cpu_s": sum(cpu.values()), "warm_s_per_sample": seconds["train"] / warm_samples,
+                "warm_cpu_s_per_sample": cpu["train"] / warm_samples,
+                **_logged(trainer), **self._peaks(peaks), **trainer.live,
+            }  # fmt: skip
+            read["eval_loss"], read["eval_accuracy"] = wide_evaluation(trainer, self.data.eval, arm.batch)
+            if arm.leaves_file:
+                save_file(_whole_weights(trainer), self.folder / WEIGHTS)
+            if trainer.is_deepspeed_enabled:
+                _tear_down(trainer)
+        return read
+
+    def _peaks(self, peaks: dict[str, int | None]) -> dict[str, int | None]:
+        """Reset for this arm, and as the listing reads them: the highest since the process began."""
+        found: dict[str, int | None] = {}
+        for place, kind in (("device", "allocated"), ("host", "host")):
+            peak = peaks[kind]
+            if peak is not None:
+                self.highest[place] = max(peak, self.highest.get(place, 0))
+            found |= {f"{place}_peak_reset": peak, f"{place}_peak_never_reset": self.highest.get(place)}
+        return found
+
+
+def _samples(split: Split, count: int) -> Any:
+    """One by one, as a tokenized dataset gives them: the Trainer's own collator makes the batches."""
+    return [split[place] for place in range(count)]
+
+
+def _size_of(model: PreTrainedModel) -> float:
+    """A number that tells two sets of weights apart."""
+    return float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
+
+
+def _logged(trainer: Trainer) -> dict[str, Any]:
+    log = trainer.state.log_history
+    losses, evaluations = ([row[key] for row in log if key in row] for key in ("loss", "eval_loss"))
+    return {
+        "first_train_loss": losses[0] if losses else None, "train_loss": losses[-1] if losses else None,
+        "eval_loss_200": evaluations[-1] if evaluations else None, "evaluations": len(evaluations),
+        "largest_grad_norm": max((row["grad_norm"] for row in log if "grad_norm" in row), default=None),
+    }  # fmt: skip
+
+
+def wide_evaluation(trainer: Trainer, split: Split, batch: int) -> tuple[float, float]:
+    """Loss and accuracy on all evaluation samples, with nothing of the listing's own running."""
+    model, device = trainer.model_wrapped, trainer.args.device
+    model.eval()
+    losses, right = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(split), batch):
+            rows = {name: tensor[start : start + batch].to(device) for name, tensor in split.tensors.items()}
+            out = model(**rows)
+            losses += float(out.loss) * len(rows["labels"])
+            right += int((out.logits.argmax(-1) == rows["labels"]).sum())
+    return losses / len(split), right / len(split)
+
+
+def _whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    model = trainer.model
+    assert isinstance(model, PreTrainedModel)
+    with contextlib.ExitStack() as gathered:
+        if trainer.is_deepspeed_enabled:
+            import deepspeed
+
+            gathered.enter_context(deepspeed.zero.GatheredParameters(list(model.parameters())))
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+
+
+def _tear_down(trainer: Trainer) -> None:
+    """So that another arm in this process, with an engine or without, finds none."""
+    trainer.model_wrapped.destroy()
+    torch.distributed.destroy_process_group()
+    unset_hf_deepspeed_config()
+
+
+def main(task_file: Path) -> int:
+    """Leaves RESULT beside the task in any case that Python survives."""
+    task = json.loads(task_file.read_text(encoding="utf-8"))
+    scale = Scale(**task["scale"])
+    if scale.threads:
+        torch.set_num_threads(scale.threads)
+    arms: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"arms": arms, "state": "ok", "reason": ""}
+    try:
+        process = Process(scale, task["seed"], task_file.parent)
+        for place, arm in enumerate(task["arms"]):
+            arms.append(process.train(Arm(**arm)) | {"place_in_process": place})
+    except Exception as error:  # whatever a library raises is the outcome
+        ending = ending_of(error, alone=True)
+        result |= {"state": ending.state, "reason": ending.reason}
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    result["environment"] = describe_environment()
+    write_json(task_file.with_name(RESULT), result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,163 @@
+"""What a reader should know of the records behind a verdict before believing it.
+
+Which runs there were and how they ended, how many independent starts, made with what and how long ago it would take to
+do them again; and whether the check was written before the records were made, as git tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import yaml
+
+from study.claims.board import Judged
+from study.claims.evidence import Evidence
+from study.claims.ledger import LEDGER
+from study.spec.strategies import REPOSITORY
+
+Order = Literal["before", "after", "cannot be told"]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
+             "Transformers": "transformers_version"}  # fmt: skip
+# By claim, the checks of its entry as they are written.
+Written = Mapping[str, list[Any]]
+
+
+def facts(judged: Judged, evidence: Evidence, repository: Path = REPOSITORY) -> list[tuple[str, str]]:
+    """Each with what it is about; none for a verdict that rests on no records."""
+    reports = sorted({report for finding in judged.findings for report in finding.reports})
+    if not reports:
+        return []
+    found = [("Checks and records", order_text(orders(judged, evidence, repository)))]
+    for report in reports:
+        used = _used(judged, evidence, report)
+        found += [
+            (f"Runs in {report}", _runs_text(used, evidence, report)), ("Independent starts", _starts_text(used)),
+            ("Made with", _made_with(used)), ("To do it again", _again_text(used, evidence, report)),
+        ]  # fmt: skip
+    return found
+
+
+def orders(judged: Judged, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
+    """Of each check that rests on records: was it in the ledger, as it is now, of the commit that made each of them?"""
+    written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
+    found = []
+    for check, finding in zip(written, judged.findings, strict=False):
+        if finding.reports:
+            commits = {commit for report in finding.reports
+                       for commit in _used(judged, evidence, report, finding.figure)["git_commit"]}  # fmt: skip
+            found.append(_order(check, judged.claim.id, commits, repository))
+    return found
+
+
+def order_text(found: Iterable[Order]) -> str:
+    counts = Counter(found)
+    words: dict[Order, str] = {
+        "before": "in the ledger, as they are now, before their records were made",
+        "after": "written or changed after their records were made",
+        "cannot be told": "not to be told from git: a record names no commit, or one that is not here",
+    }
+    said = [f"{counts[order]} {text}" for order, text in words.items() if counts[order]]
+    return f"Of {_many(counts.total(), 'check')} on records: {'; '.join(said)}."
+
+
+def _order(check: Any, claim: str, commits: set[Any], repository: Path) -> Order:
+    ledgers = [_ledger_at(str(commit), repository) for commit in commits]
+    known = [each for each in ledgers if each is not None]
+    if any(all(_judges(check) != _judges(old) for old in each.get(claim, [])) for each in known):
+        return "after"
+    return "before" if ledgers and len(known) == len(ledgers) else "cannot be told"
+
+
+def _judges(check: Any) -> Any:
+    """What decides; how the figure is called does not."""
+    return {key: value for key, value in check.items() if key != "shows"} if isinstance(check, dict) else check
+
+
+@functools.cache
+def _ledger_at(commit: str, repository: Path) -> Written | None:
+    """The checks that a commit had; none before there was a ledger. None where git does not have the commit."""
+    if not _COMMIT.fullmatch(commit) or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return None
+    text = _git(repository, "show", f"{commit}:{LEDGER.relative_to(REPOSITORY).as_posix()}")
+    return {} if text is None else _checks_in(text)
+
+
+def _checks_in(ledger: str) -> Written:
+    try:
+        document = yaml.safe_load(ledger)
+        return {str(claim["id"]): list(claim["checks"]) for claim in document["claims"]}
+    except (yaml.YAMLError, LookupError, TypeError):
+        return {}
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return answer.stdout
+
+
+def _used(judged: Judged, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
+    """The runs of a report that its figures rest on, or one of them does."""
+    figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
+    names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
+    runs = evidence.records(report).runs
+    return runs[runs["run"].isin(names)]
+
+
+def _runs_text(used: pd.DataFrame, evidence: Evidence, report: str) -> str:
+    records = evidence.records(report)
+    ended = ", ".join(f"{count} {state}" for state, count in records.runs["status_state"].value_counts().items())
+    return (
+        f"{len(used)} of {len(records.runs)}, which ended as: {ended}; {len(records.refused)} records were left out"
+        " because they cannot be believed."
+    )
+
+
+def _starts_text(used: pd.DataFrame) -> str:
+    if used["virtual"].all():
+        return "None are needed: bytes of one virtual rank are counted, and no loss is trained."
+    seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
+    repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
+    return f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; runs that repeat a seed: {repeats}."
+
+
+def _made_with(used: pd.DataFrame) -> str:
+    versions = [f"{name} {_list(used[column])}" for name, column in _VERSIONS.items() if used[column].notna().any()]
+    devices = {str(name) for text in used["devices"].dropna() for name in json.loads(text)}
+    box = f"{_list(used['cpu'])}, {', '.join(sorted(devices)) or 'no GPU'}"
+    return f"{', '.join(versions)}; on {box}; commit {_list(used['git_commit'].str[:7])}."
+
+
+def _again_text(used: pd.DataFrame, evidence: Evidence, report: str) -> str:
+    has_suite = (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file()
+    command = f"`study run {report}`: " if has_suite else ""
+    own, every = (_minutes(runs) for runs in (used, evidence.records(report).runs))
+    return f"{command}these runs took {own:.1f} minutes, all of {report} {every:.1f}."
+
+
+def _minutes(runs: pd.DataFrame) -> float:
+    start, end = (
+        pd.to_datetime(runs[f"status_{side}_at"], utc=True, format="ISO8601") for side in ("started", "ended")
+    )
+    return float((end - start).dt.total_seconds().sum() / 60)
+
+
+def _list(values: pd.Series) -> str:
+    return " or ".join(sorted({str(value) for value in values.dropna()})) or "not recorded"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

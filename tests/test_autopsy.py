@@ -1,0 +1,264 @@
+"""The autopsy of the published listing: its cells, its sessions with the real Trainer, what it makes of records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from study.autopsy.contrasts import (
+    FILE,
+    corrected_ratio,
+    effects,
+    engine_was_on,
+    gaps,
+    model,
+    of_cell,
+    printed_ratio,
+    read_sessions,
+    sets_it_as_printed,
+    sign_flip_p,
+)
+from study.autopsy.design import (
+    AA,
+    CORRECTED,
+    FACTORIAL,
+    LETTERS,
+    PRINTED,
+    RESPONSES,
+    SCALES,
+    SEEDS,
+    SWITCHES,
+    Kind,
+    Session,
+    plan,
+)
+from study.autopsy.page import build
+from study.autopsy.run import MARK, SESSIONS, Lane, missing, open_folder, run_sessions
+from study.claims.ledger import read_ledger
+from study.cli import main
+from study.errors import UserError
+from study.spec.strategies import REPOSITORY
+
+COMMITTED = REPOSITORY / "reports" / "autopsy"
+LOSS = next(each for each in RESPONSES if each.name == "eval_loss")
+TINY = dataclasses.replace(
+    SCALES["laptop"], train_samples=96, eval_samples=8, wide_samples=16, eval_steps=3, logging_steps=3, limit_s=120
+)
+
+
+# -------------------------------------------------------------------------------------------------------- the design
+def test_no_switch_and_no_pair_is_mixed_up_with_another_one() -> None:
+    assert len(FACTORIAL) == 16
+    assert {PRINTED, AA} <= set(FACTORIAL)
+    assert CORRECTED not in FACTORIAL
+    signs = {letter: np.array([1 if letter in cell else -1 for cell in FACTORIAL]) for letter in LETTERS}
+    assert set(np.prod(list(signs.values()), axis=0)) == {-1}
+    pairs = [(one, other) for one in LETTERS for other in LETTERS if one < other]
+    columns = np.array([*signs.values(), *(signs[one] * signs[other] for one, other in pairs)])
+    assert (columns @ columns.T == 16 * np.eye(len(columns))).all()
+
+
+def test_every_seed_has_every_cell_once_and_in_an_order_of_its_own() -> None:
+    sessions = plan(SCALES["laptop"])
+    assert len({each.id for each in sessions}) == len(sessions)
+    blocks = [[each.id.partition("-")[2] for each in sessions if each.seed == seed] for seed in SEEDS]
+    assert {tuple(sorted(block)) for block in blocks} == {tuple(sorted(blocks[0]))}
+    assert len({tuple(block) for block in blocks}) == len(SEEDS)
+    kinds = [each.kind for each in sessions if each.seed == SEEDS[0]]
+    assert {kind: kinds.count(kind) for kind in ("factorial", "corrected", "aa")} == {
+        "factorial": 16, "corrected": 1, "aa": 1,
+    }  # fmt: skip
+
+
+def test_the_switches_feed_claims_that_the_ledger_has() -> None:
+    claims = {claim.id for claim in read_ledger().claims}
+    assert {claim for switch in SWITCHES for claim in switch.claims} <= claims
+
+
+# ---------------------------------------------------------------------------------------------------- what it computes
+def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...]] | None = None) -> pd.DataFrame:
+    """Rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure, in every response."""
+    cells = kinds or {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
+    rows: list[dict[str, Any]] = []
+    for kind, names in cells.items():
+        for cell in names:
+            for seed in SEEDS:
+                about = {"session": f"{seed}-{kind}-{cell}", "kind": kind, "cell": cell, "seed": seed, "state": "ok"}
+                base = 1 + seed / 10
+                for arm, figure in (("standard", base), ("zero", base * math.exp(gap(cell, seed)))):
+                    rows.append(about | {"arm": arm, "deepspeed_enabled": arm == "zero" and "E" in cell}
+                                | {each.name: figure for each in RESPONSES})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def planted(cell: str, seed: int) -> float:
+    """The engine does nothing, a smaller batch 0.1 less; carried weights favour whichever arm comes second."""
+    carried = 0.0 if "W" in cell else (-0.3 if "o" in cell else 0.3)
+    return carried - (0.1 if "B" in cell else 0.0) + 0.001 * math.sin(37 * seed + len(cell) * ord(cell[0]))
+
+
+def test_planted_effects_are_found_and_those_of_the_order_are_not_blamed_on_it() -> None:
+    found = {each.letter: each for each in effects(synthetic(planted), LOSS)}
+    assert math.log(found["W"].ratio.center) == pytest.approx(0.3, abs=0.002)
+    assert math.log(found["B"].ratio.center) == pytest.approx(-0.1, abs=0.002)
+    assert (found["E"].outcome, found["W"].outcome, found["B"].outcome) == ("0", "+", "-")
+    assert found["W"].p == pytest.approx(5 * 2 / 2**8)
+    # Over both orders what carried weights do cancels.
+    assert math.log(found["W"].average.center) == pytest.approx(0, abs=0.002)
+    shares = {
+        letter: float(part.mean()) for letter, part in model(gaps(synthetic(planted), LOSS.name)).shares().items()
+    }
+    assert shares["W"] == pytest.approx(0.15, abs=0.002)
+    assert shares["O"] == pytest.approx(0.15, abs=0.002)
+
+
+def test_the_shares_lead_from_the_listing_to_both_orders_corrected() -> None:
+    made = model(gaps(synthetic(planted), LOSS.name))
+    assert made.printed().mean() + sum(part.mean() for part in made.shares().values()) == pytest.approx(
+        made.corrected().mean()
+    )
+    assert made.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
+
+
+def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:
+    arms = synthetic(planted)
+    arms.loc[(arms["seed"] == 3) & (arms["cell"] == PRINTED), "state"] = "failed"
+    assert list(model(gaps(arms, LOSS.name)).terms.index) == [seed for seed in SEEDS if seed != 3]
+
+
+def test_a_wide_effect_decides_nothing_and_eight_signs_have_their_exact_p() -> None:
+    noisy = synthetic(lambda cell, seed: (0.5 if seed % 2 else -0.5) * (1 if "E" in cell else 0))
+    engine = next(each for each in effects(noisy, LOSS) if each.letter == "E")
+    assert engine.outcome == "?"
+    assert sign_flip_p(np.ones(8)) == 2 / 2**8
+    assert sign_flip_p(np.array([1.0, -1.0])) == 1
+
+
+# ------------------------------------------------------------------------------------------------- folders and requests
+def test_finished_sessions_are_kept_and_cut_off_ones_are_not(tmp_path: Path) -> None:
+    sessions = plan(TINY, (1,))
+    (tmp_path / SESSIONS).mkdir()
+    for session, text in zip(sessions, ('{"state": "ok"}', '{"state": "failed"}', '{"state": "o'), strict=False):
+        (tmp_path / SESSIONS / f"{session.id}.json").write_text(text)
+    assert missing(tmp_path, sessions) == sessions[2:]
+    assert missing(tmp_path, sessions, retry=True) == sessions[1:]
+
+
+def test_a_folder_that_is_no_autopsys_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert main(["autopsy", "run", "--runs", str(tmp_path)]) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+    assert "thesis.txt" in capsys.readouterr().err
+
+
+def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
+    open_folder(tmp_path, SCALES["a100"]).release()
+    with pytest.raises(UserError, match="another scale"):
+        open_folder(tmp_path, SCALES["laptop"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_a100s_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["autopsy", "run", "--scale", "a100"]) == 2
+    assert "no GPU is here" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- real sessions
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """The listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused dictionary."""
+    folder = tmp_path_factory.mktemp("autopsy")
+    names = ("1-factorial-ewpob", "1-corrected-EWPOB", "1-factorial-EwpOb", "1-aa-eWPOB",
+             "0-gate-given-with-a-launchers-environment")  # fmt: skip
+    sessions = [each for each in plan(TINY, (1,)) if each.id in names]
+    assert len(sessions) == len(names)
+    with open_folder(folder, TINY):
+        assert run_sessions(folder, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
+    return read_sessions(folder)
+
+
+def arm_of(ran: pd.DataFrame, session: str, arm: str) -> pd.Series:
+    (found,) = [row for _, row in ran[(ran["session"] == session) & (ran["arm"] == arm)].iterrows()]
+    return found
+
+
+def test_as_printed_the_engine_is_off_though_the_arguments_say_it(ran: pd.DataFrame) -> None:
+    zero = arm_of(ran, "1-factorial-ewpob", "zero")
+    assert zero["arguments_say_deepspeed"] is True
+    assert zero["deepspeed_enabled"] is False
+    assert (zero["wrapped_class"], json.loads(zero["optimizer_classes"])[-1]) == (
+        "BertForSequenceClassification",
+        "AdamW",
+    )
+    assert engine_was_on(ran, sets_it_as_printed) == (0, 2)
+
+
+def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFrame) -> None:
+    zero, standard = (arm_of(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    assert (zero["deepspeed_enabled"], zero["zero_stage"], zero["clips_at"]) == (True, 3, 1.0)
+    assert json.loads(zero["optimizer_classes"])[-1] == "DeepSpeedCPUAdam"
+    assert zero["eval_loss"] == pytest.approx(standard["eval_loss"], rel=1e-4)
+    assert corrected_ratio(ran, "eval_loss").n == 1
+
+
+def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFrame) -> None:
+    first, second = (arm_of(ran, "1-factorial-ewpob", arm) for arm in ("standard", "zero"))
+    assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
+    first, second = (arm_of(ran, "1-factorial-EwpOb", arm) for arm in ("zero", "standard"))
+    assert (second["start"], second["deepspeed_enabled"]) == ("file", False)
+    assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
+    zero, standard = (arm_of(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
+    assert zero["start_weights_abs_sum"] == standard["start_weights_abs_sum"]
+
+
+def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame) -> None:
+    assert list(of_cell(ran, "train_loss", "aa", AA)) == [0.0]
+    for _, arm in ran[ran["arm"].notna()].iterrows():
+        parts = sum(arm[f"{phase}_s"] for phase in ("setup", "warm_up", "train", "eval", "save"))
+        assert 0 < parts <= arm["whole_s"] + 1e-3
+        assert arm["host_peak_reset"] <= arm["host_peak_never_reset"]
+
+
+def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> None:
+    (gate,) = [row for _, row in ran[ran["kind"] == "gate"].iterrows()]
+    assert gate["state"] == "failed"
+    assert "train_micro_batch_size_per_gpu" in gate["reason"]
+
+
+def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
+    lane = Lane(dataclasses.replace(TINY, limit_s=0.05), -1, tmp_path)
+    try:
+        session: Session = plan(TINY, (1,))[0]
+        assert lane.run(session)["state"] == "timeout"
+    finally:
+        lane.end()
+
+
+# ------------------------------------------------------------------------------------------------- the committed page
+def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path) -> None:
+    shutil.copy(COMMITTED / FILE, tmp_path / FILE)
+    output = tmp_path
+    (output / "files.json").write_text((COMMITTED / "files.json").read_text())
+    build(tmp_path / "none", output, runs_named=False)
+    for name in ("summary.md", "index.html"):
+        assert (output / name).read_text() == (COMMITTED / name).read_text(), name
+    assert not (output / MARK).exists()
+
+
+def test_the_committed_records_hold_what_the_page_opens_with() -> None:
+    arms = pd.read_parquet(COMMITTED / FILE)
+    on, sessions = engine_was_on(arms, sets_it_as_printed)
+    assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()
+    assert printed_ratio(arms, "eval_loss").n == len(model(gaps(arms, "eval_loss")).terms)
