@@ -43,7 +43,7 @@ _MEANT = {
 }  # fmt: skip
 # By which a check may choose its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
-            "micro_batch_size")  # fmt: skip
+            "micro_batch_size", "train_samples")  # fmt: skip
 
 
 class Evidence:
@@ -213,10 +213,11 @@ def _across(
     pairs = mine.merge(its, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
     allowed = {name for key in changed for name in _MEANT.get(key, ())}
     by_run = {row["run"]: row for row in _rows(pd.concat([mine, its]).drop_duplicates("run"))}
-    for seed, repeat, one, other in pairs.itertuples(index=False):
-        reasons = differences_between(by_run[one], by_run[other], same_code)
-        if {reason.split(":")[0] for reason in reasons} - allowed:
-            pairs = pairs[(pairs["seed"] != seed) | (pairs["repeat"] != repeat)]
+    apart = (
+        differences_between(by_run[one], by_run[other], same_code)
+        for one, other in zip(pairs["run"], pairs["run_its"], strict=True)
+    )
+    pairs = pairs[[{reason.split(":")[0] for reason in reasons} <= allowed for reasons in apart]]
     if pairs.empty or pairs.duplicated(keys).any():
         return None
     return mine[mine["run"].isin(pairs["run"])], its[its["run"].isin(pairs["run_its"])]
