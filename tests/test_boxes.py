@@ -33,10 +33,15 @@ def two_gpus(monkeypatch):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return name
 
+    def at_place(place):
+        if place >= len(by_place):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return by_place[place]
+
     answers = {
         "nvmlInit": lambda: None,
         "nvmlDeviceGetCount": lambda: len(by_place),
-        "nvmlDeviceGetHandleByIndex": by_place.__getitem__,
+        "nvmlDeviceGetHandleByIndex": at_place,
         "nvmlDeviceGetHandleByUUID": by_uuid,
         "nvmlDeviceGetUUID": lambda handle: handle,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 * GIB, free=FREE_GIB[handle] * GIB),
@@ -54,6 +59,8 @@ def two_gpus(monkeypatch):
         (None, [3, 60]), ("1,0", [60, 3]), (SECOND, [60]), (f"{SECOND},{FIRST}", [60, 3]), (SLICE, [9]),
         # CUDA takes the beginning of a UUID for all of it, where only one GPU's begins so.
         ("GPU-95c1", [60]), ("GPU-", []), ("GPU-77", []), ("", []),
+        # Of what names no GPU, it sees none and none behind it; those before it stay.
+        ("0,1,2,3", [3, 60]), (f"{SECOND},GPU-77,0", [60]), ("1,-1,0", [60]), ("7", []),
     ],
 )  # fmt: skip
 def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visible, free_gib):

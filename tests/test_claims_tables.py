@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -209,3 +210,9 @@ def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], 
     assert [row["plausibility"] for row in rows] == ["suspicious", "possible", "possible"]
     assert rows[0]["row"]["parameters"] == 9241705984
     assert rows[0]["adam_gb"] == pytest.approx(147.87, abs=0.01)
+
+
+def test_a_table_that_may_never_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is no file"):
+        read_table(tmp_path / "pipe")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from engines import ROOT
+from engines import ROOT, launch
 from runs import FLAGS, RunFactory
 from study.errors import Unsupported, UserError
 from study.record.directory import Run, read_json, read_run
@@ -226,6 +226,18 @@ def test_what_a_shell_still_holds_of_another_launch_is_refused(shell: dict[str, 
     # Nobody launched this: what is there is left over, too.
     with pytest.raises(UserError, match="not by the launched file"):
         this_launch(shell, shell=shell)
+
+
+def test_what_the_launcher_was_started_with_is_seen_behind_what_it_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher gives its ranks a copy of its environment, and what was left over stands there with the rest."""
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    result = launch("fsdp2", "study/train.py", *FLAGS, *GPT, "--output_dir", str(tmp_path / "run"))
+    assert result.returncode != 0
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "FSDP_RESHARD_AFTER_FORWARD is set, and not by the launched file" in line
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,16 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
     assert counts == {"all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)}
 
 
+def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> None:
+    alone = dist.new_group([0])
+    with TrafficWatch(1) as watch:
+        dist.broadcast(torch.ones(100), src=0, group=alone)
+        dist.reduce(torch.ones(100), dst=0, group=alone)
+        dist.all_reduce(torch.ones(100), group=alone)
+    counts = watch.report()["collectives"].values()
+    assert [(one["payload_bytes"], one["wire_bytes_per_rank"]) for one in counts] == [(400, 0)] * 3
+
+
 def test_collectives_of_backward_hooks_are_counted(eight_ranks: int) -> None:
     weight = nn.Parameter(torch.ones(100))
     weight.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))

@@ -28,6 +28,8 @@ from sweeps import ROOT, write_suite
 GIB = 2**30
 # A common drive's, in each direction.
 DRIVE_BYTES_PER_S = 2e9
+# What a card of 80 GB shows, in whole GiB.
+CARD_OF_80_GB_GIB = 79
 
 SMALL = {
     "vocab_size": 300, "hidden_size": 64, "n_embd": 64, "intermediate_size": 256, "num_attention_heads": 4, "n_head": 4,
@@ -99,10 +101,13 @@ def test_model_state_is_counted_as_the_engines_kept_it():
             assert low - 1e-6 <= kept <= high + 1e-6, (run["strategy"], place, kept, least)
 
 
-def cells_of(suite):
+def planned(suite):
     wanted = suite.requires
-    cells = plan_cells(suite, Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib))
-    return [cell for cell in cells if not isinstance(cell, Search)]
+    return plan_cells(suite, Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib))
+
+
+def cells_of(suite):
+    return [cell for cell in planned(suite) if not isinstance(cell, Search)]
 
 
 @pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
@@ -126,6 +131,15 @@ def test_what_goes_through_a_drive_ends_within_its_time_limit(suite):
         assert needs is not None
         seconds = steps * needs.nvme_bytes_per_step / DRIVE_BYTES_PER_S
         assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
+
+
+@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
+def test_a_smaller_cap_asks_for_no_larger_gpu_than_it_takes(suite):
+    """An 80 GiB cap among those of 16 and 40 kept a card of 80 GB from all of them."""
+    asked = {example_of(cell).config.device_memory_cap_gib for cell in planned(suite)}
+    if caps := {cap for cap in asked if cap is not None}:
+        assert max(caps) < suite.requires.gpu_memory_gib <= max(caps) + 1
+        assert len({cap < CARD_OF_80_GB_GIB for cap in caps}) == 1
 
 
 def test_what_deepspeed_overlaps_and_to_whom_it_reduces_is_varied_against_ddp():

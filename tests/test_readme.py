@@ -75,6 +75,16 @@ def test_the_short_answer_is_what_the_records_say() -> None:
     assert 0 < apart < 0.0000125, "0.001 % after rounding"
 
 
+def test_both_tasks_of_the_laptop_study_learn() -> None:
+    """Arms that are all at chance agree, too: BERT once ended at 0.7146, where ln 2 is 0.6931."""
+    runs = read_parquet(REPOSITORY / "reports" / "laptop").runs
+    # A new model's first loss is that of a guess.
+    learned = (runs["train_loss_first"] - runs["eval_loss_final"]) / (runs["train_loss_first"] - runs["floor_loss"])
+    least = learned.groupby(runs["task"]).min()
+    assert least["bert-imdb"] > 0.5
+    assert least["gpt-wikitext"] > 0.9
+
+
 def test_the_short_answer_has_a_cell_of_table_1() -> None:
     assert "1.871 (1.875)" in read("docs/virtual-ranks.md")
     assert "holds 1.871 GB" in " ".join(read("README.md").split())

@@ -217,6 +217,13 @@ def test_a_folder_that_is_no_run_directory_is_never_touched(tmp_path: Path) -> N
         assert_refused(tmp_path, *arguments, says=("thesis", "none is a run's"), fix="new folder")
 
 
+def test_an_output_dir_that_is_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "drive that is not mounted")
+    arguments = ("--scale", "laptop", "--output_dir", str(link))
+    assert_refused(tmp_path, *arguments, says=("a link that leads nowhere",), fix="name a folder")
+
+
 def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a regular file")
     for output_dir in ("file", "file/below", "file/far/below"):

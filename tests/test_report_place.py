@@ -76,6 +76,15 @@ def test_a_wrong_place_ends_the_command_with_2(tmp_path, monkeypatch, capsys):
     assert "move it elsewhere" in line
 
 
+def test_records_are_never_taken_from_elsewhere_than_where_they_were_said_to_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
+    before = contents(tmp_path)
+    assert cli.main(["report", "laptop", "--runs-dir", "typo"]) == 2
+    assert "--runs-dir typo has no records of laptop" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
 def test_a_list_cannot_name_a_file_elsewhere(tmp_path):
     """Neither by its path nor through a link."""
     output = committed(tmp_path)

@@ -197,6 +197,14 @@ def test_whole_copies_of_the_parameters_are_drawn_only_where_a_run_holds_one():
     assert "whole copies" not in texts(one(traffic(sharded)).figure)
 
 
+def test_the_figure_of_traffic_shows_what_is_sent_and_not_the_payload():
+    """On two ranks stage 3 sends as much as plain data parallelism, of twice the payload."""
+    figures = dict(part.split(" ")[:2] for part in one(traffic(changed())).alt.partition(": ")[2].split(", "))
+    assert figures["zero3"] == figures["ddp"]
+    payload = changed().runs.groupby("strategy")["comm_bytes_per_step"].first()
+    assert payload["zero3"] == pytest.approx(2 * payload["ddp"], rel=0.01)
+
+
 def test_the_same_records_give_the_same_file():
     first, second = (as_svg(one(step_time(changed())).figure) for _ in range(2))
     assert first == second

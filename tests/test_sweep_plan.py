@@ -131,6 +131,13 @@ def test_what_is_no_suite_at_all_is_refused(tmp_path, text):
         read_suite(file)
 
 
+def test_a_file_that_is_too_large_for_a_suite_is_not_read(tmp_path):
+    file = tmp_path / "log.txt"
+    file.write_text("loss: 0.7\n" * 110_000)
+    with pytest.raises(UserError, match="larger than any suite"):
+        read_suite(file)
+
+
 def test_aliases_that_make_a_billion_values_of_a_line_are_refused(tmp_path):
     doubled = "".join(f"  - &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]\n" for n in range(15))
     file = tmp_path / "suite.yaml"

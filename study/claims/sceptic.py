@@ -19,8 +19,9 @@ import pandas as pd
 import yaml
 
 from study.claims.board import Judged
-from study.claims.evidence import Evidence
+from study.claims.evidence import AUTOPSY, Evidence
 from study.claims.ledger import LEDGER
+from study.claims.made import command, made
 from study.spec.strategies import REPOSITORY
 
 Order = Literal["before", "after", "cannot be told"]
@@ -113,22 +114,25 @@ def _used(judged: Judged, evidence: Evidence, report: str, only: Any = None) -> 
     """The runs of a report that its figures rest on, or one of them does."""
     figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
-    runs = evidence.records(report).runs
+    runs = made(evidence, report)
     return runs[runs["run"].isin(names)]
 
 
 def _runs_text(used: pd.DataFrame, evidence: Evidence, report: str) -> str:
-    records = evidence.records(report)
-    ended = ", ".join(f"{count} {state}" for state, count in records.runs["status_state"].value_counts().items())
-    return (
-        f"{len(used)} of {len(records.runs)}, which ended as: {ended}; {len(records.refused)} records were left out"
-        " because they cannot be believed."
-    )
+    every = made(evidence, report)
+    ended = ", ".join(f"{count} {state}" for state, count in every["status_state"].value_counts().items())
+    text = f"{len(used)} of {len(every)}, which ended as: {ended}"
+    if every["initial_weights_sha256"].isna().all() or report == AUTOPSY:
+        return f"{text}."
+    refused = len(evidence.records(report).refused)
+    return f"{text}; {refused} records were left out because they cannot be believed."
 
 
 def _starts_text(used: pd.DataFrame) -> str:
     if used["virtual"].all():
         return "None are needed: bytes of one virtual rank are counted, and no loss is trained."
+    if used["initial_weights_sha256"].isna().all():
+        return "None are needed: what the engine says is read, and nothing is trained."
     seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
     repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
     return f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; runs that repeat a seed: {repeats}."
@@ -142,10 +146,11 @@ def _made_with(used: pd.DataFrame) -> str:
 
 
 def _again_text(used: pd.DataFrame, evidence: Evidence, report: str) -> str:
-    has_suite = (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file()
-    command = f"`study run {report}`: " if has_suite else ""
-    own, every = (_minutes(runs) for runs in (used, evidence.records(report).runs))
-    return f"{command}these runs took {own:.1f} minutes, all of {report} {every:.1f}."
+    typed = f"`{command(report)}`: " if command(report) else ""
+    if used["status_ended_at"].isna().all():
+        return f"{typed}how long it takes was not recorded."
+    own, every = (_minutes(runs) for runs in (used, made(evidence, report)))
+    return f"{typed}these runs took {own:.1f} minutes, all of {report} {every:.1f}."
 
 
 def _minutes(runs: pd.DataFrame) -> float:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from study.claims.board import Board, Judged, board
 from study.claims.derivation import derivation
-from study.claims.evidence import Evidence
+from study.claims.evidence import KEYS_FILE, Evidence
 from study.claims.ledger import Check, Finding
 from study.claims.published import published_tables
 from study.claims.sceptic import facts
@@ -102,11 +102,14 @@ class Claims:
     def _address(self, record: str) -> str:
         """Of the runs of its report, or of the file itself."""
         folder = record.split("/")[0]
-        file = REPOSITORY / record if folder == "accelerate_configs" else self._reports / folder / "index.html"
-        if not self._links_from or not file.is_file():
+        report = self._reports / folder
+        file = next(
+            (file for file in (REPOSITORY / record, report / "index.html", report / KEYS_FILE) if file.is_file()), None
+        )
+        if not self._links_from or file is None:
             return ""
         here = os.path.relpath(file.resolve(), (REPOSITORY / self._links_from).resolve())
-        return here if folder == "accelerate_configs" else f"{here}#runs"
+        return f"{here}#runs" if file.name == "index.html" else here
 
 
 def _filters(codes: list[str]) -> Iterator[tuple[str, str, str]]:

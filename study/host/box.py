@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,7 +105,7 @@ def driver_cuda() -> str | None:
 
 def visible_gpus() -> list[Any]:
     """NVML's handle of each GPU that a run would see; none where there is no driver or no package for it."""
-    return _asked(lambda: [_handle(name) for name in _visible()]) or []
+    return _asked(lambda: list(_handles())) or []
 
 
 def _asked(question: Callable[[], Answer]) -> Answer | None:
@@ -115,6 +116,15 @@ def _asked(question: Callable[[], Answer]) -> Answer | None:
         return question()
     except pynvml.NVMLError:
         return None
+
+
+def _handles() -> Iterator[Any]:
+    for name in _visible():
+        try:
+            yield _handle(name)
+        except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
+            # As CUDA does: the first entry that names no GPU ends the list.
+            return
 
 
 def _handle(name: str) -> Any:
@@ -135,10 +145,5 @@ def _visible() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    names: list[str] = []
-    for name in filter(None, (part.strip() for part in chosen.split(","))):
-        # As CUDA does: the first entry that names no GPU ends the list.
-        if name.startswith("-"):
-            break
-        names.append(name)
-    return names
+    names = filter(None, (part.strip() for part in chosen.split(",")))
+    return list(itertools.takewhile(lambda name: not name.startswith("-"), names))

@@ -38,6 +38,8 @@ def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:
         if create:
             folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / LOCK_NAME, f"another run is at work in {what}", create=create)
+    except FileExistsError:
+        raise UserError(f"{what} is a file, or a link that leads nowhere", "name a folder") from None
     except OSError as error:
         raise UserError(
             f"{what} cannot be locked for one run alone ({error.strerror})",

@@ -40,6 +40,8 @@ _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
 # Of a file with its aliases written out, of a suite's cells and of a ladder's rungs: more is a slip, and takes minutes
 # to plan or all of the memory.
 MOST = 10_000
+# YAML takes seconds for each MB, and whoever names a log or a model's weights means another file.
+_MOST_BYTES = 2**20
 # What is right for a value, and how to say it. What is not here is a flag of study/train.py, which knows that itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
@@ -166,6 +168,8 @@ def find_suite(name: str) -> Path:
 
 
 def read_suite(file: Path) -> Suite:
+    if file.stat().st_size > _MOST_BYTES:
+        raise UserError(f"{file} is larger than any suite", "name a suite's file")
     return _suite(read_document(file, _Section, MOST), str(file))
 
 

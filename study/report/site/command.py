@@ -26,7 +26,7 @@ REPORTS = "reports"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
     parser.add_argument(
-        "--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept"
+        "--runs-dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
     )
     parser.add_argument(
         "--output",
@@ -44,13 +44,15 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
         from study.report.site.build import build
     except ModuleNotFoundError as error:
         raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
-    runs_dir: Path = options.runs_dir
+    runs_dir: Path = options.runs_dir or Path("runs")
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
     remaining = remaining_of(plan) if plan else ()
     roots = plan.roots() if plan else [runs_dir / name]
     kept = _folder_of_parquet(name, output)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
+    if options.runs_dir and not has_runs and not plan:
+        raise UserError(f"--runs-dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
     if kept is not None and not has_runs and not (plan and is_empty(kept)):
         records = read_parquet(kept)
     elif has_runs or plan or roots[0].is_dir():
