@@ -337,10 +337,13 @@ def test_what_was_measured_has_other_explanations(made: Board) -> None:
     [
         (("front_page: [", "front_page: [S9-01, "), "front_page names 'S9-01'"),
         (("front_page: [", "front_page: [[], "), "front_page is"),
-        (("corrections: []", "corrections: [{date: 2026, claim: S0-01, what: a, why: b}]"), "write text"),
-        (("corrections: []", 'corrections: [{date: "2026", claim: S0-01, what: a, why: b}]'), "holds 2026 of S0-01"),
-        (("corrections: []", 'corrections: [{date: "2026-11-21", claim: S9-01, what: a, why: b}]'), "S9-01"),
-        (("corrections: []", 'corrections: [{date: "2026-11-21", claim: S0-01, what: a}]'), "why is missing"),
+        (("corrections:\n", "corrections:\n  - {date: 2026, claim: S0-01, what: a, why: b}\n"), "write text"),
+        (
+            ("corrections:\n", 'corrections:\n  - {date: "2026", claim: S0-01, what: a, why: b}\n'),
+            "holds 2026 of S0-01",
+        ),
+        (("corrections:\n", 'corrections:\n  - {date: "2026-11-21", claim: S9-01, what: a, why: b}\n'), "S9-01"),
+        (("corrections:\n", 'corrections:\n  - {date: "2026-11-21", claim: S0-01, what: a}\n'), "why is missing"),
         (("protocol: {published:", "protocol: {printed:"), "unknown key 'printed'"),
     ],
 )
@@ -356,12 +359,11 @@ def test_new_parts_of_the_ledger_are_read_strictly(tmp_path: Path, change: tuple
 
 def test_a_correction_stands_in_the_page_and_the_json(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.yaml"
-    entry = 'corrections: [{date: "2026-11-21", claim: S0-01, what: It was wrong., why: A slip.}]'
-    ledger.write_text(LEDGER.read_text(encoding="utf-8").replace("corrections: []", entry))
+    entry = 'corrections:\n  - {date: "2026-11-21", claim: S0-01, what: It was wrong., why: A slip.}\n'
+    ledger.write_text(LEDGER.read_text(encoding="utf-8").replace("corrections:\n", entry))
     changed = board(ledger=read_ledger(ledger))
     from study.claims.page import page
 
     assert "- 2026-11-21, [S0-01](#s0-01): It was wrong. A slip." in page(changed)
-    assert changed.document()["corrections"] == [
-        {"date": "2026-11-21", "claim": "S0-01", "what": "It was wrong.", "why": "A slip."}
-    ]
+    told = {"date": "2026-11-21", "claim": "S0-01", "what": "It was wrong.", "why": "A slip."}
+    assert changed.document()["corrections"][0] == told

@@ -214,5 +214,5 @@ def test_json_has_every_row_with_its_floors(capsys: pytest.CaptureFixture[str], 
 
 def test_a_table_that_may_never_end_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="it is no file"):
         read_table(tmp_path / "pipe")

@@ -120,7 +120,7 @@ def check(row: Row) -> Checked:
 def read_table(file: Path) -> list[Row]:
     # A pipe or a device may never end.
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} is no file", "name a CSV file or a markdown table")
+        raise UserError(f"{file} is not readable (it is no file)", "name a CSV file or a markdown table")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
