@@ -192,6 +192,7 @@ def test_loops_that_did_other_work_are_not_compared(run_of: RunFactory) -> None:
         bench._check_same_work(bench.CASES[0], {"study": same, "bare_loop": other})
 
 
+@pytest.mark.long
 def test_the_bench_times_all_three_in_turns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
     assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == told
 
 
+@pytest.mark.long
 def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_them(tmp_path):
     """Attention over 1024 x 1024 scores: the host's memory gives out between 4 samples and 64."""
     fixed = {**UNSIZED, "seq_length": 1024, "attn_implementation": "eager", "max_steps": 2, "logging_steps": 1}
