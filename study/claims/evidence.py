@@ -54,6 +54,7 @@ class Evidence:
         self.root = root
         self._records: dict[str, Records] = {}
         self._summaries: dict[str, list[Summary]] = {}
+        self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
         if report not in self._records:
@@ -132,7 +133,9 @@ class Evidence:
         """Of the sessions of the listing taken apart."""
         if not (self.root / AUTOPSY / ARMS_FILE).is_file():
             raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
-        return read_arms(self.root / AUTOPSY)
+        if self._arms is None:
+            self._arms = read_arms(self.root / AUTOPSY)
+        return self._arms
 
     def keys(self, report: str) -> dict[str, Any]:
         """What the engine made of each setting that it was given, by the name of the probe."""

@@ -11,10 +11,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from study.autopsy.contrasts import engine_was_on, of_cell
-from study.autopsy.contrasts import ratio as ratio_of_arms
-from study.autopsy.design import CORRECTED, PRINTED, RESPONSES
-from study.autopsy.design import Kind as SessionKind
+from study.autopsy.contrasts import corrected_ratio, engine_was_on, is_as_printed
+from study.autopsy.design import RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, Pair, counted_bytes, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged
 from study.report.records.statistics import interval
@@ -276,29 +274,25 @@ def probed(evidence: Evidence, *, report: str, probe: str, figure: str, over: st
 
 
 @form("measured")
-def autopsied(evidence: Evidence, *, protocol: str, figure: str, least_sessions: int) -> Figure:
-    """The arm that is called ZeRO over the other one in sessions of the listing, as printed or corrected.
-
-    Or, as `engine`, in which share of the sessions that turn DeepSpeed on as the listing does it was on.
-    """
+def corrected(evidence: Evidence, *, figure: str, least_sessions: int) -> Figure:
+    """The ZeRO arm over the standard one, in sessions of the published listing with every switch corrected."""
     arms = evidence.arms()
-    kinds: dict[str, tuple[SessionKind, str]] = {
-        "printed": ("factorial", PRINTED),
-        "corrected": ("corrected", CORRECTED),
-    }
-    kind, cell = kinds[protocol]
-    chosen = arms[(arms["kind"] == kind) & (arms["cell"] == cell) & (arms["state"] == "ok")]
-    records = tuple(f"{AUTOPSY}/{session}" for session in chosen["session"].unique())
-    if len(records) < least_sessions:
-        raise NotJudged(_too_few(AUTOPSY, len(records), least_sessions, f"sessions as {protocol}"))
-    box = f"{len(records)} sessions on one rank, scale {', '.join(chosen['scale'].unique())}"
-    if figure == "engine":
-        on, of = engine_was_on(chosen, lambda all_arms: all_arms["cell"] == cell)
-        return Figure(on / of, n=of, records=records, note=box)
-    found = ratio_of_arms(of_cell(arms, figure, kind, cell))
+    found = corrected_ratio(arms, figure)
     if found.low is None or found.n < least_sessions:
-        raise NotJudged(_too_few(AUTOPSY, found.n, least_sessions, f"sessions as {protocol} with {figure}"))
-    return Figure(found.center, found.low, found.high, found.n, records, box)
+        raise NotJudged(_too_few(AUTOPSY, found.n, least_sessions, f"corrected sessions with {figure}"))
+    sessions = arms[arms["kind"] == "corrected"]
+    return Figure(found.center, found.low, found.high, found.n, _sessions(sessions), _scale(sessions))
+
+
+@form("measured")
+def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
+    """In which share of the listing's sessions, exactly as printed, DeepSpeed was on."""
+    arms = evidence.arms()
+    on, of = engine_was_on(arms, is_as_printed)
+    if of < least_sessions:
+        raise NotJudged(_too_few(AUTOPSY, of, least_sessions, "sessions as printed"))
+    sessions = arms[is_as_printed(arms)]
+    return Figure(on / of, n=of, records=_sessions(sessions), note=_scale(sessions))
 
 
 @form("measured")
@@ -333,6 +327,14 @@ def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
 
 def _of_levels(pairs: Levels) -> tuple[tuple[str, ...], str]:
     return tuple(run for pair in pairs.values() for run in pair.records), next(reversed(pairs.values())).box
+
+
+def _sessions(arms: pd.DataFrame) -> tuple[str, ...]:
+    return tuple(f"{AUTOPSY}/{session}" for session in arms.loc[arms["state"] == "ok", "session"].unique())
+
+
+def _scale(arms: pd.DataFrame) -> str:
+    return f"{arms['session'].nunique()} sessions on one rank, scale {', '.join(arms['scale'].unique())}"
 
 
 def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
@@ -377,5 +379,5 @@ WORDS = {
     "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.ranks": r"\d+( \d+)*",
     "paired.figure": _MEASURED, "ratio_slope.figure": _MEASURED, "growth.figure": _MEASURED, "along": _ALONG,
     "where": f"{_WHERE}( {_WHERE})*", "over_where": f"{_WHERE}( {_WHERE})*", "probed.over": ".+",
-    "protocol": "printed|corrected", "autopsied.figure": "|".join(["engine", *(each.name for each in RESPONSES)]),
+    "corrected.figure": "|".join(each.name for each in RESPONSES),
 }  # fmt: skip

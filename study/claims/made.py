@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,22 +11,23 @@ import pandas as pd
 from study.claims.evidence import AUTOPSY, KEYS_FILE, Evidence
 from study.spec.strategies import REPOSITORY
 
+ENGINE_KEYS = "engine_keys"
+# Reports of other records, and what makes these anew.
+NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.doctor.engine_keys"}
+
 
 def made(evidence: Evidence, report: str) -> pd.DataFrame:
     if report == AUTOPSY:
         return _sessions(evidence.arms())
-    if (evidence.root / report / KEYS_FILE).is_file():
+    if report == ENGINE_KEYS:
         return _probes(evidence.root / report)
     return evidence.records(report).runs
 
 
 def command(report: str) -> str:
     """Which makes them anew; empty where it is not known."""
-    if report == AUTOPSY:
-        return "study autopsy run"
-    if report == "engine_keys":
-        return "python -m study.doctor.engine_keys"
-    return f"study run {report}" if (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file() else ""
+    has_suite = (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file()
+    return NOT_OF_RUNS.get(report, f"study run {report}" if has_suite else "")
 
 
 def _sessions(arms: pd.DataFrame) -> pd.DataFrame:
@@ -41,7 +43,7 @@ def _sessions(arms: pd.DataFrame) -> pd.DataFrame:
     ).reset_index(drop=True)  # fmt: skip
 
 
-def _probes(folder: Any) -> pd.DataFrame:
+def _probes(folder: Path) -> pd.DataFrame:
     said = json.loads((folder / KEYS_FILE).read_text(encoding="utf-8"))
     rows = [_box(said["environment"]) | {"run": probe["name"], "status_state": "ok"} for probe in said["probes"]]
     nothing = ("seed", "workload_key", "arm", "initial_weights_sha256", "status_started_at", "status_ended_at")

@@ -19,9 +19,9 @@ import pandas as pd
 import yaml
 
 from study.claims.board import Judged
-from study.claims.evidence import AUTOPSY, Evidence
+from study.claims.evidence import Evidence
 from study.claims.ledger import LEDGER
-from study.claims.made import command, made
+from study.claims.made import NOT_OF_RUNS, command, made
 from study.spec.strategies import REPOSITORY
 
 Order = Literal["before", "after", "cannot be told"]
@@ -122,7 +122,7 @@ def _runs_text(used: pd.DataFrame, evidence: Evidence, report: str) -> str:
     every = made(evidence, report)
     ended = ", ".join(f"{count} {state}" for state, count in every["status_state"].value_counts().items())
     text = f"{len(used)} of {len(every)}, which ended as: {ended}"
-    if every["initial_weights_sha256"].isna().all() or report == AUTOPSY:
+    if report in NOT_OF_RUNS:
         return f"{text}."
     refused = len(evidence.records(report).refused)
     return f"{text}; {refused} records were left out because they cannot be believed."
