@@ -1,0 +1,130 @@
+"""What is asked of a prediction, and what it answers. Free of torch, so that advice comes in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from study.models.presets import Family
+from study.spec.config import Precision
+from study.spec.strategies import Strategy
+from study.theory.hardware import Device
+
+Attention = Literal["eager", "sdpa", "flash_attention_2"]
+OptimizerName = Literal["adamw", "adamw_8bit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Parameters of one name in every layer, or outside the layers where `count` is 1."""
+
+    name: str
+    elements: int
+    count: int
+    in_layer: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A transformer as far as memory, traffic and time depend on it."""
+
+    name: str
+    model_type: str
+    family: Family
+    layers: int
+    hidden: int
+    # Of the feed-forward block.
+    inner: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    vocabulary: int
+    # Two matrices go in: SwiGLU and its like.
+    gated: bool
+    # The output layer is the embedding.
+    tied: bool
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.elements * tensor.count for tensor in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """What it runs on: `nodes` machines of `gpus_per_node` devices."""
+
+    name: str
+    device: Device
+    gpus_per_node: int
+    nodes: int = 1
+    host_gib_per_node: float | None = None
+    nvme_read_gb_per_s: float | None = None
+    nvme_write_gb_per_s: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus_per_node * self.nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    shape: ModelShape
+    strategy: Strategy
+    box: Box
+    sequence_length: int
+    micro_batch: int
+    accumulation: int
+    precision: Precision
+    gradient_checkpointing: bool
+    attention: Attention
+    optimizer: OptimizerName = "adamw"
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure and the interval that the validation gives it; None where nothing was validated."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU, of one node's host memory, and of the drive."""
+
+    # parameters, gradients, optimizer, buffers, activations, logits, attention, context, fragmentation.
+    device_parts: Mapping[str, float]
+    steady_allocated: Estimate
+    peak_allocated: Estimate
+    peak_reserved: Estimate
+    # state, pinned, load, save.
+    host_parts: Mapping[str, float]
+    host_peak: Estimate
+    nvme: float
+    # What makes a part what it is, in words for the reader: "gradients of the embedding exceed the bucket".
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Seconds of one optimizer step, and what follows from them."""
+
+    # compute, communication_exposed, communication_overlapped, offload, cpu_adam, nvme.
+    parts: Mapping[str, float]
+    step_s: Estimate
+    tokens_per_s_per_gpu: Estimate
+    mfu: float | None
+    hfu: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    request: Request
+    memory: Memory
+    time: Time | None
+    sent_bytes_per_step: Estimate
+    fits: bool

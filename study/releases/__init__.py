@@ -1,0 +1,1 @@
+"""Which releases of DeepSpeed compute what DDP computes: stacks, verdicts, causes."""

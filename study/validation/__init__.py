@@ -1,0 +1,1 @@
+"""Predictions held against every record and every published figure, beside other tools."""
