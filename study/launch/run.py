@@ -15,6 +15,7 @@ from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.memory import oom_counts
+from study.host.stacks import stacks
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
 from study.launch.lock import MARKER, end_leftovers
@@ -64,6 +65,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *again)
     attempt_before, log_size_before = attempt_of(directory), log_file.stat().st_size if log_file.exists() else 0
+    stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
     ooms, clock = oom_counts(), time.monotonic()
 
     def watch_the_new_run() -> None:
@@ -78,7 +80,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
         with printed_file.open("wb") as output, subprocess.Popen(
             # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
             [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
-            cwd=REPOSITORY, env=clean_environment(root, refusal_file), stdin=subprocess.PIPE, stdout=output,
+            cwd=REPOSITORY, env=clean_environment(root, refusal_file) | stack, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:

@@ -229,8 +229,8 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
 def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
     """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
     from deepspeed.runtime import config as constants
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     if config.precision in ("bf16", "fp16") and not hasattr(DeepSpeedEngine, "torch_autocast_enabled"):
         raise Unsupported(

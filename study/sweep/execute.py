@@ -13,6 +13,7 @@ from typing import Any
 from study.errors import UserError
 from study.host.box import Box, gpu_processes, matmul_rates
 from study.host.folders import folder_named
+from study.host.stacks import stacks
 from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
 from study.launch.lock import end_leftovers, only_sweep
@@ -130,6 +131,11 @@ class Sweep:
         if 0 < self.box.gpus < cell.world_size:
             gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
             ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
+            with take_folder(directory, str(directory)):
+                conclude(directory, attempt_of(directory), ending)
+            return ending
+        if cell.stack and (problem := stacks()[cell.stack].why_not()):
+            ending = Ending("unsupported", problem, "compare it where pip can install it")
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
