@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # `study status X | head`: whoever read has read enough. What runs something has not told how that went.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(
-            options.command in ("run", "prepare", "weights", "virtual") and not getattr(options, "dry_run", False)
-        )
+        runs_something = options.command in ("run", "prepare", "weights", "virtual")
+        return int(runs_something and not getattr(options, "dry_run", False))
 
 
 if __name__ == "__main__":

@@ -46,10 +46,9 @@ class Stack:
     def why_not(self) -> str | None:
         """What pip said where it could not install some layer; refuses a stack that nobody has made yet."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
-        if problems := [
-            f"{layer} is not installable: {state.problem}" for layer, state in states.items() if state.problem
-        ]:
-            return problems[0]
+        for layer, state in states.items():
+            if state.problem:
+                return f"{layer} is not installable: {state.problem}"
         if missing := [layer for layer, state in states.items() if not state.is_there]:
             raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
         return None

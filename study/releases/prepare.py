@@ -122,12 +122,9 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
 
 
 def _archives(report: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        f"{one['metadata']['name']}=={one['metadata']['version']}": one["download_info"]["archive_info"]["hashes"][
-            "sha256"
-        ]
-        for one in report["install"]
-    }
+    names = (f"{one['metadata']['name']}=={one['metadata']['version']}" for one in report["install"])
+    digests = (one["download_info"]["archive_info"]["hashes"]["sha256"] for one in report["install"])
+    return dict(zip(names, digests, strict=True))
 
 
 def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
