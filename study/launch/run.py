@@ -18,6 +18,7 @@ from study.host.memory import oom_counts
 from study.host.stacks import stacks
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
+from study.launch.forks import ForkServer
 from study.launch.lock import MARKER, end_leftovers
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
@@ -55,7 +56,9 @@ class Ended(Evidence):
             stream.write(self.printed)
 
 
-def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
+def run_cell(
+    cell: Cell, root: Path, watch: Callable[[], None] = lambda: None, forks: ForkServer | None = None
+) -> Ended:
     """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
 
     A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
@@ -77,10 +80,12 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     with tempfile.TemporaryDirectory() as scratch:
         # What is printed waits here: the run directory is the run's to open.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
-        with printed_file.open("wb") as output, subprocess.Popen(
+        environment = clean_environment(root, refusal_file) | stack
+        launched = forks.command(cell, command, environment, printed_file) if forks else command
+        with printed_file.open("ab") as output, subprocess.Popen(
             # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
-            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
-            cwd=REPOSITORY, env=clean_environment(root, refusal_file) | stack, stdin=subprocess.PIPE, stdout=output,
+            [sys.executable, "-ES", str(Path(supervise.__file__)), *launched],
+            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:
