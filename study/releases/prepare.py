@@ -36,7 +36,7 @@ _ROOM_BYTES = {"torch": 12 * 2**30}
 # Torch brings what it is linked with. Of the others only what is named changes: the rest is as installed.
 _ALONE = ("--no-deps", "--no-build-isolation")
 _NO_NETWORK = re.compile(
-    r"connection (broken|refused|error)|NewConnectionError|NameResolution|timed out", re.IGNORECASE
+    r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
 )
 Pins = dict[str, dict[str, str]]
 
