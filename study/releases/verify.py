@@ -115,7 +115,7 @@ class Matrix:
         return f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'processor cores'}"
 
     def rows(self, strategy: str) -> Iterator[Row]:
-        asked = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
+        asked: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
         asked += [
             (precision, MICRO_STEPS[-1]) for precision in self._precisions if strategy in _HALF.get(precision, ())
         ]
