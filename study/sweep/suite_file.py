@@ -15,7 +15,7 @@ from study.errors import UserError, brief
 from study.launch.cell import Trainer
 from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.spec.yaml_sections import Section, as_section, read_document
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
@@ -251,11 +251,11 @@ def _settings(section: _Section) -> dict[str, Any]:
 
 
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Several values per key; a single one stands for a list of one, and `strategy: all` for every strategy."""
+    """Several values per key; a single one stands for a list of one, and `strategy: all` for the thirteen."""
     found = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
-            value = list(STRATEGY_NAMES)
+            value = list(STUDIED_STRATEGIES)
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")
