@@ -14,6 +14,7 @@ from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
+from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
 from study.spec.config import Parser
@@ -49,6 +50,7 @@ COMMANDS = {
     "autopsy": Command(
         "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
+    "verify": Command("which strategies compute here what DDP computes", verify.add_arguments, verify.run),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 
