@@ -1,9 +1,7 @@
-"""What this node has, as one line of JSON: `srun python -m study.host.node [FOLDER...]` asks every node of a job."""
+"""What this node has: `srun python -m study.host.node [FOLDER...]` asks every node of a job."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import platform
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 from study.host.box import gpu_names, this_box
 from study.host.devices import available_cores, processor
 from study.host.folders import cache_directory
-from study.host.nodes import MARK, Node
+from study.host.nodes import Node, print_node
 from study.host.operators import own_build_folder
 
 
@@ -32,7 +30,7 @@ def main(folders: list[str]) -> None:
         weights=sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
         networks=networks(),
     )
-    print(MARK + json.dumps(dataclasses.asdict(node)), flush=True)
+    print_node(node)
 
 
 def networks(root: Path = Path("/sys/class")) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from study.host.slurm import Job, run_on_nodes, this_job
 
 # A cold file system may take its time to show Python on the last node.
 _PATIENCE_S = 180
-MARK = "node "
+_MARK = "zero-study: node "
+_LINE = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,5 +64,14 @@ def refuse_unshared(job: Job, folder: Path) -> None:
 @functools.cache
 def ask_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
     printed = run_on_nodes(job, [sys.executable, "-m", "study.host.node", *folders], _PATIENCE_S)
-    said = [line.removeprefix(MARK) for line in printed.splitlines() if line.startswith(MARK)]
-    return sorted((Node(**json.loads(line)) for line in said), key=lambda node: node.place)
+    said: dict[int, str] = {}
+    for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
+        said[int(place)] = said.get(int(place), "") + part
+    return [Node(**json.loads(said[place])) for place in sorted(said)]
+
+
+def print_node(node: Node) -> None:
+    """In short lines: srun mixes those of two nodes where they are longer than 1024 characters."""
+    text = json.dumps(dataclasses.asdict(node))
+    for start in range(0, len(text), _LINE):
+        print(f"{_MARK}{node.place} {text[start : start + _LINE]}", flush=True)

@@ -41,10 +41,10 @@ def main(command: list[str]) -> int:
     # The sweep alone decides: it closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    before = _oom_counts() if command[0] == ON_A_NODE else None
-    launcher = subprocess.Popen(
-        command[command[0] == ON_A_NODE :], stdin=subprocess.DEVNULL, preexec_fn=_as_the_launcher
-    )
+    before = None
+    if command[0] == ON_A_NODE:
+        command, before = command[1:], _oom_counts()
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_the_launcher)
     ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(launcher.wait()), daemon=True).start()
     threading.Thread(target=_wait_for_the_sweep, args=(ended,), daemon=True).start()

@@ -57,8 +57,8 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
     def __init__(self, file: Path, what: str, *, create: bool = True, shared: bool = False, patience_s: float = 0.5):
         """Raises Held where another holds it, and OSError where the file system lets nobody lock.
 
-        With `create` the file says from now on who holds it. All who want it shared may hold it together. Whoever asks whether a lock is free takes it for an
-        instant, hence the patience.
+        With `create` the file says from now on who holds it. All who want it shared may hold it together. Whoever asks
+        whether a lock is free takes it for an instant, hence the patience.
         """
         # Not inheritable, as every descriptor that Python opens: a program that is started does not hold the lock.
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
