@@ -1,0 +1,128 @@
+"""Does a release of DeepSpeed compute what one process computes, under each strategy?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from study.releases.causes import Cause
+from study.releases.verdict import ROUNDING
+from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import Records
+from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.statistics import percent
+from study.report.records.workloads import strategy_order
+
+
+def answer(records: Records) -> Answer | None:
+    cells = release_cells(records)
+    if not cells:
+        return None
+    today = [cell for cell in clipped(cells) if not cell.is_of_its_time]
+    releases = sorted({cell.release for cell in today}, key=release_order)
+    good = [name for name in releases if not _bad(cell for cell in today if cell.release == name)]
+    sentence = (
+        f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch:"
+        f" {', '.join(good) or 'none of them'} trains as one process does under every strategy that it runs."
+    )
+    gone, kept = _with_the_stack_of_its_time(cells)
+    notes = [
+        f"{sum(len(cell.runs) for cell in cells)} runs in {len(cells)} cells, beside `single` under the same stack."
+        f" Equal is within {ROUNDING['fp32'].loss:.0e} of a loss and {ROUNDING['fp32'].norm:.0e} of a norm in fp32,"
+        f" {percent(ROUNDING['bf16'].loss)} and {percent(ROUNDING['bf16'].norm)} in bf16, and"
+        f" {percent(ROUNDING['bf16-engine'].loss)} and {percent(ROUNDING['bf16-engine'].norm)} in DeepSpeed's own bf16.",
+    ]
+    if gone or kept:
+        notes.append(
+            f"Of {gone + kept} cells that are wrong today and were also run with Accelerate and torch of their time,"
+            f" {gone} are right there: that is a mismatch between releases, and no fault of the engine alone."
+        )
+    return Answer(sentence, avoid_table(records), tuple(notes))
+
+
+def _bad(cells: object) -> list[Cell]:
+    return [cell for cell in cells if cell.verdict.kind == "different"]  # type: ignore[attr-defined]
+
+
+def _key(cell: Cell) -> tuple[object, ...]:
+    return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer
+
+
+def _with_the_stack_of_its_time(cells: Sequence[Cell]) -> tuple[int, int]:
+    """Of the cells that differ today: how many agree with the stack of their time, and how many do not."""
+    then = {_key(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
+    kinds = [then[_key(cell)] for cell in _bad(cells) if not cell.is_of_its_time and _key(cell) in then]
+    return kinds.count("equal"), kinds.count("different")
+
+
+def avoid_table(records: Records) -> pd.DataFrame:
+    """By strategy: the releases to avoid, with and without accumulation."""
+    cells = clipped(release_cells(records))
+    rows = []
+    for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
+        row = {"Strategy": strategy}
+        for of_its_time, words in KINDS.items():
+            for several in (False, True):
+                mine = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == of_its_time
+                        and (cell.micro_steps > 1) == several]  # fmt: skip
+                if mine:
+                    column = f"{'Accumulating' if several else 'One micro-step'}, {words}"
+                    row[column] = ", ".join(dict.fromkeys(cell.release for cell in _bad(mine))) or "none"
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("not run")
+
+
+def verdict_table(records: Records) -> pd.DataFrame:
+    cells = release_cells(records)
+    letters = lettered(clipped(cells))
+    then = {_key(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
+    return pd.DataFrame(
+        {
+            "Release": cell.release,
+            "Beside": "of its time" if cell.is_of_its_time else "today",
+            "Accelerate": cell.versions["accelerate"], "torch": cell.versions["torch"],
+            "Strategy": cell.strategy,
+            "Precision": cell.precision,
+            "Micro-steps": cell.micro_steps,
+            "Clips at": cell.max_norm or "-",
+            "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
+            "Says": "" if cell.verdict.kind == "equal" else cell.verdict.says,
+            "Off by": cell.verdict.size,
+            "Runs": len(cell.runs),
+            "Cause": _named(cell.cause, letters),
+            "With the stack of its time": "" if cell.is_of_its_time else then.get(_key(cell), "not run"),
+        }
+        for cell in cells
+    )  # fmt: skip
+
+
+def _named(cause: Cause | None, letters: dict[Cause, str]) -> str:
+    return "" if cause is None else f"{letters.get(cause, '')} {cause.title}".strip()
+
+
+def cause_table(records: Records) -> pd.DataFrame:
+    cells = release_cells(records)
+    rows = []
+    for cause, letter in lettered(clipped(cells)).items():
+        mine = [cell for cell in cells if cell.cause == cause]
+        rows.append({
+            "": letter, "Cause": cause.title, "Whose": cause.blame, "Releases seen": ", ".join(
+                dict.fromkeys(cell.stack for cell in mine)), "Strategies": ", ".join(
+                dict.fromkeys(cell.strategy for cell in mine)),
+            "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+QUESTION = Question(
+    name="releases",
+    title="Does ZeRO leave the loss alone in the release I run?",
+    answer=answer,
+    nothing="No run here names the releases of its stack: `study run releases` compares them.",
+    tables={"releases_to_avoid": avoid_table, "causes": cause_table, "verdicts": verdict_table},
+    figures={"release_grid": release_grid, "fault_curves": fault_curves},
+    first_figure="release_grid",
+    notebook="releases",
+)
