@@ -15,8 +15,10 @@ from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.memory import oom_counts
+from study.host.stacks import stacks
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
+from study.launch.forks import ForkServer
 from study.launch.lock import MARKER, end_leftovers
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
@@ -54,7 +56,9 @@ class Ended(Evidence):
             stream.write(self.printed)
 
 
-def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
+def run_cell(
+    cell: Cell, root: Path, watch: Callable[[], None] = lambda: None, forks: ForkServer | None = None
+) -> Ended:
     """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
 
     A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
@@ -64,6 +68,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *again)
     attempt_before, log_size_before = attempt_of(directory), log_file.stat().st_size if log_file.exists() else 0
+    stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
     ooms, clock = oom_counts(), time.monotonic()
 
     def watch_the_new_run() -> None:
@@ -75,10 +80,12 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     with tempfile.TemporaryDirectory() as scratch:
         # What is printed waits here: the run directory is the run's to open.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
-        with printed_file.open("wb") as output, subprocess.Popen(
+        environment = clean_environment(root, refusal_file) | stack
+        launched = forks.command(cell, command, environment, printed_file) if forks else command
+        with printed_file.open("ab") as output, subprocess.Popen(
             # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
-            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
-            cwd=REPOSITORY, env=clean_environment(root, refusal_file), stdin=subprocess.PIPE, stdout=output,
+            [sys.executable, "-ES", str(Path(supervise.__file__)), *launched],
+            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:

@@ -176,7 +176,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         precision = "bf16-engine"
     elif engine.fp16_enabled():
         precision = "fp16-engine"
-    elif engine.torch_autocast_enabled():
+    elif hasattr(engine, "torch_autocast_enabled") and engine.torch_autocast_enabled():
         autocast = _name(engine.torch_autocast_dtype())
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
@@ -190,7 +190,8 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-        "buckets": {key: getattr(zero, key) for key in BUCKET_KEYS},
+        # Null is what this release does not have.
+        "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
     }
 
 
