@@ -185,6 +185,8 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
         on_disk = [p for p in parameters if p.ds_tensor.final_location == "nvme"]
         inventory.add_files("params", "swap_files", [swapper.id_to_path[p.ds_id] for p in on_disk])
     inventory.claim("params", "partitions", [p.ds_tensor for p in parameters], offload_params)
+    # Of zero_hpz_partition_size: made when a parameter is first let go of, and dropped by the optimizer step.
+    inventory.claim("params", "second_copy", [p.ds_secondary_tensor for p in parameters], offload_params)
     persistent = {id(p) for p in zero.persistent_parameters}
     inventory.claim("params", "kept_whole", [p.data for p in parameters if id(p) in persistent])
     inventory.claim("buffers", "gathered_parameters", [p.data for p in parameters if id(p) not in persistent])

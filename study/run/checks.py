@@ -19,6 +19,7 @@ from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.run import machines
+from study.run.copies import check_copies
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.names import BATCH_KEYS
@@ -77,6 +78,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     config = resolved(config, accelerator_visible=gpus > 0)
     if launch.virtual:
         refuse_what_no_virtual_run_has(config)
+    check_copies(config, launch, gpus)
     notice = check_devices(launch, gpus)
     plan = config.batch_plan(launch.world_size)
     own = "" if trainer == "study" else f"-{trainer}"

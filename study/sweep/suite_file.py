@@ -16,7 +16,7 @@ from study.host.stacks import stacks
 from study.launch.cell import Trainer
 from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.spec.yaml_sections import Section, as_section, read_document
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
@@ -253,14 +253,14 @@ def _settings(section: _Section) -> dict[str, Any]:
 
 
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Several values per key; a single one stands for a list of one, `strategy: all` for every strategy.
+    """Several values per key; a single one stands for a list of one, `strategy: all` for the thirteen.
 
     `stack: today` stands for every stack of that kind.
     """
     found = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
-            value = list(STRATEGY_NAMES)
+            value = list(STUDIED_STRATEGIES)
         if key == "stack" and value in ("all", "today", "then"):
             value = [name for name in stacks() if value == "all" or name.endswith("-then") == (value == "then")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]

@@ -195,7 +195,7 @@ def _precision(engine: dict[str, Any]) -> str:
     precision = str(engine["precision"])
     if precision != "fp16" or "loss_scaler" in engine:
         return precision
-    own = "weights in fp16" if engine["strategy"] == "fsdp2" else "autocast"
+    own = "weights in fp16" if engine["distributed_type"] == "FSDP" else "autocast"
     return f"fp16, {own if engine['zero_stage'] is None else 'DeepSpeed'}, with a loss scale of its own"
 
 
