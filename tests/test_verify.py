@@ -37,10 +37,8 @@ def differing(**changed: object) -> Verdict:
 
 def test_an_engine_that_trains_wrongly_is_found_and_what_it_does_wrong_is_named(tmp_path: Path) -> None:
     """The installed DeepSpeed with a fault planted at each stage; stage 0 is left as it is."""
-    result = verify(
-        "--only", "zero0", "zero1", "zero2", "zero3", "--precision", "fp32", "--json", "--runs-dir", str(tmp_path / "runs"),
-        path=PLANTED,
-    )  # fmt: skip
+    kept = ("--precision", "fp32", "--runs-dir", str(tmp_path / "runs"))
+    result = verify("--only", "zero0", "zero1", "zero2", "zero3", "--json", *kept, path=PLANTED)
     assert result.returncode == 1, result.stderr[-3000:]
     said = json.loads(result.stdout)
     assert said["not_trusted"] == ["zero1", "zero2", "zero3"]
@@ -55,12 +53,12 @@ def test_an_engine_that_trains_wrongly_is_found_and_what_it_does_wrong_is_named(
     ratio = next(row["norm_ratio"] for row in said["rows"] if (row["strategy"], row["micro_steps"]) == ("zero3", 4))
     assert ratio == pytest.approx(0.25, rel=1e-3)
     # The same stack goes on from its records; another one is refused.
-    again = verify("--only", "zero0", "--precision", "fp32", "--runs-dir", str(tmp_path / "runs"), path=PLANTED)
+    again = verify("--only", "zero0", *kept, path=PLANTED)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "Every strategy that runs here computes what DDP computes" in again.stdout
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
-    refused = verify("--only", "zero0", "--precision", "fp32", "--runs-dir", str(tmp_path / "runs"))
+    refused = verify("--only", "zero0", *kept)
     assert refused.returncode == 2
     assert "holds runs of another stack (deepspeed 9." in refused.stderr
 

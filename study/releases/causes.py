@@ -24,7 +24,7 @@ Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", 
 PACKAGES = ("deepspeed", "accelerate", "torch", "transformers")
 _NEEDED = ("id", "title", "blame", "strategies", "differs", "deepspeed", "says", "gpu", "gpu_why")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "blame": get_args(Blame), "differs": get_args(Differs), "accumulation": ("any", "several"),
+    "blame": get_args(Blame), "accumulation": ("any", "several"),
     "gpu": ("shows", "hidden", "unknown"),
 }  # fmt: skip
 
@@ -50,7 +50,8 @@ class Cause:
     title: str
     blame: Blame
     strategies: tuple[str, ...]
-    differs: Differs
+    # What a cell with it may differ in first: several where that is a matter of luck.
+    differs: tuple[Differs, ...]
     says: str
     # By package, the releases that have it, as a PEP 440 specifier; a package that is left out may be any.
     releases: Mapping[str, str]
@@ -92,7 +93,7 @@ def cause_of(
 ) -> Cause | None:
     """The first entry that tells of such a cell, and of such a difference where several do."""
     found = [each for each in read_causes() if each.is_in(versions) and each.shows_in(strategy, micro_steps, precision)]
-    return next((each for each in found if each.differs == differs), None)
+    return next((each for each in found if differs in each.differs), None)
 
 
 @functools.cache
@@ -115,11 +116,14 @@ def _cause(entry: Any, top: Section) -> Cause:
     for key, choices in _CHOICES.items():
         if section.get(key, choices[0]) not in choices:
             raise section.refusal(key, f"is {section[key]!r}", f"use one of {', '.join(choices)}")
-    for key, known in (("strategies", STRATEGY_NAMES), ("precisions", get_args(Precision))):
+    lists = {"strategies": STRATEGY_NAMES, "precisions": get_args(Precision), "differs": get_args(Differs)}
+    for key, known in lists.items():
+        if isinstance(section.get(key, []), str):
+            section[key] = [section[key]]
         if unknown := set(section.get(key, ())) - set(known):
             raise section.refusal(key, f"names {unknown.pop()!r}", f"use {', '.join(known)}")
     values: dict[str, Any] = {key: value for key, value in section.items() if key not in PACKAGES}
-    values |= {key: tuple(values[key]) for key in ("strategies", "precisions", "threads") if key in values}
+    values |= {key: tuple(values[key]) for key in (*lists, "threads") if key in values}
     for key in ("entered", "left"):
         if key in values:
             values[key] = Change(**as_section(values[key], section.place_of(key), {"release", "change"}, Section))
@@ -144,4 +148,4 @@ def _releases(section: Section) -> dict[str, str]:
 
 def known_faults(versions: Mapping[str, str | None]) -> list[Cause]:
     """Of a stack: what trains wrongly and says nothing."""
-    return [each for each in read_causes() if each.is_in(versions) and each.differs not in ("crash", "refuses")]
+    return [each for each in read_causes() if each.is_in(versions) and not set(each.differs) <= {"crash", "refuses"}]

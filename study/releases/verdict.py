@@ -26,7 +26,7 @@ WHAT: dict[What, str] = {
     "clipping": "the clipping: norms are right, and what becomes of them is not",
     "update": "the update: the first norm is right or not reported",
     "norm": "the reported norm alone: losses are right",
-    "loss": "the loss, by more than rounding allows",
+    "loss": "the loss, and nothing before it tells why",
 }
 
 
@@ -159,6 +159,8 @@ def _what(trace: Trace, single: Trace, tolerance: Tolerance, bad_loss: int | Non
     if bad_loss < first_updated:
         return "weights"
     scale_or_direction: What = "gradient" if bad_loss == first_updated else "scale"
+    if bad_loss > len(trace.losses) or trace.losses[bad_loss - 1] is None:
+        return "loss"
     if tolerance.loss > ROUNDING["bf16"].loss / 10:
         # A loss that differs by less is not seen, so the step of the first one that is tells nothing.
         return "gradient" if bad_norm == 1 else "loss"

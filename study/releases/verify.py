@@ -27,7 +27,7 @@ from study.record.directory import find_runs, read_json, read_run
 from study.record.schema import RecordError
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
 from study.spec.config import Precision, RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STUDIED_STRATEGIES
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
 from study.sweep.progress import show_duration
@@ -158,9 +158,9 @@ class Matrix:
 
 
 def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
-    if unknown := next((name for name in only or () if name not in STRATEGY_NAMES), None):
-        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STRATEGY_NAMES[1:])}")
-    return tuple(name for name in STRATEGY_NAMES[1:] if not only or name in only)
+    if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES), None):
+        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
+    return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
 
 
 def _refuse_another_stack(root: Path, stack: dict[str, str | None]) -> None:

@@ -1,4 +1,4 @@
-"""Which releases compute what one process computes: a grid of releases and strategies, and what a user sees of a fault."""
+"""Which releases compute what one process computes: a grid by strategy, and what a user sees of a fault."""
 
 from __future__ import annotations
 
@@ -85,23 +85,26 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, letters: dict[Cause, str]) -> None:
     fill = RELEASES[_kind(cell)]
-    axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, facecolor=fill.colour, hatch=fill.hatch, edgecolor="white",
-                             linewidth=0.5))  # fmt: skip
-    text = letters.get(cell.cause, "?" if _kind(cell) == "different" else "") if cell.cause or cell.verdict.kind == \
-        "different" else ""
+    look = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
+    axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
+    text = "?" if cell.verdict.kind == "different" else ""
+    if cell.cause is not None:
+        text = letters[cell.cause]
     axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white")
 
 
 def _kind(cell: Cell) -> str:
-    """`sometimes` is a race; `pairing` a difference that the engine does not make alone."""
     if cell.verdict.kind != "different":
         return cell.verdict.kind
-    return "pairing" if cell.cause is not None and cell.cause.blame == "pairing" else "different"
+    if cell.is_mismatch:
+        return "mismatch"
+    return "sometimes" if cell.differs_sometimes else "different"
 
 
 _WORDS = {
     "equal": "the same as one process, up to rounding", "different": "another training",
-    "pairing": "another training, by a mismatch of releases", "refuses": "refuses", "crashes": "crashes",
+    "sometimes": "another training in some runs of several", "mismatch": "another training, by a mismatch of releases",
+    "refuses": "refuses", "crashes": "crashes",
     "not installable": "not installable", "not judged": "not judged",
 }  # fmt: skip
 
@@ -147,15 +150,17 @@ def _curves(subject: str, cells: Sequence[Cell], records: Records) -> Drawing | 
     for axes, cell in zip(grid, drawn, strict=False):
         right, wrong = steps[cell.single], steps[cell.worst_run]
         axes.plot(right["step"], right["loss"], color=INK, linewidth=1.6)
-        axes.plot(wrong["step"], wrong["loss"], color=RELEASES["different"].colour, linewidth=1.6, linestyle=(0, (4, 1.5)))
-        axes.set_title(f"{cell.release} {cell.strategy}, {cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}",
-                       size=8.5)  # fmt: skip
-        axes.text(0.03, 0.04, cell.verdict.what, transform=axes.transAxes, size=8, color=QUIET)
+        axes.plot(
+            wrong["step"], wrong["loss"], color=RELEASES["different"].colour, linewidth=1.6, linestyle=(0, (4, 1.5))
+        )
+        axes.set_title(f"{cell.release} {cell.strategy}", size=8.5)
+        about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
+        axes.text(0.03, 0.04, about, transform=axes.transAxes, size=8, color=QUIET)
         axes.grid(axis="y")
         plain_ticks(axes.yaxis)
     grid[0].set_ylabel("loss, nats")
     words = "; ".join(f"{cell.release} {cell.strategy} off by {cell.verdict.size:.2g}" for cell in drawn)
     legend = [Patch(facecolor=INK, label="one process"),
               Patch(facecolor=RELEASES["different"].colour, label="this release")]  # fmt: skip
-    return finish(figure, "What a user sees of a fault", subject,
-                  "Nothing is printed and no run ends early: the curves alone differ.", words, legend=legend)  # fmt: skip
+    subtitle = "The same samples and the same first weights; each run ended as if all were well."
+    return finish(figure, "What a user sees of a fault", subject, subtitle, words, legend=legend)

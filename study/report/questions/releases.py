@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -27,34 +27,25 @@ def answer(records: Records) -> Answer | None:
         f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch:"
         f" {', '.join(good) or 'none of them'} trains as one process does under every strategy that it runs."
     )
-    gone, kept = _with_the_stack_of_its_time(cells)
+    compared = [cell.of_its_time for cell in _bad(cells) if cell.of_its_time in ("equal", "different")]
+    half, own = ROUNDING["bf16"], ROUNDING["bf16-engine"]
     notes = [
         f"{sum(len(cell.runs) for cell in cells)} runs in {len(cells)} cells, beside `single` under the same stack."
         f" Equal is within {ROUNDING['fp32'].loss:.0e} of a loss and {ROUNDING['fp32'].norm:.0e} of a norm in fp32,"
-        f" {percent(ROUNDING['bf16'].loss)} and {percent(ROUNDING['bf16'].norm)} in bf16, and"
-        f" {percent(ROUNDING['bf16-engine'].loss)} and {percent(ROUNDING['bf16-engine'].norm)} in DeepSpeed's own bf16.",
+        f" {percent(half.loss)} and {percent(half.norm)} in bf16, and {percent(own.loss)} and {percent(own.norm)} in"
+        " DeepSpeed's own bf16.",
     ]
-    if gone or kept:
+    if compared:
         notes.append(
-            f"Of {gone + kept} cells that are wrong today and were also run with Accelerate and torch of their time,"
-            f" {gone} are right there: that is a mismatch between releases, and no fault of the engine alone."
+            f"Of {len(compared)} cells that are wrong today and ran with Accelerate and torch of their time too,"
+            f" {compared.count('equal')} are right there: a mismatch between releases, and no fault of the engine"
+            " alone."
         )
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
-def _bad(cells: object) -> list[Cell]:
-    return [cell for cell in cells if cell.verdict.kind == "different"]  # type: ignore[attr-defined]
-
-
-def _key(cell: Cell) -> tuple[object, ...]:
-    return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer
-
-
-def _with_the_stack_of_its_time(cells: Sequence[Cell]) -> tuple[int, int]:
-    """Of the cells that differ today: how many agree with the stack of their time, and how many do not."""
-    then = {_key(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
-    kinds = [then[_key(cell)] for cell in _bad(cells) if not cell.is_of_its_time and _key(cell) in then]
-    return kinds.count("equal"), kinds.count("different")
+def _bad(cells: Iterable[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.verdict.kind == "different"]
 
 
 def avoid_table(records: Records) -> pd.DataFrame:
@@ -77,7 +68,6 @@ def avoid_table(records: Records) -> pd.DataFrame:
 def verdict_table(records: Records) -> pd.DataFrame:
     cells = release_cells(records)
     letters = lettered(clipped(cells))
-    then = {_key(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
     return pd.DataFrame(
         {
             "Release": cell.release,
@@ -92,7 +82,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Off by": cell.verdict.size,
             "Runs": len(cell.runs),
             "Cause": _named(cell.cause, letters),
-            "With the stack of its time": "" if cell.is_of_its_time else then.get(_key(cell), "not run"),
+            "With the stack of its time": "" if cell.is_of_its_time else cell.of_its_time or "not run",
         }
         for cell in cells
     )  # fmt: skip

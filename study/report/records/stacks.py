@@ -44,6 +44,8 @@ class Cell:
     # Of each run its name, and that of the run it is held against.
     runs: tuple[str, ...]
     single: str
+    # Of a cell beside today's releases, what the same cell is beside those of its time; empty where it was not run.
+    of_its_time: str = ""
 
     @property
     def release(self) -> str:
@@ -65,6 +67,13 @@ class Cell:
     def differs_sometimes(self) -> bool:
         """Some runs of the same cell agree: what is wrong is a matter of luck."""
         return {"equal", "different"} <= {each.kind for each in self.verdicts}
+
+    @property
+    def is_mismatch(self) -> bool:
+        """The engine is not wrong alone: its cause says so or, where none is known, the releases of its time do."""
+        if self.verdict.kind != "different":
+            return False
+        return self.of_its_time == "equal" if self.cause is None else self.cause.blame == "pairing"
 
     @property
     def cause(self) -> Cause | None:
@@ -90,7 +99,16 @@ def release_cells(records: Records) -> list[Cell]:
             made[row["stack"], row["strategy"], row["precision"], _micro_steps(row), row["trainer"],
                  row["max_grad_norm"]].append(row)  # fmt: skip
     cells = [_cell(repeats, rows, versions, steps) for repeats in made.values()]
+    then = {_but_stack(cell): cell.verdict.kind for cell in cells if cell.is_of_its_time}
+    cells = [
+        cell if cell.is_of_its_time else dataclasses.replace(cell, of_its_time=then.get(_but_stack(cell), ""))
+        for cell in cells
+    ]
     return sorted(cells, key=_place)
+
+
+def _but_stack(cell: Cell) -> tuple[Any, ...]:
+    return cell.release, cell.strategy, cell.precision, cell.micro_steps, cell.max_norm, cell.trainer
 
 
 def _place(cell: Cell) -> tuple[Any, ...]:
