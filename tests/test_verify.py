@@ -13,8 +13,9 @@ import pytest
 
 from engines import ROOT
 from study.errors import UserError
+from study.releases.bisect import bisect
 from study.releases.causes import cause_of, known_faults, read_causes
-from study.releases.verdict import ROUNDING, Tolerance, Trace, Verdict, judge, tolerance_of
+from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
@@ -136,7 +137,8 @@ def test_a_loss_that_is_no_number_differs_from_the_step_where_it_was_seen() -> N
 
 def test_a_box_that_sums_in_many_orders_accuses_nobody_and_a_wrong_ddp_is_no_noise() -> None:
     noisy = dataclasses.replace(SINGLE, losses=[loss * (1 + 5e-5) for loss in SINGLE.losses if loss])
-    assert tolerance_of("fp32", SINGLE, [noisy]) == Tolerance(pytest.approx(2e-4), FP32.norm)
+    assert tolerance_of("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
+    assert tolerance_of("fp32", SINGLE, [noisy]).norm == FP32.norm
     assert tolerance_of("fp32", SINGLE, [SINGLE]) == FP32
     wrong = dataclasses.replace(SINGLE, losses=[loss * 1.01 for loss in SINGLE.losses if loss])
     assert tolerance_of("fp32", SINGLE, [wrong]) == FP32
@@ -198,3 +200,33 @@ def test_the_verified_pair_has_no_known_fault() -> None:
     assert (
         known_faults({"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}) == []
     )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        # g good, b bad, - neither: one letter for each release from the oldest on.
+        ("ggbbbbgg", ("1", "2", "5", "6")),
+        ("bbbbbbgg", (None, "0", "5", "6")),
+        ("ggggggbb", ("5", "6", "7", None)),
+        ("gg-b-b-g", ("1", "3", "5", "7")),
+        ("-bbbbbg-", (None, "1", "5", "6")),
+        ("gggggbgg", ("4", "5", "5", "6")),
+    ],
+)
+def test_a_bisection_names_the_first_bad_and_the_first_good_release(
+    verdicts: str, expected: tuple[str | None, ...]
+) -> None:
+    asked: list[str] = []
+
+    def is_bad(release: str) -> bool | None:
+        asked.append(release)
+        return {"g": False, "b": True, "-": None}[verdicts[int(release)]]
+
+    found = bisect([str(place) for place in range(len(verdicts))], is_bad)
+    assert found is not None
+    assert (found.last_good, found.first_bad, found.last_bad, found.first_good) == expected
+
+
+def test_a_range_without_a_bad_release_has_nothing_to_bisect() -> None:
+    assert bisect(["0", "1", "2"], lambda _release: False) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
@@ -85,7 +86,7 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
 
 def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, letters: dict[Cause, str]) -> None:
     fill = RELEASES[_kind(cell)]
-    look = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
+    look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
     text = "?" if cell.verdict.kind == "different" else ""
     if cell.cause is not None:
