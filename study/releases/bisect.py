@@ -13,6 +13,7 @@ from study.errors import UserError
 from study.host.box import Box, this_box
 from study.host.stacks import stacks
 from study.launch.cell import Cell
+from study.launch.verdict import cell_state
 from study.record.directory import read_run
 from study.releases.causes import read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
@@ -60,7 +61,8 @@ class Bisection:
     def _verdicts(self, stack: str) -> list[Verdict]:
         single = dataclasses.replace(self._single, stack=stack)
         cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
-        if run_cells([single, *cells], self._root, self._box).stopped:
+        left = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_answered(retry=False)]
+        if left and run_cells(left, self._root, self._box).stopped:
             raise KeyboardInterrupt
         right, *traces = (trace_of(read_run(self._root / cell.id)) for cell in (single, *cells))
         return [judge(trace, right, tolerance_of("fp32", right, [])) for trace in traces]
@@ -118,7 +120,7 @@ def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
         raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {names}")
     if micro_steps not in steps:
         raise UserError(
-            f"--accumulation {micro_steps}", f"use {' or '.join(map(str, sorted(steps)))}, as the suite does"
+            f"the suite {SUITE} has no --accumulation {micro_steps}", f"use {' or '.join(map(str, sorted(steps)))}"
         )
     return steps[micro_steps], next(cell for cell in every if cell.strategy == "single")
 

@@ -44,7 +44,7 @@ class Line:
     says: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cause:
     id: str
     title: str

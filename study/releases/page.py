@@ -80,8 +80,8 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
 def _grids(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     text = (
         "## The grid\n\n`=` is equal up to rounding, a letter a [cause](#causes) below, `?` a difference whose cause is"
-        " not known, `~` behind it a difference in some runs only, `x` a crash, `-` refused or not installable. Left of"
-        " the bar: one micro-step; right of it: four.\n"
+        " not known, `'` behind it a difference in some runs only, `x` a crash, `-` refused or not installable, a dot"
+        " not run. Left of the bar: one micro-step; right of it: four.\n"
     )
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     for precision in precisions:
@@ -106,11 +106,11 @@ def _grid(cells: Sequence[Cell], letters: dict[Cause, str]) -> pd.DataFrame:
 
 def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     if not cells:
-        return " "
+        return "\N{MIDDLE DOT}"
     (cell,) = cells
     kind = cell.verdict.kind
     if kind == "different":
-        return (letters[cell.cause] if cell.cause else "?") + "~" * cell.differs_sometimes
+        return (letters[cell.cause] if cell.cause else "?") + "'" * cell.differs_sometimes
     return {"equal": "=", "crashes": "x"}.get(kind, "-")
 
 
@@ -213,7 +213,7 @@ def _stacks(cells: Sequence[Cell]) -> str:
 
 
 def _tolerances() -> str:
-    rows = [{"Precision": name, "Loss, as a share": each.loss, "Norm, as a share": each.norm}
+    rows = [{"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
             for name, each in ROUNDING.items()]  # fmt: skip
     return table_markdown(pd.DataFrame(rows))
 

@@ -24,8 +24,8 @@ def answer(records: Records) -> Answer | None:
     releases = sorted({cell.release for cell in today}, key=release_order)
     good = [name for name in releases if not _bad(cell for cell in today if cell.release == name)]
     sentence = (
-        f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch:"
-        f" {', '.join(good) or 'none of them'} trains as one process does under every strategy that it runs."
+        f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch. As one"
+        f" process does, under every strategy that they run, train: {', '.join(good) or 'none'}."
     )
     compared = [cell.of_its_time for cell in _bad(cells) if cell.of_its_time in ("equal", "different")]
     half, own = ROUNDING["bf16"], ROUNDING["bf16-engine"]
@@ -51,18 +51,20 @@ def _bad(cells: Iterable[Cell]) -> list[Cell]:
 def avoid_table(records: Records) -> pd.DataFrame:
     """By strategy: the releases to avoid, with and without accumulation."""
     cells = clipped(release_cells(records))
-    rows = []
+    rows: list[dict[str, str]] = []
+    columns = ["Strategy"]
     for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
         row = {"Strategy": strategy}
         for of_its_time, words in KINDS.items():
             for several in (False, True):
                 mine = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == of_its_time
                         and (cell.micro_steps > 1) == several]  # fmt: skip
+                column = f"{'Accumulating' if several else 'One micro-step'}, {words}"
+                columns += [column] * (column not in columns)
                 if mine:
-                    column = f"{'Accumulating' if several else 'One micro-step'}, {words}"
                     row[column] = ", ".join(dict.fromkeys(cell.release for cell in _bad(mine))) or "none"
         rows.append(row)
-    return pd.DataFrame(rows).fillna("not run")
+    return pd.DataFrame(rows, columns=columns).dropna(axis="columns", how="all").fillna("not run")
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
