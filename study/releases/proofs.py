@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("reports/releases/proofs.json"))
     options = parser.parse_args()
     use_own_build(cache_directory())
-    kept = json.loads(options.output.read_text()) if options.output.exists() else []
+    kept = bare.read_rows(options.output)
     for proof in PROOFS:
         if not options.causes or proof.cause in options.causes:
             kept = [row for row in kept if row["cause"] != proof.cause] + prove(proof)
