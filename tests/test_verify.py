@@ -14,7 +14,7 @@ import pytest
 from engines import ROOT
 from study.errors import UserError
 from study.releases.bisect import bisect
-from study.releases.causes import cause_of, known_faults, read_causes
+from study.releases.causes import causes_of, known_faults, read_causes
 from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
@@ -168,15 +168,14 @@ def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(tmp_path: Path
     read_causes.cache_clear()
     try:
         here = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
-        found = cause_of(here, "zero2", 4, "fp32", "scale")
-        assert found is not None
+        (found,) = causes_of(here, "zero2", 4, "fp32", "scale")
         assert (found.id, found.where) == ("divided-twice", "zero1, zero2, where steps are accumulated")
-        assert cause_of(here, "zero2", 1, "fp32", "scale") is None
-        assert cause_of(here, "zero3", 4, "fp32", "scale") is None
-        assert cause_of(here, "zero2", 4, "fp32", "weights") is None
-        assert known_faults(here) == [found]
-        assert known_faults(here | {"accelerate": "1.10.1"}) == []
-        assert known_faults(here | {"deepspeed": None}) == []
+        assert causes_of(here, "zero2", 1, "fp32", "scale") == ()
+        assert causes_of(here, "zero3", 4, "fp32", "scale") == ()
+        assert causes_of(here, "zero2", 4, "fp32", "weights") == ()
+        assert known_faults(here, on_gpu=True) == [found]
+        assert known_faults(here | {"accelerate": "1.10.1"}, on_gpu=False) == []
+        assert known_faults(here | {"deepspeed": None}, on_gpu=False) == []
     finally:
         read_causes.cache_clear()
 
@@ -196,10 +195,15 @@ def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: 
         read_causes(file)
 
 
+def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
+    old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    assert [cause.id for cause in known_faults(old, on_gpu=False)] == ["gather-race"]
+    assert known_faults(old, on_gpu=True) == []
+
+
 def test_the_verified_pair_has_no_known_fault() -> None:
-    assert (
-        known_faults({"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}) == []
-    )
+    pinned = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    assert known_faults(pinned, on_gpu=False) == []
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ FILE = Path(__file__).with_name("causes.yaml")
 _MOST = 5_000
 Blame = Literal["engine", "pairing", "trainer", "unknown"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
+# What is seen at once.
+_NO_TRAINING = frozenset({"crash", "refuses"})
 # What a release of it decides.
 PACKAGES = ("deepspeed", "accelerate", "torch", "transformers")
-_NEEDED = ("id", "title", "blame", "strategies", "differs", "deepspeed", "says", "gpu", "gpu_why")
+_NEEDED = ("id", "title", "blame", "strategies", "deepspeed", "says", "gpu", "gpu_why")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "blame": get_args(Blame), "accumulation": ("any", "several"),
     "gpu": ("shows", "hidden", "unknown"),
@@ -50,8 +52,6 @@ class Cause:
     title: str
     blame: Blame
     strategies: tuple[str, ...]
-    # What a cell with it may differ in first: several where that is a matter of luck.
-    differs: tuple[Differs, ...]
     says: str
     # By package, the releases that have it, as a PEP 440 specifier; a package that is left out may be any.
     releases: Mapping[str, str]
@@ -59,10 +59,15 @@ class Cause:
     gpu_why: str
     accumulation: Literal["any", "several"] = "any"
     precisions: tuple[str, ...] = ()
+    # What a verdict may call it; without any, whatever differs.
+    differs: tuple[Differs, ...] = ()
+    # Of a race, which one run may miss.
+    sometimes: bool = False
     lines: tuple[Line, ...] = ()
     entered: Change = Change()
     left: Change = Change()
     threads: tuple[str, ...] = ()
+    proof: str = ""
     instead: str = ""
 
     @property
@@ -88,12 +93,17 @@ class Cause:
         )
 
 
-def cause_of(
-    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
-) -> Cause | None:
-    """The first entry that tells of such a cell, and of such a difference where several do."""
-    found = [each for each in read_causes() if each.is_in(versions) and each.shows_in(strategy, micro_steps, precision)]
-    return next((each for each in found if differs in each.differs), None)
+def causes_of(
+    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str
+) -> tuple[Cause, ...]:
+    """Every entry that tells of such a cell; of one that crashes or refuses, those that say so."""
+    return tuple(
+        each
+        for each in read_causes()
+        if each.is_in(versions)
+        and each.shows_in(strategy, micro_steps, precision)
+        and (differs in each.differs if each.differs else differs not in _NO_TRAINING)
+    )
 
 
 @functools.cache
@@ -146,6 +156,7 @@ def _releases(section: Section) -> dict[str, str]:
     return found
 
 
-def known_faults(versions: Mapping[str, str | None]) -> list[Cause]:
-    """Of a stack: what trains wrongly and says nothing."""
-    return [each for each in read_causes() if each.is_in(versions) and not set(each.differs) <= {"crash", "refuses"}]
+def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
+    """Of a stack on such a box: what trains wrongly and says nothing."""
+    trained = (each for each in read_causes() if not each.differs or not _NO_TRAINING.issuperset(each.differs))
+    return [each for each in trained if each.is_in(versions) and not (on_gpu and each.gpu == "hidden")]

@@ -64,7 +64,7 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
     parts.append(f"## Releases to avoid\n\n{table_markdown(avoid_table(records))}")
     parts.append("## Causes\n")
     parts += [
-        _cause(cause, letter, [cell for cell in cells if cell.cause == cause]) for cause, letter in letters.items()
+        _cause(cause, letter, [cell for cell in cells if cause in cell.causes]) for cause, letter in letters.items()
     ]
     parts += [
         _unexplained(cells),
@@ -110,7 +110,7 @@ def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     (cell,) = cells
     kind = cell.verdict.kind
     if kind == "different":
-        return (letters[cell.cause] if cell.cause else "?") + "'" * cell.differs_sometimes
+        return ("".join(letters[cause] for cause in cell.causes) or "?") + "'" * cell.differs_sometimes
     return {"equal": "=", "crashes": "x"}.get(kind, "-")
 
 
@@ -127,6 +127,7 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
           for each in cause.lines),
         *(f"- {word} {' '.join(filter(None, [change.release, change.change]))}"
           for word, change in (("Came with", cause.entered), ("Gone in", cause.left)) if change != Change()),
+        *([f"- Shown by: {markdown_text(cause.proof)}"] if cause.proof else []),
         f"- On a GPU: {_GPU[cause.gpu]}; {markdown_text(cause.gpu_why)}",
     ]  # fmt: skip
     lines += [f"- Threads: {', '.join(cause.threads)}"] if cause.threads else []
@@ -147,7 +148,7 @@ def _unexplained(cells: Iterable[Cell]) -> str:
     rows = [
         {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
          "Clips at": cell.max_norm or "-", "Says": cell.verdict.says}
-        for cell in cells if cell.verdict.kind == "different" and cell.cause is None
+        for cell in cells if cell.verdict.kind == "different" and not cell.causes
     ]  # fmt: skip
     return f"## Differences without a known cause\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
 

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from study.releases.causes import Cause
+from study.releases.causes import Cause, read_causes
 from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
 from study.report.plots.palette import INK, QUIET, RELEASES
 from study.report.records.frames import Records, steps_by_run
@@ -31,8 +31,8 @@ def clipped(cells: Iterable[Cell]) -> list[Cell]:
 
 def lettered(cells: Iterable[Cell]) -> dict[Cause, str]:
     """The causes that any cell has, each with the letter that stands for it in all grids."""
-    causes = {cell.cause.id: cell.cause for cell in cells if cell.cause is not None}
-    return dict(zip((causes[name] for name in sorted(causes)), _LETTERS, strict=False))
+    seen = {cause.id for cell in cells for cause in cell.causes}
+    return dict(zip((cause for cause in read_causes() if cause.id in seen), _LETTERS, strict=False))
 
 
 def release_grid(records: Records) -> list[Drawing]:
@@ -70,7 +70,7 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
     for side in axes.spines.values():
         side.set_visible(False)
     bad = [cell for cell in cells if cell.verdict.kind == "different"]
-    used = {cell.cause: letters[cell.cause] for cell in cells if cell.cause in letters and cell.cause}
+    used = {cause: letters[cause] for cell in cells for cause in cell.causes}
     halves = " and ".join(f"{count} micro-step{'s'[: count > 1]}" for count in steps)
     subtitle = f"In each cell, from the left: {halves} a step. {len(bad)} of {len(cells)} differ from one process."
     words = "; ".join(
@@ -88,9 +88,7 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
     fill = RELEASES[_kind(cell)]
     look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
-    text = "?" if cell.verdict.kind == "different" else ""
-    if cell.cause is not None:
-        text = letters[cell.cause]
+    text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
     axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white")
 
 
@@ -130,7 +128,7 @@ def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
     found: dict[str, Cell] = {}
     for cell in cells:
         if cell.verdict.kind == "different" and cell.precision == "fp32" and cell.verdict.size:
-            name = cell.cause.id if cell.cause else f"{cell.strategy} {cell.verdict.what}"
+            name = " ".join(cause.id for cause in cell.causes) or f"{cell.strategy} {cell.verdict.what}"
             if name not in found or (found[name].verdict.size or 0) < cell.verdict.size:
                 found[name] = cell
     return sorted(found.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from study.releases.causes import Cause
 from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
 from study.report.questions.question import Answer, Question
@@ -62,9 +61,15 @@ def avoid_table(records: Records) -> pd.DataFrame:
                 column = f"{'Accumulating' if several else 'One micro-step'}, {words}"
                 columns += [column] * (column not in columns)
                 if mine:
-                    row[column] = ", ".join(dict.fromkeys(cell.release for cell in _bad(mine))) or "none"
+                    row[column] = _avoided(mine)
         rows.append(row)
     return pd.DataFrame(rows, columns=columns).dropna(axis="columns", how="all").fillna("not run")
+
+
+def _avoided(cells: Sequence[Cell]) -> str:
+    if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
+        return "none of them runs"
+    return ", ".join(dict.fromkeys(cell.release for cell in _bad(cells))) or "none"
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
@@ -83,22 +88,18 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Says": "" if cell.verdict.kind == "equal" else cell.verdict.says,
             "Off by": cell.verdict.size,
             "Runs": len(cell.runs),
-            "Cause": _named(cell.cause, letters),
+            "Cause": "; ".join(f"{letters.get(cause, '')} {cause.title}".strip() for cause in cell.causes),
             "With the stack of its time": "" if cell.is_of_its_time else cell.of_its_time or "not run",
         }
         for cell in cells
     )  # fmt: skip
 
 
-def _named(cause: Cause | None, letters: dict[Cause, str]) -> str:
-    return "" if cause is None else f"{letters.get(cause, '')} {cause.title}".strip()
-
-
 def cause_table(records: Records) -> pd.DataFrame:
     cells = release_cells(records)
     rows = []
     for cause, letter in lettered(clipped(cells)).items():
-        mine = [cell for cell in cells if cell.cause == cause]
+        mine = [cell for cell in cells if cause in cell.causes]
         rows.append({
             "": letter, "Cause": cause.title, "Whose": cause.blame, "Releases seen": ", ".join(
                 dict.fromkeys(cell.stack for cell in mine)), "Strategies": ", ".join(

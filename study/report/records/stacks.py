@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.releases.causes import PACKAGES, Cause, cause_of
+from study.releases.causes import PACKAGES, Cause, causes_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of
 from study.report.records.frames import Records, real, steps_by_run
 from study.report.records.workloads import strategy_order
@@ -73,13 +73,14 @@ class Cell:
         """The engine is not wrong alone: its cause says so or, where none is known, the releases of its time do."""
         if self.verdict.kind != "different":
             return False
-        return self.of_its_time == "equal" if self.cause is None else self.cause.blame == "pairing"
+        blames = {cause.blame for cause in self.causes}
+        return blames == {"pairing"} if blames else self.of_its_time == "equal"
 
     @property
-    def cause(self) -> Cause | None:
+    def causes(self) -> tuple[Cause, ...]:
         verdict = self.verdict
         differs = {"crashes": "crash", "refuses": "refuses", "different": verdict.what}.get(verdict.kind)
-        return cause_of(self.versions, self.strategy, self.micro_steps, self.precision, differs) if differs else None
+        return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs) if differs else ()
 
 
 def release_order(release: str) -> tuple[int, ...]:
