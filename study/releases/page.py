@@ -117,6 +117,7 @@ def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
     seen = ", ".join(dict.fromkeys(cell.stack for cell in cells))
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
+    seen += " (in some runs only)" * cause.sometimes
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",

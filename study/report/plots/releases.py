@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
 from study.releases.causes import Cause, read_causes
 from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
@@ -77,8 +78,8 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
         f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.release == release})) or 'none'}"
         for release in releases
     )
-    notes = [Patch(facecolor="none", edgecolor="none", label=f"{letter}  {cause.title}") for cause, letter
-             in sorted(used.items(), key=lambda item: item[1])]  # fmt: skip
+    titles = [f"{letter}  {cause.title}{_NOT_ON_A_GPU[cause.gpu]}" for cause, letter in used.items()]
+    notes = [Patch(facecolor="none", edgecolor="none", label=title) for title in sorted(titles)]
     legend = [*_legend(cells), *notes]
     return finish(figure, "Which releases train as one process does", subject, subtitle, words, legend=legend,
                   legend_columns=1, lead=f"Releases whose training differs, {subject}")  # fmt: skip
@@ -89,7 +90,10 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
     look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
     text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
-    axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white")
+    label = axes.text(
+        left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white"
+    )
+    label.set_path_effects([withStroke(linewidth=2.5, foreground=fill.colour)])
 
 
 def _kind(cell: Cell) -> str:
@@ -100,6 +104,7 @@ def _kind(cell: Cell) -> str:
     return "sometimes" if cell.differs_sometimes else "different"
 
 
+_NOT_ON_A_GPU = {"shows": "", "hidden": " (not on a GPU)", "unknown": " (on a GPU: not known)"}
 _WORDS = {
     "equal": "the same as one process, up to rounding", "different": "another training",
     "sometimes": "another training in some runs of several", "mismatch": "another training, by a mismatch of releases",
