@@ -138,7 +138,7 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
 
 _WHOSE = {
     "engine": "DeepSpeed's; it shows with releases of its own time and without this project's trainer too",
-    "pairing": "a mismatch of releases; each of them alone, or with others of its time, does not do it",
+    "pairing": "a mismatch of releases: DeepSpeed alone does not do it, and with other releases beside it neither",
     "trainer": "this study's own trainer or audit, with that release",
     "unknown": "not established",
 }

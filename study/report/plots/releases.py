@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
@@ -123,9 +124,10 @@ def _legend(cells: Iterable[Cell]) -> list[Patch]:
 
 def fault_curves(records: Records) -> list[Drawing]:
     """One drawing of the faults that a user would see, each beside the right curve."""
-    found = worst_of_each_cause(clipped(release_cells(records)))
+    every = clipped(release_cells(records))
+    found, letters = worst_of_each_cause(every), lettered(every)
     return drawings("fault_curves", [("fp32, one run each", found)] if found else [],
-                    lambda subject, cells: _curves(subject, cells, records))  # fmt: skip
+                    lambda subject, cells: _curves(subject, cells, letters, steps_by_run(records)))  # fmt: skip
 
 
 def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
@@ -139,8 +141,9 @@ def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(found.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
 
 
-def _curves(subject: str, cells: Sequence[Cell], records: Records) -> Drawing | None:
-    steps = steps_by_run(records)
+def _curves(
+    subject: str, cells: Sequence[Cell], letters: dict[Cause, str], steps: Mapping[str, pd.DataFrame]
+) -> Drawing | None:
     drawn = [cell for cell in cells if cell.worst_run in steps and cell.single in steps]
     if not drawn:
         return None
@@ -157,7 +160,8 @@ def _curves(subject: str, cells: Sequence[Cell], records: Records) -> Drawing | 
         axes.plot(
             wrong["step"], wrong["loss"], color=RELEASES["different"].colour, linewidth=1.6, linestyle=(0, (4, 1.5))
         )
-        axes.set_title(f"{cell.release} {cell.strategy}", size=8.5)
+        of = ", ".join(letters[cause] for cause in cell.causes)
+        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5)
         about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
         axes.text(0.03, 0.04, about, transform=axes.transAxes, size=8, color=QUIET)
         axes.grid(axis="y")
