@@ -11,8 +11,10 @@ the last and steps once, as Accelerate does since 1.8; `accelerate` is the stack
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import signal
@@ -322,23 +324,15 @@ def child(only: str) -> None:
 
 def _import_once() -> None:
     """What every case would import or load again."""
-    import importlib
-    import inspect
-
-    import cpuinfo
+    import deepspeed.comm.torch
     import torch
-    from deepspeed.accelerator import get_accelerator
 
     torch.optim.AdamW(build_model().parameters())
-    with_muon = "deepspeed.runtime.zero.muon.muon_optimizer"
-    if importlib.util.find_spec(with_muon.rpartition(".")[0]):
-        importlib.import_module(with_muon)
-    # DeepSpeed asks for the processor's name twice per operator, a second each.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    if get_accelerator().device_name() == "cpu":
-        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-        quiet = {"verbose": False} if "verbose" in inspect.signature(builder.load).parameters else {}
-        builder.load(**quiet)
+    with contextlib.suppress(ImportError):
+        # Later releases import it, and half of torch with it, to look at the optimizer they are given.
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # An operator for inference, which takes half a minute to build.
+    deepspeed.comm.torch.build_shm_op = lambda: None
 
 
 def under(stack: str, only: str, before: Path | None = None) -> list[dict[str, Any]]:

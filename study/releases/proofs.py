@@ -1,4 +1,4 @@
-"""Is it that line? Each cause of causes.yaml is taken out of a copy of its release, and the control is run on both.
+"""Is it that line? Each cause of causes.yaml is taken out of its release, and the control is run with it and without.
 
 python -m study.releases.proofs [CAUSE ...] [--output reports/releases/proofs.json]
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -70,20 +70,41 @@ PROOFS = (
 )  # fmt: skip
 
 
+# Python runs it before anything else, and with it reads these files otherwise than they are on the disk.
+_SITECUSTOMIZE = """
+import importlib.machinery, json
+edits = json.loads({edits!r})
+plain = importlib.machinery.SourceFileLoader.get_code
+def get_code(self, name):
+    path = self.get_filename(name)
+    mine = [edit for edit in edits if path.endswith(edit[0])]
+    if not mine:
+        return plain(self, name)
+    text = self.get_data(path).decode()
+    for _, as_is, as_it_should_be in mine:
+        text = text.replace(as_is, as_it_should_be)
+    return compile(text, path, "exec")
+importlib.machinery.SourceFileLoader.get_code = get_code
+"""
+
+
+def write_edits(proof: Proof, folder: Path) -> None:
+    """A folder that, first on PYTHONPATH, gives the release the lines that it should have."""
+    for path, as_is, _ in proof.edits:
+        count = (layer_folder(cache_directory(), f"deepspeed-{proof.release}") / path).read_text().count(as_is)
+        if count != 1:
+            raise UserError(f"{path} of {proof.release} has {count} times {as_is!r}", "correct PROOFS")
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(edits=json.dumps(proof.edits)))
+
+
 def prove(proof: Proof) -> list[dict[str, Any]]:
     """Rows of the control as the release is, then with its lines as they should be."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        before = Path(name)
-        shutil.copytree(layer_folder(cache_directory(), f"deepspeed-{proof.release}"), before, dirs_exist_ok=True)
-        for path, as_is, as_it_should_be in proof.edits:
-            text = (before / path).read_text()
-            if text.count(as_is) != 1:
-                raise UserError(f"{path} of {proof.release} has {text.count(as_is)} times {as_is!r}", "correct PROOFS")
-            (before / path).write_text(text.replace(as_is, as_it_should_be))
+        write_edits(proof, Path(name))
         for is_edited in (False, True):
             for _ in range(proof.repeats):
-                found = bare.under(proof.release, proof.only, before if is_edited else None)
+                found = bare.under(proof.release, proof.only, Path(name) if is_edited else None)
                 rows += [{"cause": proof.cause, "is_edited": is_edited, **row} for row in found]
     return rows
 
