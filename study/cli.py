@@ -14,6 +14,7 @@ from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
+from study.releases import command as releases
 from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
@@ -51,6 +52,7 @@ COMMANDS = {
         "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
     "verify": Command("which strategies compute here what DDP computes", verify.add_arguments, verify.run),
+    "releases": Command("which release of DeepSpeed brought a fault", releases.add_arguments, releases.run),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 
