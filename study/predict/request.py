@@ -23,6 +23,8 @@ class Tensor:
     elements: int
     count: int
     in_layer: bool
+    # Of its first dimension, along which FSDP2 cuts.
+    rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Box:
     @property
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes
+
+    @property
+    def in_host_memory(self) -> bool:
+        """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
+        return self.device.memory_gib == 0
 
 
 @dataclasses.dataclass(frozen=True)
