@@ -23,6 +23,8 @@ class Tensor:
     elements: int
     count: int
     in_layer: bool
+    # Of its first dimension, along which FSDP2 cuts.
+    rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
