@@ -73,6 +73,11 @@ class Box:
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes
 
+    @property
+    def in_host_memory(self) -> bool:
+        """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
+        return self.device.memory_gib == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
