@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from study.predict.buckets import bucket_bytes
 from study.predict.explain_case import Case
+from study.predict.gathers import gathers_of
+from study.predict.state import FP32_BYTES, kept_whole, sub_groups
 from study.predict.user_settings import ZERO
-from study.theory.memory import MASTER_BYTES, MOMENTS_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,71 +45,49 @@ def _cost(case: Case, key: str, says: str, device: float = 0, host: float = 0, n
 def _stage(case: Case) -> list[Cost]:
     # Where offloads move it to is told with them.
     state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
+    each = (size / count for size in (state.params_device, state.grads_device, state.optimizer_device))
     says = (
-        f"for each of {count:,} parameters a rank's device holds {state.params_device:.4g} bytes of weights,"
-        f" {state.grads_device:.4g} of gradients and {state.optimizer_device:.4g} of optimizer"
+        "for each of {:,} parameters a rank's device holds {:.4g} bytes of weights, {:.4g} of gradients and {:.4g} of"
     )
-    return _cost(case, "stage", says, count * state.device)
-
-
-def bucket_bytes(case: Case) -> float:
-    """What is reserved for reducing gradients, full or not."""
-    is_forced = case.stage < 3 and case.offload("offload_optimizer") is not None
-    if case.stage == 0 or not (case.zero["contiguous_gradients"] or is_forced):
-        return 0.0
-    buffers = 2 if case.zero["overlap_comm"] and case.stage < 3 else 1
-    return float(buffers * case.zero["reduce_bucket_size"] * case.weight)
+    return _cost(case, "stage", f"{says.format(count, *each)} optimizer", state.device)
 
 
 def _bucket(case: Case) -> list[Cost]:
     if case.stage == 0:
         return []
     size, elements = case.zero["reduce_bucket_size"], case.shape.parameters
-    reserved = bucket_bytes(case)
+    reserved = bucket_bytes(case.request, case.settings)
     says = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
     if reserved > size * case.weight:
         says += ", twice: overlap_comm fills one while the other is reduced"
     if size >= elements:
         says += "; all of this model's gradients fit in, so they are there at once and nothing of them is saved"
     found = _cost(case, "reduce_bucket_size", says, reserved)
-    if case.largest > size:
-        name = max(case.shape.tensors, key=lambda tensor: tensor.elements).name
-        says = f"the gradient of {name} ({case.largest:,}) is larger than the bucket, and waits outside it, whole"
-        found += [dataclasses.replace(found[0], device=float(case.largest * case.weight), says=says)]
+    if case.largest.elements > size:
+        says = f"the gradient of {case.largest.name} ({case.largest.elements:,}) is larger, and waits outside it, whole"
+        found += [dataclasses.replace(found[0], device=float(case.largest.elements * case.weight), says=says)]
     return found
 
 
-def persistent_elements(case: Case) -> int:
-    """In the engine's order, as far as the limit for the model goes."""
-    limit, kept = case.zero["stage3_model_persistence_threshold"], 0
-    for tensor in case.shape.tensors:
-        for _ in range(tensor.count):
-            if tensor.elements <= case.zero["stage3_param_persistence_threshold"] and tensor.elements + kept <= limit:
-                kept += tensor.elements
-    return kept
-
-
-def gathered_elements(case: Case) -> float:
-    """At most: the layer at work, and what is kept for its next use.
-
-    The way to its next use and back is counted. Prefetching goes ahead until so many are live, and keeps them too.
-    """
-    layer = sum(tensor.elements for tensor in case.shape.tensors if tensor.in_layer)
-    ahead = case.zero["stage3_prefetch_bucket_size"]
-    kept = max(case.zero["stage3_max_reuse_distance"] / 2, case.zero["stage3_max_live_parameters"] if ahead else 0)
-    return float(min(case.shape.parameters, max(layer, case.largest) + kept))
+def whole_elements(case: Case) -> int:
+    """The most of stage 3's parameters that are whole at once, without the small ones that always are."""
+    gathers = gathers_of(case.request, case.settings)
+    return max([*gathers.live_forward.values(), *gathers.live_backward.values()], default=0)
 
 
 def _stage3(case: Case) -> list[Cost]:
     if case.stage != 3:
         return []
-    kept, threshold = persistent_elements(case), case.zero["stage3_param_persistence_threshold"]
+    kept = sum(piece.elements for piece in kept_whole(case.request, case.settings))
+    threshold = case.zero["stage3_param_persistence_threshold"]
     says = f"tensors of up to {threshold:,.0f} elements stay whole on every rank, {kept:,} elements of this model"
     found = _cost(case, "stage3_param_persistence_threshold", says, kept * case.weight * (1 - 1 / case.ranks))
-    gathered = gathered_elements(case)
-    says = "all parameters of this model may be" if gathered >= case.shape.parameters else f"up to {gathered:,.0f} are"
-    says += " whole at once: those of the layer at work, and those that are used again soon"
-    found += _cost(case, "stage3_max_reuse_distance", says, gathered * case.weight)
+    whole = whole_elements(case)
+    says = f"{whole:,} elements are whole at once: the layer at work, what comes next, and what is used again soon"
+    least = whole_elements(case.at(**{"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}))
+    if least < whole:
+        says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
+    found += _cost(case, "stage3_max_reuse_distance", says, whole * case.weight)
     if case.zero["stage3_gather_16bit_weights_on_model_save"]:
         says = "when the model is saved, the first rank has all of its weights in host memory"
         size = case.shape.parameters * case.weight
@@ -115,78 +95,59 @@ def _stage3(case: Case) -> list[Cost]:
     return found + _step(case)
 
 
-def sub_groups(case: Case) -> int:
-    """Of one rank's part. The engine closes one with the tensor that fills it."""
-    limit, groups, filled = case.zero["sub_group_size"], 0, 0
-    sizes = [-(-tensor.elements // case.ranks) for tensor in case.shape.tensors for _ in range(tensor.count)]
-    if limit >= sum(sizes):
-        return 1
-    for size in sizes:
-        filled += size
-        if filled >= limit:
-            groups, filled = groups + 1, 0
-    return groups + (filled > 0)
-
-
 def _step(case: Case) -> list[Cost]:
     """With its optimizer on the host a rank's device has no such gradients."""
     if case.offload("offload_optimizer"):
         return []
-    elements = min(case.share, case.zero["sub_group_size"])
-    says = (
-        f"a step makes fp32 gradients of one sub-group at a time, {elements:,.0f} elements; {sub_groups(case)} in all"
-    )
-    return _cost(case, "sub_group_size", says, elements * MASTER_BYTES)
-
-
-def on_host_share(case: Case) -> float:
-    """Of the optimizer, by `ratio`: whole sub-groups move."""
-    optimizer, count = case.offload("offload_optimizer"), sub_groups(case)
-    assert optimizer is not None
-    return 1 - int((1 - optimizer["ratio"]) * count) / count
+    groups = sub_groups(case.request, case.settings)
+    says = f"a step makes fp32 gradients of one sub-group at a time, {max(groups):,} elements; a rank has {len(groups)}"
+    return _cost(case, "sub_group_size", says, max(groups) * FP32_BYTES)
 
 
 def _moved(before: Case, after: Case) -> tuple[float, float, float]:
     """Bytes of state on the device, on the host and on the drive."""
-    one, other, count = before.state, after.state, before.shape.parameters
-    device, host, nvme = other.device - one.device, other.host - one.host, other.nvme - one.nvme
-    return count * device, count * host, count * nvme
+    one, other = before.state, after.state
+    return other.device - one.device, other.host - one.host, other.nvme - one.nvme
 
 
 def _offloaded_optimizer(case: Case) -> list[Cost]:
     optimizer = case.offload("offload_optimizer")
     if optimizer is None or case.stage == 0:
         return []
-    share = (MASTER_BYTES + MOMENTS_BYTES) * case.share
     all_of_it = case.at(offload_param=None, offload_optimizer={**optimizer, "ratio": 1.0})
-    moved = _moved(all_of_it.at(offload_optimizer=None), all_of_it)
-    says = f"{share:,.0f} bytes of optimizer leave the device, and gradients wait where it is"
-    found = _cost(case, "offload_optimizer.device", says, *moved)
+    says = "the optimizer leaves the device, and gradients wait where it is"
+    found = _cost(case, "offload_optimizer.device", says, *_moved(all_of_it.at(offload_optimizer=None), all_of_it))
+    groups = sub_groups(case.request, case.settings)
     if optimizer["device"] == "nvme" and case.stage == 3:
-        elements = min(case.share, case.zero["sub_group_size"])
-        size = optimizer["buffer_count"] * elements * MASTER_BYTES
-        says = f"so many buffers of the largest sub-group, {elements:,.0f} elements in fp32, are locked in host memory"
+        size = optimizer["buffer_count"] * max(groups) * FP32_BYTES
+        says = f"so many buffers of the largest sub-group, {max(groups):,} elements in fp32, are locked in host memory"
         found += _cost(case, "offload_optimizer.buffer_count", says, host=size)
     elif optimizer["ratio"] < 1 and case.stage == 3:
-        back = 1 - on_host_share(case)
-        says = f"whole sub-groups move, of which a rank has {sub_groups(case)}: {back:.0%} of the optimizer stays"
-        found += _cost(case, "offload_optimizer.ratio", says, back * share, -back * share)
+        stays = len(groups) - on_host(case)
+        says = (
+            f"whole sub-groups move, of which a rank has {len(groups)}: {stays} stay{'s' * (stays == 1)} on the device"
+        )
+        found += _cost(case, "offload_optimizer.ratio", says, *_moved(all_of_it, case.at(offload_param=None)))
     return found
+
+
+def on_host(case: Case) -> int:
+    """Sub-groups whose optimizer `ratio` sends there."""
+    optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request, case.settings))
+    assert optimizer is not None
+    return count - int((1 - optimizer["ratio"]) * count)
 
 
 def _offloaded_parameters(case: Case) -> list[Cost]:
     parameters = case.offload("offload_param")
     if parameters is None or case.stage != 3:
         return []
-    whole = case.at(offload_param=None)
     says = "this rank's part of the weights leaves the device"
-    found = _cost(case, "offload_param.device", says, *_moved(whole, case))
+    found = _cost(case, "offload_param.device", says, *_moved(case.at(offload_param=None), case))
     if parameters["device"] == "nvme":
         says = f"so many buffers of {parameters['buffer_size']:,.0f} elements are locked in host memory"
         size = parameters["buffer_count"] * parameters["buffer_size"] * case.weight
         found += _cost(case, "offload_param.buffer_count", says, host=size)
-        kept = min(parameters["max_in_cpu"], case.share) * case.weight
-        found += _cost(case, "offload_param.max_in_cpu", "so many weights stay in host memory", host=kept)
     return found
 
 

@@ -7,11 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from study.errors import UserError
-from study.predict.request import ModelShape
+from study.predict.request import Box, ModelShape, Request, Tensor
+from study.predict.settings import EngineSettings, engine_settings
+from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
-from study.theory.memory import StateBytes, state_bytes
+from study.theory.hardware import Device
+
+# A machine of forums; which device it is does not matter to bytes.
+_RANKS_PER_NODE = 8
+_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 80.0)
 
 # Accelerate fills these in from the model's width.
 _FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
@@ -22,16 +28,24 @@ _FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A file, a model and a number of ranks, with everything settled that the file leaves open."""
+class Workload:
+    """What a program decides, and not its settings."""
 
+    sequence_length: int = 1024
+    # Where the file leaves it to the program.
+    micro_batch: int = 1
+    gradient_checkpointing: bool = False
+    # Of --precision: no, bf16 or fp16.
+    mixed_precision: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
     file: UserFile
-    shape: ModelShape
-    ranks: int
-    precision: Precision
     # With defaults, and without "auto"; empty without DeepSpeed.
     zero: Mapping[str, Any]
     top: Mapping[str, Any]
+    request: Request
     findings: tuple[Finding, ...]
 
     @property
@@ -39,48 +53,65 @@ class Case:
         return int(self.zero.get("stage", 0))
 
     @property
-    def strategy(self) -> Strategy:
-        if self.file.deepspeed is None:
-            names = {"FSDP": "fsdp2", "NO": "single"}
-            name = names.get(self.file.distributed_type, "ddp")
-            return Strategy(name, self.file.distributed_type)
-        return Strategy(self.file.name, "DEEPSPEED", {**self.top, ZERO: dict(self.zero)})
+    def ranks(self) -> int:
+        return self.request.box.ranks
 
     @property
-    def state(self) -> StateBytes:
-        return state_bytes(self.strategy, self.precision, self.ranks)
+    def shape(self) -> ModelShape:
+        return self.request.shape
+
+    @property
+    def settings(self) -> EngineSettings:
+        return engine_settings(self.request.strategy, self.shape.hidden)
+
+    @property
+    def state(self) -> State:
+        return state_of(self.request)
 
     @property
     def weight(self) -> int:
         """Bytes of one weight, and of its gradient."""
-        return 2 if self.precision.endswith("-engine") else 4
+        return weight_bytes(self.request)
 
     @property
-    def largest(self) -> int:
-        return max(tensor.elements for tensor in self.shape.tensors)
-
-    @property
-    def share(self) -> float:
-        return self.shape.parameters / self.ranks
+    def largest(self) -> Tensor:
+        return max(self.shape.tensors, key=lambda tensor: tensor.elements)
 
     def at(self, ranks: int | None = None, **zero: Any) -> Case:
         """The same with other settings, or as one of another number of ranks."""
-        return dataclasses.replace(self, ranks=ranks or self.ranks, zero={**self.zero, **zero})
+        changed = {**self.zero, **zero}
+        strategy, box = self.request.strategy, self.request.box if ranks is None else _box(ranks)
+        if strategy.deepspeed is not None:
+            strategy = _strategy(self.file, self.top, changed)
+        request = dataclasses.replace(self.request, strategy=strategy, box=box)
+        return dataclasses.replace(self, zero=changed, request=request)
 
     def offload(self, what: str) -> Mapping[str, Any] | None:
         section: Mapping[str, Any] | None = self.zero.get(what)
         return section if section and section["device"] != "none" else None
 
 
-def settle(file: UserFile, shape: ModelShape, ranks: int | None, precision: str | None) -> Case:
+def _box(ranks: int) -> Box:
+    nodes, rest = divmod(ranks, _RANKS_PER_NODE)
+    return Box("any", _DEVICE, ranks, 1) if rest or not nodes else Box("any", _DEVICE, _RANKS_PER_NODE, nodes)
+
+
+def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
+    return Strategy(file.name, "DEEPSPEED", {**top, ZERO: dict(zero)})
+
+
+def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> Case:
     """Fill in what the file leaves to defaults and to "auto"; UserError where nothing says it."""
+    precision = work.mixed_precision
     ranks = ranks or file.num_processes
     if ranks is None:
         raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
     findings = list(file.findings)
     if file.deepspeed is None:
         computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
-        return Case(file, shape, ranks, computed, {}, {}, tuple(findings))
+        name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
+        request = _request(shape, Strategy(name, file.distributed_type), ranks, computed, {}, work)
+        return Case(file, {}, {}, request, tuple(findings))
     zero, top = _without_old_names(file, findings), dict(file.deepspeed)
     chosen = _precision(file, precision, findings)
     for place, section in _sections(zero):
@@ -95,7 +126,20 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, precision: str 
         if full[what] is not None:
             defaults = {key: entry["default"] for key, entry in known[f"{ZERO}.{what}"].items()}
             full[what] = {**defaults, **full[what]}
-    return Case(file, shape, ranks, chosen, full, top, tuple(findings))
+    request = _request(shape, _strategy(file, top, full), ranks, chosen, top, work)
+    return Case(file, full, top, request, tuple(findings))
+
+
+def _request(
+    shape: ModelShape, strategy: Strategy, ranks: int, precision: Precision, top: Mapping[str, Any], work: Workload
+) -> Request:
+    micro, steps = top.get("train_micro_batch_size_per_gpu"), top.get("gradient_accumulation_steps")
+    return Request(
+        shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
+        micro_batch=micro if type(micro) is int and micro > 0 else work.micro_batch,
+        accumulation=steps if type(steps) is int and steps > 0 else 1, precision=precision,
+        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa",
+    )  # fmt: skip
 
 
 def _sections(zero: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

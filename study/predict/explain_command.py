@@ -9,18 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from study.predict.explain import Cost, costs
-from study.predict.explain_case import Case, settle
+from study.predict.explain_case import Case, Workload, settle
 from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers, gib
 from study.predict.memory import predict_memory
-from study.predict.request import Box, Memory, Request
+from study.predict.request import Memory
 from study.predict.shape import model_shape
 from study.predict.user_settings import ZERO, read_user_file
-from study.theory.hardware import Device
 
-# A machine of forums; what is asked here does not depend on which device it is.
-_RANKS_PER_MACHINE = 8
-_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 80.0)
 _LARGEST_WORLD = 1_000_000
 EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
@@ -49,14 +45,10 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
-    case = settle(file, model_shape(options.model, ask_hub=options.hub), options.world_size, options.precision)
+    work = Workload(options.seq_length, options.micro_batch, options.gradient_checkpointing, options.precision)
+    case = settle(file, model_shape(options.model, ask_hub=options.hub), options.world_size, work)
     case = dataclasses.replace(case, findings=tuple(findings(case)))
-
-    def held(other: Case) -> Memory:
-        return predict_memory(_request(other, options))
-
-    asked = answers(case, held)
-    whole, settings = held(case), costs(case)
+    asked, whole, settings = answers(case), predict_memory(case.request), costs(case)
     if options.json:
         print(json.dumps(_document(case, settings, asked, whole), indent=2))
     else:
@@ -64,28 +56,11 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
-def _request(case: Case, options: argparse.Namespace) -> Request:
-    machines, rest = divmod(case.ranks, _RANKS_PER_MACHINE)
-    per_machine, nodes = (case.ranks, 1) if rest or not machines else (_RANKS_PER_MACHINE, machines)
-    micro, steps = (
-        value if type(value) is int and value > 0 else other
-        for value, other in (
-            (case.top.get("train_micro_batch_size_per_gpu"), options.micro_batch),
-            (case.top.get("gradient_accumulation_steps"), 1),
-        )
-    )
-    return Request(
-        shape=case.shape, strategy=case.strategy, box=Box("any", _DEVICE, per_machine, nodes),
-        sequence_length=options.seq_length, micro_batch=micro, accumulation=steps, precision=case.precision,
-        gradient_checkpointing=options.gradient_checkpointing, attention="sdpa",
-    )  # fmt: skip
-
-
 def _document(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) -> dict[str, Any]:
     return {
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
-        "precision": case.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
+        "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
         "settings": [dataclasses.asdict(cost) for cost in settings],
         "findings": [dataclasses.asdict(finding) for finding in case.findings],
         "answers": [dataclasses.asdict(answer) for answer in asked], "memory": dataclasses.asdict(whole),
@@ -93,9 +68,9 @@ def _document(case: Case, settings: list[Cost], asked: list[Answer], whole: Memo
 
 
 def _page(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) -> Iterator[str]:
-    engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else case.strategy.name
-    yield f"{case.file.name}: {engine}, {case.precision}, one of {case.ranks} ranks"
-    yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest:,}"
+    engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else case.request.strategy.name
+    yield f"{case.file.name}: {engine}, {case.request.precision}, one of {case.ranks} ranks"
+    yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest.elements:,}"
     if settings:
         yield "\nwhat each setting costs a rank (device, host, drive; - is none; * your file does not say it)"
     for cost in settings:
@@ -108,9 +83,9 @@ def _page(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) 
         yield f"  {finding.kind:<8}  {finding.key}: {finding.says}"
     yield "\nwhat a rank holds together, at its peak"
     for part, size in sorted(whole.device_parts.items(), key=lambda item: -item[1]):
-        if size:
+        if size > 2**20:
             yield f"  {gib(size):>10}  {part}"
-    yield f"  {gib(whole.peak_allocated.value):>10}  allocated at the peak"
+    yield f"  {gib(whole.peak_allocated.value):>10}  allocated at the peak, {gib(whole.peak_reserved.value)} reserved"
     yield f"  {gib(whole.host_peak.value):>10}  of host memory on its machine"
     yield from (f"  {note}" for note in whole.notes)
     for answer in asked:

@@ -72,9 +72,9 @@ def _optimizer(case: Case) -> Iterator[Finding]:
         yield Finding("conflict", "zero_force_ds_cpu_optimizer", says)
     elif not in_accelerate and "optimizer" not in top:
         says = (
-            "true, the default: torch's AdamW is refused beside an offload. Give DeepSpeedCPUAdam, or an optimizer here"
+            "deepspeed.initialize refuses torch's AdamW beside an offload; Accelerate and the Trainer take DeepSpeed's"
         )
-        yield Finding("conflict", "zero_force_ds_cpu_optimizer", says)
+        yield Finding("noted", "zero_force_ds_cpu_optimizer", says)
     if optimizer["device"] == "nvme" and case.stage in (1, 2):
         says = f"nvme: stage {case.stage} has no drive, and keeps the state in host memory"
         yield Finding("ignored", f"{_OPTIMIZER}.device", says)
