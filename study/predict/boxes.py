@@ -106,7 +106,7 @@ def _this() -> Box:
     rates = _rates_of_a_core()
     device = Device(
         name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
-        memory_bandwidth_gb_per_s=copied / cores, memory_gib=host_gib / cores, matmul_tflops=rates,
+        memory_bandwidth_gb_per_s=copied / cores, memory_gib=0, matmul_tflops=rates,
         # Ranks meet in the host's memory: each byte is read and written by the sender, the kernel and the receiver.
         pcie_gb_per_s=copied / 6,
     )  # fmt: skip
