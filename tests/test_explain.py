@@ -323,7 +323,7 @@ def test_a_small_model_holds_more_under_stage_3_and_is_told_why(tmp_path: Path) 
         answer(small.at(reduce_bucket_size=500_000_000), "Does stage 3").because[2].endswith("neither stage saves any")
     )
     large = answer(case_of(tmp_path, zero(3), "gpt-13b", ranks=8), "Does stage 3")
-    assert large.figures["stage_3"] < 0.7 * large.figures["stage_2"]
+    assert large.figures["stage_3"] < 0.8 * large.figures["stage_2"]
     assert large.short.startswith("no")
 
 
@@ -352,7 +352,7 @@ def test_offload_under_stage_2_wants_the_more_host_memory_for_loading(tmp_path: 
         ("a.json", '{"zero_optimisation": {"stage": 2}}', "zero_optimisation is no setting"),
         ("a.json", '{"zero_optimization": {"stage": 4}}', "stage is 4"),
         ("a.json", '{"zero_optimization": {"reduce_bucket_size": -1}}', "reduce_bucket_size is -1"),
-        ("a.json", '{"zero_optimization": {"overlap_comm": true, "contiguous_gradients": 7}}', "contiguous_gradients is 7"),
+        ("a.json", '{"zero_optimization": {"contiguous_gradients": 7}}', "contiguous_gradients is 7"),
         ("a.json", '{"zero_optimization": {"offload_optimizer": "cpu"}}', "offload_optimizer is 'cpu'"),
         ("a.json", '{"zero_optimization": {"offload_param": {"device": "disk"}}}', "device is 'disk'"),
         ("a.json", "[1, 2]", "not a mapping"),

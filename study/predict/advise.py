@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from study.predict.request import Attention, Box, Memory, ModelShape, Prediction, Request
+from study.host.memory import GIB
+from study.predict.memory import predict_memory
+from study.predict.request import Attention, Box, Memory, ModelShape, Request, Time
+from study.predict.time import predict_time
 from study.spec.config import Precision
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
-Predict = Callable[[Request], Prediction]
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
+# Of the size on the data sheet what the driver shows: 79.2 of 80 GiB on an H100, 39.4 of 40 on an A100. Memory that is
+# GDDR6 gives a sixteenth to error correction.
+_USABLE, _USABLE_GDDR6, _GDDR6 = 0.985, 15 / 16, ("T4", "L4", "A10G")
 # Elements: 16-bit buckets of 100 MB keep a network busy.
 _SMALL_BUCKET = 50_000_000
 # What is live and kept for reuse where memory is short, in layers.
@@ -44,17 +51,22 @@ class Option:
 
     # Of accelerate_configs/, from whose files the settings come.
     name: str
-    prediction: Prediction
-    fits: bool
+    request: Request
+    memory: Memory
+    # None where it does not fit.
+    time: Time | None
     # One line: what is too large, or how much is left.
     why: str
     cost_per_million_tokens: float | None = None
 
     @property
+    def fits(self) -> bool:
+        return self.time is not None
+
+    @property
     def tokens_per_s(self) -> float:
-        """Of all ranks; 0 where nothing fits."""
-        time = self.prediction.time
-        return time.tokens_per_s_per_gpu.value * self.prediction.request.box.ranks if self.fits and time else 0.0
+        """Of all ranks."""
+        return self.time.tokens_per_s_per_gpu.value * self.request.box.ranks if self.time else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +91,15 @@ class Advice:
         return next((option for option in self.options if option.name == name), None)
 
 
-def advise(question: Question, predict: Predict) -> Advice:
-    found = [_best_of(question, name, predict) for name in candidates(question)]
-    return Advice(question, tuple(sorted(found, key=lambda option: (not option.fits, -option.tokens_per_s))))
+def advise(question: Question) -> Advice:
+    found = [_best_of(question, name) for name in candidates(question)]
+    return Advice(question, tuple(sorted(found, key=_order)))
+
+
+def _order(option: Option) -> tuple[bool, float, float]:
+    """Of two that are equally fast, the one that leaves more of the device."""
+    digits = -math.floor(math.log10(option.tokens_per_s)) + 2 if option.fits else 0
+    return not option.fits, -round(option.tokens_per_s, digits), option.memory.peak_reserved.value
 
 
 def candidates(question: Question) -> list[str]:
@@ -100,17 +118,14 @@ def precision_under(strategy: Strategy, precision: str) -> Precision:
     return (plain if strategy.deepspeed is None else engine)[precision]
 
 
-def _best_of(question: Question, name: str, predict: Predict) -> Option:
+def _best_of(question: Question, name: str) -> Option:
     """Of the strategy's settings, with and without checkpointing."""
     checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
     tried = [
-        _largest(question, name, strategy, again, predict)
+        _largest(question, name, strategy, again)
         for strategy in fitted(read_strategy(name), question) for again in checkpointing
     ]  # fmt: skip
-    fitting = [option for option in tried if option.fits]
-    if fitting:
-        return max(fitting, key=lambda option: option.tokens_per_s)
-    return min(tried, key=lambda option: option.prediction.memory.peak_reserved.value)
+    return min(tried, key=_order)
 
 
 def fitted(strategy: Strategy, question: Question) -> Iterator[Strategy]:
@@ -153,13 +168,10 @@ def _with(strategy: Strategy, **settings: Any) -> Strategy:
     return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
 
 
-def _largest(question: Question, name: str, strategy: Strategy, again: bool, predict: Predict) -> Option:
-    """By doubling, and then halving the steps."""
-    limit = LARGEST_MICRO_BATCH
-    if question.global_batch is not None:
-        limit = min(limit, max(1, question.global_batch // question.ranks))
+def _largest(question: Question, name: str, strategy: Strategy, again: bool) -> Option:
+    sizes = _micro_batches(question)
 
-    def tried(micro_batch: int) -> Option:
+    def asked(micro_batch: int) -> tuple[Request, Memory]:
         accumulation = max(1, (question.global_batch or 0) // (micro_batch * question.ranks))
         request = Request(
             shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
@@ -167,58 +179,53 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool, pre
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             attention=question.attention,
         )  # fmt: skip
-        return _option(question, name, predict(request))
+        return request, predict_memory(request)
 
-    best = tried(1)
-    if not best.fits:
-        return best
-    step = 1
-    sizes = _sizes(question, limit)
-    place = 0
-    while step and place < len(sizes) - 1:
-        ahead = min(place + step, len(sizes) - 1)
-        option = tried(sizes[ahead])
-        if option.fits:
-            best, place, step = option, ahead, step * 2
-        else:
-            step = (ahead - place) // 2
-            while step:
-                middle = tried(sizes[place + step])
-                if middle.fits:
-                    best, place = middle, place + step
-                else:
-                    ahead = place + step
-                step = (ahead - place) // 2
-    return best
-
-
-def _sizes(question: Question, limit: int) -> Sequence[int]:
-    """With a global batch those that divide a rank's share of it."""
-    share = question.global_batch // question.ranks if question.global_batch is not None else None
-    return [size for size in range(1, limit + 1) if share is None or share % size == 0]
-
-
-def _option(question: Question, name: str, prediction: Prediction) -> Option:
-    memory, time, price = prediction.memory, prediction.time, question.price_per_gpu_hour
+    # More samples never hold less.
+    place = bisect.bisect_left(sizes, True, key=lambda size: not fits(asked(size)[1], question.box))
+    request, memory = asked(sizes[max(place - 1, 0)])
+    time = predict_time(request, memory) if place else None
     cost = None
-    if price is not None and time is not None:
-        cost = price / 3600 / time.tokens_per_s_per_gpu.value * 1e6
-    return Option(name, prediction, prediction.fits, why(memory, question.box, prediction.fits), cost)
+    if question.price_per_gpu_hour is not None and time is not None:
+        cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
+    return Option(name, request, memory, time, why(memory, question.box), cost)
 
 
-def why(memory: Memory, box: Box, fits: bool) -> str:
-    device, peak = box.device.memory_gib * 2**30, memory.peak_reserved.value
-    if fits:
-        return f"{max(0.0, 1 - peak / device):.0%} of the device is left"
-    if peak > device or box.host_gib_per_node is None or memory.host_peak.value <= box.host_gib_per_node * 2**30:
+def _micro_batches(question: Question) -> list[int]:
+    """With a global batch those that divide a rank's share of it."""
+    share = question.global_batch and question.global_batch // question.ranks
+    limit = min(LARGEST_MICRO_BATCH, share or LARGEST_MICRO_BATCH)
+    return [size for size in range(1, limit + 1) if not share or share % size == 0]
+
+
+def usable_bytes(box: Box) -> float:
+    """Of a device, or without any of the node's memory for each rank."""
+    if box.in_host_memory:
+        return (box.host_gib_per_node or 0) * GIB / box.gpus_per_node
+    return box.device.memory_gib * GIB * (_USABLE_GDDR6 if box.device.name in _GDDR6 else _USABLE)
+
+
+def fits(memory: Memory, box: Box) -> bool:
+    peak, host = memory.peak_reserved.value, memory.host_peak.value
+    if box.in_host_memory:
+        return box.gpus_per_node * memory.peak_allocated.value + host <= (box.host_gib_per_node or 0) * GIB
+    is_on_host = box.host_gib_per_node is None or host <= box.host_gib_per_node * GIB
+    return peak <= usable_bytes(box) and is_on_host
+
+
+def why(memory: Memory, box: Box) -> str:
+    peak, usable = memory.peak_reserved.value, usable_bytes(box)
+    if fits(memory, box):
+        return "fits" if box.in_host_memory else f"{1 - peak / usable:.0%} of the device is left"
+    if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
-        return f"needs {peak / 2**30:.1f} GiB of {box.device.memory_gib:g}; {part} alone {size / 2**30:.1f}"
-    return f"needs {memory.host_peak.value / 2**30:.0f} GiB of host memory, of {box.host_gib_per_node:.0f}"
+        return f"needs {peak / GIB:.1f} GiB of {usable / GIB:.1f}; {part} alone {size / GIB:.1f}"
+    return f"needs {memory.host_peak.value / GIB:.0f} GiB of host memory, of {box.host_gib_per_node:.0f}"
 
 
 def error_of_time(option: Option) -> float | None:
     """Half the width of the interval of its step, as a share; None where nothing was validated."""
-    time = option.prediction.time
+    time = option.time
     if time is None or time.step_s.low is None or time.step_s.high is None:
         return None
     return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
@@ -228,9 +235,11 @@ def how_sure(advice: Advice) -> str:
     best, other = advice.best, advice.runner_up
     if best is None:
         return "nothing fits, by the model's arithmetic"
-    fits = best.prediction.memory.peak_reserved
-    margin = 1 - (fits.high or fits.value) / (advice.question.box.device.memory_gib * 2**30)
-    memory = f"with {margin:.0%} of the device left at the upper end of the interval" if fits.high else f"{margin:.0%} left"
+    peak = best.memory.peak_reserved
+    margin = 1 - (peak.high or peak.value) / usable_bytes(advice.question.box)
+    memory = f"{margin:.0%} of the device left" + (" at the upper end of its interval" if peak.high else "")
+    if margin < 0:
+        memory = "but it may not fit: the upper end of its interval does not"
     if other is None:
         return f"it is the only one that fits, {memory}"
     gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
@@ -240,7 +249,7 @@ def how_sure(advice: Advice) -> str:
     return f"{sure} ({gap:.0%} ahead, error of a step's time {error:.0%}); {memory}"
 
 
-def changes(advice: Advice, predict: Predict) -> Iterator[str]:
+def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
@@ -251,8 +260,7 @@ def changes(advice: Advice, predict: Predict) -> Iterator[str]:
     if box.gpus_per_node > 1:
         others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
     for label, changed in others.items():
-        there = advise(dataclasses.replace(question, **changed), predict).best  # type: ignore[arg-type]
+        there = advise(dataclasses.replace(question, **changed)).best  # type: ignore[arg-type]
         now, then = (option.name if option else "nothing" for option in (best, there))
         if now != then:
             yield f"with {label} it would be {then}"
-

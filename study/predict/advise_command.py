@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from study.host.folders import folder_argument
@@ -14,7 +13,6 @@ from study.predict.advise import Advice, Option, Question, advise, changes, how_
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.boxes import box_of
-from study.predict.predict import predict
 from study.predict.request import Request
 from study.predict.shape import model_shape
 
@@ -62,11 +60,11 @@ def _gib(text: str) -> float:
 
 
 def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
-    advice = advise(_question(options), predict)
+    advice = advise(_question(options))
     best = advice.best
     files = write_files(best, options.output, options.nvme_path) if best and options.output else None
-    told = list(nearest(best.prediction.request)) if nearest and best else []
-    others, guides = list(changes(advice, predict)), rules(advice)
+    told = list(nearest(best.request)) if nearest and best else []
+    others, guides = list(changes(advice)), rules(advice)
     if options.json:
         print(json.dumps(_document(advice, others, guides, told, files), indent=2))
     else:
@@ -103,7 +101,7 @@ def _document(
 
 
 def _row(option: Option) -> dict[str, Any]:
-    request, memory, time = option.prediction.request, option.prediction.memory, option.prediction.time
+    request, memory, time = option.request, option.memory, option.time
     return {
         "strategy": option.name, "fits": option.fits, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
@@ -116,9 +114,7 @@ def _row(option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(
-    advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None
-) -> Iterator[str]:
+def _page(advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None) -> Iterator[str]:
     question, best, other = advice.question, advice.best, advice.runner_up
     yield (
         f"{question.shape.name} ({question.shape.parameters / 1e9:.3g} B parameters) on {question.box.name}:"
@@ -136,10 +132,12 @@ def _page(
             yield f"next best {other.name}, {slower:.0%} slower"
     yield from others
     for rule in guides:
-        yield f"{rule.document}, {rule.says}: {rule.choice}" + (f", which misleads here: {rule.misleads}" * bool(rule.misleads))
+        yield f"{rule.document}, {rule.says}: {rule.choice}" + (
+            f", which misleads here: {rule.misleads}" * bool(rule.misleads)
+        )
     yield from told
     if files is not None and best is not None:
-        request = best.prediction.request
+        request = best.request
         yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
         again = "on" if request.gradient_checkpointing else "off"
         yield f"  {files.command}    (batches of {request.micro_batch}, gradient checkpointing {again})"
@@ -148,7 +146,7 @@ def _page(
 
 
 def _line(option: Option) -> str:
-    request, memory = option.prediction.request, option.prediction.memory
+    request, memory = option.request, option.memory
     cost = option.cost_per_million_tokens
     return _ROW.format(
         option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",

@@ -28,7 +28,7 @@ class Files:
 
 
 def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
-    request = option.prediction.request
+    request = option.request
     stem = f"{option.name}-fitted"
     settings = _settings(option, nvme_path)
     inner = None if settings is None else folder / f"{stem}.json"
@@ -42,12 +42,14 @@ def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
-    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), shlex.join([*launch, "study/train.py", *flags]))
+    return Files(
+        outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), shlex.join([*launch, "study/train.py", *flags])
+    )
 
 
 def _settings(option: Option, nvme_path: str) -> dict[str, Any] | None:
     """With the precision in it: a JSON beside which Accelerate's file says one is refused."""
-    request = option.prediction.request
+    request = option.request
     if request.strategy.deepspeed is None:
         return None
     settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))
@@ -61,7 +63,7 @@ def _settings(option: Option, nvme_path: str) -> dict[str, Any] | None:
 
 
 def _launcher(option: Option, inner: Path | None) -> dict[str, Any]:
-    request = option.prediction.request
+    request = option.request
     document = read_yaml(STRATEGY_DIRECTORY / f"{option.name}.yaml")
     document |= {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
     if request.box.nodes > 1:

@@ -66,7 +66,7 @@ def _misleads(advice: Advice, choice: str) -> str:
 
 
 def _because(option: Option, best: Option) -> str:
-    ours, theirs = best.prediction.request, option.prediction.request
+    ours, theirs = best.request, option.request
     if theirs.micro_batch < ours.micro_batch:
         return f": a micro-batch of {theirs.micro_batch} where {ours.micro_batch} would fit"
     if theirs.gradient_checkpointing and not ours.gradient_checkpointing:

@@ -128,9 +128,9 @@ def host(case: Case) -> Answer:
         f"{name} {gib(second.host_parts[name])} and {gib(third.host_parts[name])}" for name in ("load", "train", "save")
     )
     because = (
-        f"outside stage 3 each of the {per_node} processes of a node makes the whole model in fp32 before it moves it,"
+        f"outside stage 3 each of a node's {per_node} processes makes the whole model in fp32 before it moves it,"
         f" {gib(4 * case.shape.parameters)} each; stage 3 splits each tensor as it is made",
-        f"stage 2 keeps a locked copy of the largest tensor beside its part, {gib(largest * case.weight)} for each rank,"
+        f"stage 2 keeps a locked copy of the largest tensor beside its part, {gib(largest * case.weight)} a rank,"
         " and, with accumulation, the gradients of its part as whole tensors",
         "locked memory is handed out in powers of two, so a part just above one takes twice as much",
         f"state alone is {gib(second.host_parts['state'])} and {gib(third.host_parts['state'])} on a node",

@@ -57,7 +57,8 @@ class UserFile:
 
 @functools.cache
 def known_settings() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_settings.yaml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_name("known_settings.yaml").read_text(encoding="utf-8")
+    document: dict[str, Any] = yaml.safe_load(text)
     return document
 
 

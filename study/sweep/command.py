@@ -62,7 +62,11 @@ def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_timed_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print each cell's command, and what it should hold, take and end as; run nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print each cell's command, and what it should hold, take and end as; run nothing",
+    )
     parser.add_argument("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
 
 
