@@ -205,8 +205,13 @@ def usable_bytes(box: Box) -> float:
     return box.device.memory_gib * GIB * (_USABLE_GDDR6 if box.device.name in _GDDR6 else _USABLE)
 
 
+def device_bytes(memory: Memory) -> float:
+    """All that the driver sees of a process: the allocator's pool, and the context beside it."""
+    return memory.peak_reserved.value + memory.device_parts["context"]
+
+
 def fits(memory: Memory, box: Box) -> bool:
-    peak, host = memory.peak_reserved.value, memory.host_peak.value
+    peak, host = device_bytes(memory), memory.host_peak.value
     if box.in_host_memory:
         return box.gpus_per_node * memory.peak_allocated.value + host <= (box.host_gib_per_node or 0) * GIB
     is_on_host = box.host_gib_per_node is None or host <= box.host_gib_per_node * GIB
@@ -214,7 +219,7 @@ def fits(memory: Memory, box: Box) -> bool:
 
 
 def why(memory: Memory, box: Box) -> str:
-    peak, usable = memory.peak_reserved.value, usable_bytes(box)
+    peak, usable = device_bytes(memory), usable_bytes(box)
     if fits(memory, box):
         return "fits" if box.in_host_memory else f"{1 - peak / usable:.0%} of the device is left"
     if peak > usable or box.host_gib_per_node is None:
@@ -236,7 +241,9 @@ def how_sure(advice: Advice) -> str:
     if best is None:
         return "nothing fits, by the model's arithmetic"
     peak = best.memory.peak_reserved
-    margin = 1 - (peak.high or peak.value) / usable_bytes(advice.question.box)
+    margin = 1 - (device_bytes(best.memory) + (peak.high or peak.value) - peak.value) / usable_bytes(
+        advice.question.box
+    )
     memory = f"{margin:.0%} of the device left" + (" at the upper end of its interval" if peak.high else "")
     if margin < 0:
         memory = "but it may not fit: the upper end of its interval does not"

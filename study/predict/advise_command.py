@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from study.host.folders import folder_argument
-from study.predict.advise import Advice, Option, Question, advise, changes, how_sure
+from study.predict.advise import Advice, Option, Question, advise, changes, device_bytes, how_sure
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.boxes import box_of
@@ -106,7 +106,8 @@ def _row(option: Option) -> dict[str, Any]:
         "strategy": option.name, "fits": option.fits, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
-        "peak_reserved": dataclasses.asdict(memory.peak_reserved), "device_parts": dict(memory.device_parts),
+        "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
+        "device_parts": dict(memory.device_parts),
         "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
         "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
         "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens if option.fits else None,
@@ -150,7 +151,7 @@ def _line(option: Option) -> str:
     cost = option.cost_per_million_tokens
     return _ROW.format(
         option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
-        f"{memory.peak_reserved.value / 2**30:.1f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
+        f"{device_bytes(memory) / 2**30:.1f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
         f"{memory.host_peak.value / 2**30:.0f}", f"{memory.nvme / 2**30:.0f}" if memory.nvme else "-",
         f"{cost:.3f}" if cost is not None and option.fits else "-", option.why,
     )  # fmt: skip

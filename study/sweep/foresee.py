@@ -9,6 +9,7 @@ from study.errors import UserError
 from study.host.box import Box as Host
 from study.host.memory import GIB
 from study.launch.cell import Cell
+from study.predict.advise import device_bytes
 from study.predict.boxes import box_of
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
@@ -60,7 +61,10 @@ class Foresight:
             held = memory.host_peak.value
             if device is None:
                 held += cell.world_size * memory.peak_allocated.value
-            fits = held <= self.host_gib * GIB and (device is None or memory.peak_reserved.value <= device * GIB)
+            # A cap is the allocator's, and does not see the context.
+            is_cap = cell.config.device_memory_cap_gib is not None
+            on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
+            fits = held <= self.host_gib * GIB and (device is None or on_device <= device * GIB)
         said.append(self._time(cell, request))
         if is_certain_to_run_out(cell, device, self.host_gib):
             said.append("certain to run out of memory")
