@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
-from study.predict.state import FP32_BYTES, Piece, flat_elements, part_elements, pieces_of, weight_bytes
+from study.predict.state import FP32_BYTES, Piece, flat_elements, own_pieces, part_elements, pieces_of, weight_bytes
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
 STAGE0_BUCKET = 500_000_000
@@ -85,12 +85,9 @@ def _fsdp(request: Request) -> Iterator[Moment]:
 
 
 def _own(request: Request) -> list[tuple[Piece, bool]]:
-    """Backwards, each with whether rank 0 keeps some of it: the flat buffer is cut where its part ends."""
-    part, at, found = flat_elements(request) // request.box.ranks, 0, []
-    for piece in pieces_of(request.shape):
-        found.append((piece, at < part))
-        at += piece.elements
-    return found[::-1]
+    """Backwards, each with whether rank 0 keeps some of it."""
+    own = set(map(id, own_pieces(request)))
+    return [(piece, id(piece) in own) for piece in reversed(pieces_of(request.shape))]
 
 
 def _copied(elements: int, request: Request, settings: EngineSettings, weight: int) -> float:

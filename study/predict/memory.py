@@ -77,7 +77,7 @@ def _standing(request: Request, state: State) -> float:
     settings = engine_settings(strategy, request.shape.hidden)
     standing = 0.0
     if stage == 3:
-        standing = bucket_bytes(request, settings) + state.grads_device
+        standing = bucket_bytes(request, settings)
     elif settings.optimizer is not None:
         standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
     return standing
@@ -85,7 +85,7 @@ def _standing(request: Request, state: State) -> float:
 
 def _points(request: Request, state: State, kept: Activations) -> list[dict[str, float]]:
     strategy, layers = request.strategy, request.shape.layers
-    gathers = Gathers(0, 0, {}, {})
+    gathers = Gathers()
     if strategy.zero_stage == 3:
         gathers = gathers_of(request, engine_settings(strategy, request.shape.hidden))
     weight = weight_bytes(request)
