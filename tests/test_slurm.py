@@ -118,7 +118,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     host = socket.gethostname().partition(".")[0]
     filled = CONF.format(host=host, ports=ports, user=USER, folder=folder, cpus=os.cpu_count())
     (folder / "slurm.conf").write_text(filled)
-    (folder / "gres.conf").write_text("NodeName=n[1-2] Name=gpu Count=8\n")
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT),
