@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+import json
 import os
 import re
 import socket
@@ -21,7 +22,7 @@ import yaml
 
 from runs import FLAGS, RunFactory
 from study.record.directory import Run, read_json, read_run, read_status
-from sweeps import ROOT, TINY, wait_until, write_suite
+from sweeps import ENDLESS, ROOT, TINY, processes_of, ranks_of, wait_until, write_suite
 
 pytestmark = [
     # A dozen processes on the cores that other tests train on.
@@ -71,15 +72,17 @@ class Slurm:
     environment: dict[str, str]
     # Where the second node and whatever runs on it counts its memory; None where this machine lets nobody limit it.
     second_node_cgroup: Path | None
+    # A folder that is another one on the second node; None where nobody may mount one.
+    seen_by_the_first_node_alone: Path | None
 
     def ask(self, *command: str) -> str:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
 
     def submit(self, folder: Path, *arguments: str, script: Path = SBATCH) -> Job:
-        output = folder / "job.out"
+        """`arguments` are sbatch's, `--`, and the script's."""
+        output, at = folder / "job.out", arguments.index("--")
         answer = subprocess.run(
-            ["sbatch", "--parsable", f"--output={output}", *arguments[: (at := arguments.index("--"))], str(script),
-             *arguments[at + 1 :]],
+            ["sbatch", "--parsable", f"--output={output}", *arguments[:at], str(script), *arguments[at + 1 :]],
             env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert answer.returncode == 0, answer.stderr
@@ -127,12 +130,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }  # fmt: skip
     cgroup = _memory_cgroup()
-    commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"])
+    second, unshared = ["slurmd", "-D", "-N", "n2"], folder / "unshared"
+    unshared.mkdir()
+    apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
+    can_mount = subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0
+    commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], [*apart, *second] if can_mount else second)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     daemons = [subprocess.Popen(command, env=environment, **quiet) for command in commands]
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(daemons[-1].pid))
-    cluster = Slurm(environment, cgroup)
+    cluster = Slurm(environment, cgroup, unshared if can_mount else None)
     try:
         wait_until(lambda: cluster.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2, 20)
         yield cluster
@@ -206,24 +213,108 @@ def training(runs: Path) -> bool:
 
 
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
-    fixed, runs = {**TINY, "max_steps": 500, "logging_steps": 1}, tmp_path / "runs"
+    fixed, runs = {**TINY, "max_steps": 400, "logging_steps": 1}, tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, fixed)
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: training(runs))
     (tmp_path / "other").mkdir()
     script = tmp_path / "other.sh"
-    script.write_text("#!/bin/bash\nsleep 1\n")
+    script.write_text("#!/bin/bash\n")
     other = slurm.submit(tmp_path / "other", "--partition=first", "--nodes=2", "--exclusive", "--", script=script)
     assert other.ended() == "COMPLETED"
     # Nothing of the second cell was begun in what time was left.
     (status,) = [read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")]
     assert status["state"] == "interrupted"
-    assert "2 of 2 cells are left" in job.said()
-    wait_until(lambda: job.fact("JobState") == "PENDING", 20)
+    assert "stopped: Slurm ends this job\n2 of 2 cells are left" in job.said()
     # Slurm itself would wait for two minutes.
+    wait_until(lambda: job.fact("JobState") == "PENDING", 20)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     assert job.ended() == "COMPLETED", job.said()
-    assert "round 2 on n[1-2]" in job.said()
     found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
     assert [run.state for run in found] == ["ok", "ok"]
     assert sorted(run.status["attempt"] for run in found) == [1, 2]
+
+
+def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, {**ENDLESS, "time_limit_s": 12})
+    job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
+    wait_until(lambda: "timeout after" in job.said())
+    (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
+    assert read_status(first)["reason"] == "ended after its 12 s"
+    assert not [process for process in processes_of(runs / "tiny") if first.name in " ".join(process.cmdline())]
+    # What Slurm sends when --signal says that the job's time is nearly up.
+    wait_until(lambda: len(list((runs / "tiny").glob("*/steps.jsonl"))) == 2)
+    slurm.ask("scancel", "--batch", "--signal=TERM", job.id)
+    wait_until(lambda: job.fact("JobState") == "PENDING", 30)
+    assert job.fact("Restarts") == "1"
+    assert "1 of 2 cells are left" in job.said()
+    (second,) = [file.parent for file in (runs / "tiny").glob("*/status.json") if file.parent != first]
+    assert read_status(second)["reason"] == "the sweep was stopped while it ran"
+    slurm.ask("scancel", job.id)
+    assert processes_of(runs / "tiny") == []
+
+
+def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm, tmp_path: Path) -> None:
+    if slurm.second_node_cgroup is None:
+        pytest.skip("nobody but root may limit a node's memory here")
+    limit, runs = _limit_of(slurm.second_node_cgroup), tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS)
+    before = limit.read_text()
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    try:
+        # The second node's rank has begun, and takes more than this while it imports torch.
+        wait_until(lambda: ranks_of(runs))
+        limit.write_text(str(200 * 2**20))
+        ended = job.ended()
+    finally:
+        limit.write_text(before)
+    assert ended == "FAILED"
+    (run,) = [read_run(file.parent) for file in (runs / "tiny").glob("*/status.json")]
+    assert run.state == "oom", run.status
+    assert run.status["reason"] == "the cgroup's memory limit was reached, and the kernel killed a process on node 1"
+    assert processes_of(runs / "tiny") == []
+
+
+def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_tells_of_its_nodes(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    suite = write_suite(tmp_path, {"strategy": "ddp"})
+    study = f"{sys.executable} -m study.cli"
+    script = tmp_path / "job.sh"
+    script.write_text(f"""#!/bin/bash
+cd {ROOT}
+{study} doctor --json > {tmp_path}/doctor.json
+{study} run {suite} --runs-dir {slurm.seen_by_the_first_node_alone}; echo "status $?"
+srun --ntasks=2 {study} run {suite} --runs-dir {tmp_path}/runs
+{study} run {suite} --runs-dir {tmp_path}/runs --dry-run
+""")
+    job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
+    assert job.ended() == "COMPLETED", job.said()
+    checks = {check["name"]: check for check in json.loads((tmp_path / "doctor.json").read_text())["checks"]}
+    assert checks["slurm"]["found"] == f"job {job.id} has 2 nodes; each run is one step over them"
+    assert checks["nodes"]["found"].startswith("n1, n2: no GPU")
+    assert [checks[f"shared {what}"]["state"] for what in ("repository", "runs", "cache")] == ["ok"] * 3
+    assert re.fullmatch(r"\d+ on each node", checks["operators of nodes"]["found"])
+    if slurm.seen_by_the_first_node_alone is not None:
+        assert f"error: n2 does not see {slurm.seen_by_the_first_node_alone}/tiny" in job.said()
+        assert "status 2" in job.said()
+        assert not list(slurm.seen_by_the_first_node_alone.glob("tiny/*/status.json"))
+    assert job.said().count("error: this is one of 2 tasks that srun started") == 2
+    assert "--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port 1" in job.said()
+
+
+def test_tasks_of_an_array_fill_one_folder_at_the_same_time(slurm: Slurm, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, {**TINY, "max_steps": 100})
+    flags = ("--array=1-2", "--nodes=1", f"--output={tmp_path}/%a.out")
+    job = slurm.submit(tmp_path, *flags, "--", str(suite), "--runs-dir", str(runs), "--only", "seed=%a")
+    wait_until(lambda: len(list((runs / "tiny").glob("*/.zero-study-run.lock"))) == 2)
+    assert len(processes_of(runs / "tiny")) >= 4
+    wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job.id, "-t", "PD,R,CG").strip())
+    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
+    said = "".join(file.read_text() for file in tmp_path.glob("*.out"))
+    assert [run.state for run in found] == ["ok", "ok"], said
+    assert sorted(run.config["seed"] for run in found) == [1, 2]
