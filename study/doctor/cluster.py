@@ -39,9 +39,7 @@ def cluster() -> list[Check]:
     return [
         Check("slurm", "ok", f"job {job.id} has {len(nodes)} nodes; each run is one step over them"),
         Check("nodes", "ok", _each(nodes, _has)),
-        Check(
-            "interconnect", "ok", _each(nodes, lambda node: ", ".join(node.networks) or "no link is told")
-        ),
+        Check("interconnect", "ok", _each(nodes, lambda node: ", ".join(node.networks) or "no link is told")),
         *(_shared(what, folder, blind[folder]) for what, folder in (("repository", REPOSITORY), ("runs", runs))),
         _cache(blind[cache_directory()]),
         _everywhere("operators of nodes", nodes, lambda node: node.operators, _BUILD),
@@ -67,7 +65,7 @@ def _each(nodes: Sequence[Node], tell: Callable[[Node], str]) -> str:
 
 
 def _shared(what: str, folder: Path, blind: list[str]) -> Check:
-    found = f"{shown(folder)}, with this process's files on all nodes" if not blind else shown(folder)
+    found = shown(folder) if blind else f"{shown(folder)}, on all nodes"
     return needed(f"shared {what}", not blind, found, f"{', '.join(blind)} sees another one", _SHARE)
 
 
