@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,11 @@ def _works_in(folder: Path) -> bool:
     return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
 
 
-def main() -> None:
-    """Build every operator the shipped strategies need, so that no run's start-up pays for it."""
+def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
+    """Build every operator the strategies need, so that no run's start-up pays for it."""
     from study.host.folders import cache_directory
 
-    for name in STRATEGY_NAMES:
+    for name in names:
         if read_strategy(name).uses_nvme and not libaio_is_there():
             continue
         try:
@@ -194,4 +195,4 @@ def libaio_is_there() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or STRATEGY_NAMES)

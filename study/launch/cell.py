@@ -40,6 +40,8 @@ class Cell:
     trainer: Trainer = "study"
     # That a box which the suite is made for runs out of memory here, which is what the cell is there to show.
     expect: Literal["oom"] | None = None
+    # The releases under which it runs, by their name in study/releases/stacks.yaml; None for the installed ones.
+    stack: str | None = None
 
     @functools.cached_property
     def id(self) -> str:
@@ -52,8 +54,9 @@ class Cell:
 
     @property
     def arm(self) -> str:
-        """The strategy, with the trainer where it is not the study's own, and with `virtual` for a virtual rank."""
+        """The strategy, with its trainer where that is not the study's own, `virtual` for a virtual rank, its stack."""
         marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
+        marks += [f"ds{self.stack}"] * bool(self.stack)
         return "-".join([self.strategy, *marks])
 
     @property

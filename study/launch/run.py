@@ -16,8 +16,10 @@ from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.memory import oom_counts
+from study.host.stacks import stacks
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
+from study.launch.forks import ForkServer
 from study.launch.lock import MARKER, end_leftovers, marker_of
 from study.launch.step import supervised
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
@@ -62,7 +64,9 @@ class Ended(Evidence):
             stream.write(self.printed)
 
 
-def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
+def run_cell(
+    cell: Cell, root: Path, watch: Callable[[], None] = lambda: None, forks: ForkServer | None = None
+) -> Ended:
     """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
 
     A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
@@ -73,6 +77,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     is_step = command[0] == "srun"
     attempt_before = attempt_of(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
+    stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
     ooms, clock = oom_counts(), time.monotonic()
 
     def watch_the_new_run() -> None:
@@ -85,9 +90,11 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
     with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
         # What is printed waits here: the run directory is the run's to open.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
-        with printed_file.open("wb") as output, subprocess.Popen(
-            supervised(command),
-            cwd=REPOSITORY, env=clean_environment(root, refusal_file), stdin=subprocess.PIPE, stdout=output,
+        environment = clean_environment(root, refusal_file) | stack
+        launched = forks.command(cell, command, environment, printed_file) if forks else command
+        with printed_file.open("ab") as output, subprocess.Popen(
+            supervised(launched),
+            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:

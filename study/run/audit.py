@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
+from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
@@ -61,7 +62,10 @@ def audit(
         "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
     }
     asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
-    differences = [f"{key} is {live[key]!r}, asked was {value!r}" for key, value in asked.items() if live[key] != value]
+    found = {key: live.get(key) for key in asked}
+    differences = [
+        f"{key} is {found[key]!r}, asked was {value!r}" for key, value in asked.items() if found[key] != value
+    ]
     if differences:
         raise RunFailed(
             f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
@@ -144,6 +148,8 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     }  # fmt: skip
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
+    if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
+        asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -176,7 +182,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         precision = "bf16-engine"
     elif engine.fp16_enabled():
         precision = "fp16-engine"
-    elif engine.torch_autocast_enabled():
+    elif hasattr(engine, "torch_autocast_enabled") and engine.torch_autocast_enabled():
         autocast = _name(engine.torch_autocast_dtype())
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
@@ -190,7 +196,9 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-        "buckets": {key: getattr(zero, key) for key in BUCKET_KEYS},
+        # Null is what this release does not have.
+        "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
+        **second_copy(engine),
     }
 
 
@@ -207,6 +215,7 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         "buckets": buckets,
         **_read_fsdp(model),
         "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        **sharded_copies(model),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
         "per_device_train_batch_size": plan.per_device_train_batch_size,

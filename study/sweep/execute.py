@@ -15,8 +15,10 @@ from study.host.box import Box, gpu_processes, matmul_rates
 from study.host.folders import folder_named
 from study.host.nodes import refuse_unshared
 from study.host.slurm import is_array_task, is_in_job, this_job
+from study.host.stacks import stacks
 from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
+from study.launch.forks import ForkServer
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import run_cell
 from study.launch.verdict import attempt_of, conclude, last_lines
@@ -60,6 +62,8 @@ def run_cells(
             except Stopped as why:
                 progress.say(str(why))
                 sweep.stopped = True
+            finally:
+                sweep.forks.close()
             # The user knows by now that the disk is full.
             with suppress(OSError):
                 note_searches(cells, root)
@@ -84,6 +88,7 @@ class Sweep:
     stopped: bool = False
     # Cells whose folder is somebody else's: nothing was run or written there.
     refused: int = 0
+    forks: ForkServer = dataclasses.field(default_factory=ForkServer)
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
         """Counts what is finished: a cell when it has run, a search when it needs no further probe."""
@@ -139,10 +144,16 @@ class Sweep:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
+        if cell.stack and (problem := stacks()[cell.stack].why_not()):
+            ending = Ending("unsupported", problem, "compare it where pip can install it")
+            with take_folder(directory, str(directory)):
+                conclude(directory, attempt_of(directory), ending)
+            return ending
         rates, nodes = matmul_rates(self.box), self._nodes(cell)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
-        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()))
+        forks = self.forks if cell.stack and not self.box.gpus and not is_in_job() else None
+        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()), forks=forks)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
@@ -157,6 +168,7 @@ class Sweep:
                     "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": rates,
+                    "launcher": "accelerate" if forks is None else "forked",
                     "nodes": nodes,
                     "last_lines": [] if ending.state == "ok" else last_lines(ended.text),
                 }

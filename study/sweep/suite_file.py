@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from study.errors import UserError, brief
+from study.host.stacks import stacks
 from study.launch.cell import Trainer
 from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.spec.yaml_sections import Section, as_section, read_document
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect"})
+CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect", "stack"})
 # The same on any number of ranks, where a micro-batch is not.
 ACCUMULATION = "gradient_accumulation_steps"
 # Where a run writes and what it resumes from is for the sweep to say.
@@ -71,6 +72,7 @@ _CHECKS: dict[str, _Check] = {
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
+    "stack": (lambda value: value in stacks(), "a stack of study/releases/stacks.yaml, or all, today or then"),
 }  # fmt: skip
 
 
@@ -254,11 +256,16 @@ def _settings(section: _Section) -> dict[str, Any]:
 
 
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Several values per key; a single one stands for a list of one, and `strategy: all` for every strategy."""
+    """Several values per key; a single one stands for a list of one, `strategy: all` for the thirteen.
+
+    `stack: today` stands for every stack of that kind.
+    """
     found = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
-            value = list(STRATEGY_NAMES)
+            value = list(STUDIED_STRATEGIES)
+        if key == "stack" and value in ("all", "today", "then"):
+            value = [name for name in stacks() if value == "all" or name.endswith("-then") == (value == "then")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")
