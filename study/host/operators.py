@@ -63,11 +63,17 @@ def load_operator(builder: Any) -> Any:
 
 
 def use_own_build(cache: Path) -> None:
-    """One folder per installation, and its own ninja: two installations with one folder rebuild it in turns."""
-    installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
+    """A folder of its own, and its own ninja: two installations with one folder rebuild it in turns."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
     # ninja is looked for on PATH, where the environment may be missing. Another version of it would build all again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def own_build_folder(cache: Path) -> Path:
+    """One per installation and kind of processor: the compiler uses whatever instructions it finds, and machines that
+    share a cache need not have the same."""
+    kind = [sys.prefix, platform.machine(), processor().get("flags")]
+    return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
 
 
 def _remember_the_processor(cache: Path) -> None:

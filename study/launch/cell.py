@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from study.errors import UserError
+from study.host.nodes import allocated_box
+from study.host.slurm import this_job
+from study.launch.step import on_nodes
 from study.spec.config import RunConfig
 from study.spec.strategies import REPOSITORY, read_strategy
 
@@ -86,10 +89,12 @@ def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]
     """What a person would type in the repository root."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
-    return [
-        accelerate(), "launch", "--config_file", configuration, *processes, _SCRIPTS[cell.trainer],
-        *cell.flags(_shortest(output_dir)), *extra_flags,
-    ]  # fmt: skip
+    launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
+    script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
+    if (job := this_job()) is None:
+        return [*launcher, *script]
+    # What does not fit is told by the sweep, and shown on all nodes.
+    return on_nodes(job, allocated_box().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
 
 
 def _shortest(path: Path) -> Path:

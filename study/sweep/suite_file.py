@@ -52,15 +52,16 @@ _SECONDS: _Check = (lambda value: type(value) in (int, float) and 0 < value < ma
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
+_GPUS: _Check = (
+    lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+)  # fmt: skip
 _CHECKS: dict[str, _Check] = {
     "name": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
         "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
     "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": (
-        lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
-    ),
+    "gpus": _GPUS, "gpus_per_node": _GPUS,
     "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
     "exclude": _LIST,
     "only": (
@@ -80,6 +81,8 @@ class Requirements:
     """What a box must have before a suite starts on it."""
 
     gpus: int = 0
+    # Of several nodes, where one has fewer than all.
+    gpus_per_node: int = 0
     gpu_memory_gib: float = 0.0
     host_memory_gib: float = 0.0
 
