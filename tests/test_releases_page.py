@@ -1,4 +1,4 @@
-"""What docs/releases.md says of releases is what the committed records say, and nobody is blamed for another's fault."""
+"""docs/releases.md says what the committed records say, and nobody is blamed for the fault of another."""
 
 from __future__ import annotations
 
