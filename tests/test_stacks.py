@@ -26,7 +26,7 @@ from study.releases import prepare
 from study.sweep.execute import run_cells
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
-from sweeps import write_suite
+from sweeps import TINY, write_suite
 
 NO_GPU = Box((), 16.0)
 
@@ -186,11 +186,38 @@ def test_a_process_under_a_stack_describes_it_for_its_record(index, cache, monke
     assert STACK_VARIABLE in stacks()["0.17.6"].environment({})
 
 
+def make(stack: str) -> None:
+    """In this box's own cache: the network is asked once."""
+    assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
+
+
 @pytest.fixture(scope="module")
 def made() -> None:
-    """The stack of the pinned release, in this box's own cache."""
-    pinned = VERIFIED[-1][1]
-    assert cli.main(["prepare", "releases", "--only", f"stack={pinned}"]) == 0
+    make(VERIFIED[-1][1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stack", ["0.14.5", "0.16.9"])
+def test_under_an_older_release_the_trainer_runs_and_what_cannot_be_told_is_null(tmp_path, stack):
+    make(stack)
+    for precision in ("fp32", "bf16"):
+        axes = {"strategy": ["single", "zero2"], "stack": stack}
+        cells = plan_cells(read_suite(write_suite(tmp_path, axes, {**TINY, "precision": precision})), NO_GPU)
+        run_cells(cells, tmp_path / "runs", this_box())
+        runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells if isinstance(cell, Cell)}
+        if precision == "bf16":
+            assert runs["zero2"].state == "unsupported"
+            assert f"DeepSpeed {stack} does not have" in runs["zero2"].status["reason"]
+            continue
+        assert {run.state for run in runs.values()} == {"ok"}
+        engine = runs["zero2"].engine
+        assert engine["deepspeed"] == stack
+        assert engine["precision"] == "fp32"
+        assert "use_multi_rank_bucket_allreduce" in engine["buckets"]
+        assert [rank["state"] for rank in runs["zero2"].memory["ranks"]] == [None, None]
+        assert runs["single"].memory["ranks"][0]["state"] is not None
+        single, arm = ([row["loss"] for row in runs[name].steps] for name in ("single", "zero2"))
+        assert arm == pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.long
