@@ -324,15 +324,14 @@ def child(only: str) -> None:
 
 def _import_once() -> None:
     """What every case would import or load again."""
-    import deepspeed.comm.torch
     import torch
 
     torch.optim.AdamW(build_model().parameters())
     with contextlib.suppress(ImportError):
         # Later releases import it, and half of torch with it, to look at the optimizer they are given.
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    # An operator for inference, which takes half a minute to build.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # An operator for inference, which takes half a minute to build. `deepspeed.comm.torch` by name is torch itself.
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
 
 
 def under(stack: str, only: str, before: Path | None = None) -> list[dict[str, Any]]:
