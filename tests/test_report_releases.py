@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from study.releases.causes import read_causes
-from study.releases.page import bare_sign, page
+from study.releases.page import page
 from study.report.plots.releases import fault_curves, release_grid
 from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, verdict_table
@@ -170,12 +170,3 @@ def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
     assert "| 0.18.6 | ! / = / x |" in text
     assert "<i>" not in text
-
-
-def test_a_bare_engine_is_right_where_its_losses_and_its_norm_are() -> None:
-    right = {"precision": "fp32", "losses_off": 1e-6, "norm": None, "right_norm": 2.0}
-    assert bare_sign(right) == "="
-    assert bare_sign(right | {"norm": 2.0}) == "="
-    assert bare_sign(right | {"norm": 0.5}) == "!"
-    assert bare_sign(right | {"losses_off": 1e-3}) == "!"
-    assert bare_sign({"error": "AssertionError"}) == "x"

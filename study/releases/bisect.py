@@ -59,6 +59,8 @@ class Bisection:
         return self._known[stack]
 
     def _verdicts(self, stack: str) -> list[Verdict]:
+        # Refuses a stack that nobody has made yet.
+        stacks()[stack].why_not()
         single = dataclasses.replace(self._single, stack=stack)
         cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
         left = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_answered(retry=False)]

@@ -7,7 +7,6 @@ python -m study.releases.page --check    exit status 1 when it is stale
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from study.releases.bare import is_right, read_rows
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, lettered
@@ -117,6 +117,7 @@ def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
     seen = ", ".join(dict.fromkeys(cell.stack for cell in cells))
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
+    seen += " (in some runs only)" * cause.sometimes
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",
@@ -137,7 +138,7 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
 
 _WHOSE = {
     "engine": "DeepSpeed's; it shows with releases of its own time and without this project's trainer too",
-    "pairing": "a mismatch of releases; each of them alone, or with others of its time, does not do it",
+    "pairing": "a mismatch of releases: DeepSpeed alone does not do it, and with other releases beside it neither",
     "trainer": "this study's own trainer or audit, with that release",
     "unknown": "not established",
 }
@@ -183,7 +184,7 @@ def _control(bare: Sequence[dict[str, Any]]) -> str:
     rows = []
     strategies = list(dict.fromkeys(row["strategy"] for row in asked))
     for stack in dict.fromkeys(row["stack"] for row in asked):
-        signs = {(row["caller"], row["strategy"]): bare_sign(row) for row in asked if row["stack"] == stack}
+        signs = {(row["caller"], row["strategy"]): _sign_of_bare(row) for row in asked if row["stack"] == stack}
         line = {f"`{name}`": " / ".join(signs.get((caller, name), " ") for caller in _CALLERS) for name in strategies}
         rows.append({"Stack": stack, **line})
     head = (
@@ -194,13 +195,8 @@ def _control(bare: Sequence[dict[str, Any]]) -> str:
     return head + table_markdown(pd.DataFrame(rows))
 
 
-def bare_sign(row: dict[str, Any]) -> str:
-    if row.get("error"):
-        return "x"
-    allowed = ROUNDING["fp32" if row["precision"] == "fp32" else "bf16-engine"]
-    norm, right = row["norm"], row["right_norm"]
-    is_right = row["losses_off"] <= allowed.loss and (norm is None or abs(norm - right) <= allowed.norm * right)
-    return "=" if is_right else "!"
+def _sign_of_bare(row: dict[str, Any]) -> str:
+    return {True: "=", False: "!", None: "x"}[is_right(row)]
 
 
 def _stacks(cells: Sequence[Cell]) -> str:
@@ -225,9 +221,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=REPORT, help="another folder of records")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
-    file = options.report / BARE
-    bare = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    wanted = page(read_parquet(options.report), bare)
+    wanted = page(read_parquet(options.report), read_rows(options.report / BARE))
     if options.output.is_file() and options.output.read_text(encoding="utf-8") == wanted:
         return 0
     if options.check:

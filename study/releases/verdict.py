@@ -122,6 +122,8 @@ def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
     not_finite = _NOT_FINITE.search(trace.reason)
     if trace.state == "unsupported":
         return Verdict("not installable" if _NOT_INSTALLABLE in trace.reason else "refuses", reason=trace.reason)
+    if trace.state == "interrupted":
+        return Verdict("not judged", reason="it was ended before it had ended")
     if trace.state != "ok" and not not_finite:
         return Verdict("crashes", reason=trace.reason or trace.state)
     if single.state != "ok":

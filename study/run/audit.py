@@ -16,7 +16,6 @@ from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
-from study.spec.strategies import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,7 @@ def audit(
             f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
-    live["warnings"] = _warnings(config, launch, live, model)
+    live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
     return live | {
         "virtual": launch.virtual,
@@ -95,10 +94,11 @@ def _uses_tf32() -> bool:
     return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
-def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model: Any) -> list[str]:
+def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
     """What the engine insists on, which bears on the comparison; and what of this run was not the thing itself."""
     import torch
 
+    config, launch = run.config, run.launch
     warnings = []
     if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
         warnings.append(f"experiment: {pair}, which has not been shown to train as DDP does")
@@ -118,6 +118,8 @@ def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model:
         )
         if torch.cuda.is_available():
             warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
+    if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
+        warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
     if config.device_memory_cap_gib is not None:
         warnings.append(
             f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"

@@ -1,4 +1,4 @@
-"""Copies of the state, each within a part of the ranks: what cannot be is refused, and what is, read back."""
+"""More than one copy of the state, each within a part of the ranks: refused where it cannot be, else read back."""
 
 from __future__ import annotations
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
 from study.releases.causes import Cause, read_causes
 from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
@@ -77,8 +79,8 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
         f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.release == release})) or 'none'}"
         for release in releases
     )
-    notes = [Patch(facecolor="none", edgecolor="none", label=f"{letter}  {cause.title}") for cause, letter
-             in sorted(used.items(), key=lambda item: item[1])]  # fmt: skip
+    titles = [f"{letter}  {cause.title}{_NOT_ON_A_GPU[cause.gpu]}" for cause, letter in used.items()]
+    notes = [Patch(facecolor="none", edgecolor="none", label=title) for title in sorted(titles)]
     legend = [*_legend(cells), *notes]
     return finish(figure, "Which releases train as one process does", subject, subtitle, words, legend=legend,
                   legend_columns=1, lead=f"Releases whose training differs, {subject}")  # fmt: skip
@@ -89,7 +91,10 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
     look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
     text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
-    axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white")
+    label = axes.text(
+        left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white"
+    )
+    label.set_path_effects([withStroke(linewidth=2.5, foreground=fill.colour)])
 
 
 def _kind(cell: Cell) -> str:
@@ -100,6 +105,7 @@ def _kind(cell: Cell) -> str:
     return "sometimes" if cell.differs_sometimes else "different"
 
 
+_NOT_ON_A_GPU = {"shows": "", "hidden": " (not on a GPU)", "unknown": " (on a GPU: not known)"}
 _WORDS = {
     "equal": "the same as one process, up to rounding", "different": "another training",
     "sometimes": "another training in some runs of several", "mismatch": "another training, by a mismatch of releases",
@@ -118,9 +124,10 @@ def _legend(cells: Iterable[Cell]) -> list[Patch]:
 
 def fault_curves(records: Records) -> list[Drawing]:
     """One drawing of the faults that a user would see, each beside the right curve."""
-    found = worst_of_each_cause(clipped(release_cells(records)))
+    every = clipped(release_cells(records))
+    found, letters = worst_of_each_cause(every), lettered(every)
     return drawings("fault_curves", [("fp32, one run each", found)] if found else [],
-                    lambda subject, cells: _curves(subject, cells, records))  # fmt: skip
+                    lambda subject, cells: _curves(subject, cells, letters, steps_by_run(records)))  # fmt: skip
 
 
 def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
@@ -134,8 +141,9 @@ def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(found.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
 
 
-def _curves(subject: str, cells: Sequence[Cell], records: Records) -> Drawing | None:
-    steps = steps_by_run(records)
+def _curves(
+    subject: str, cells: Sequence[Cell], letters: dict[Cause, str], steps: Mapping[str, pd.DataFrame]
+) -> Drawing | None:
     drawn = [cell for cell in cells if cell.worst_run in steps and cell.single in steps]
     if not drawn:
         return None
@@ -152,7 +160,8 @@ def _curves(subject: str, cells: Sequence[Cell], records: Records) -> Drawing | 
         axes.plot(
             wrong["step"], wrong["loss"], color=RELEASES["different"].colour, linewidth=1.6, linestyle=(0, (4, 1.5))
         )
-        axes.set_title(f"{cell.release} {cell.strategy}", size=8.5)
+        of = ", ".join(letters[cause] for cause in cell.causes)
+        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5)
         about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
         axes.text(0.03, 0.04, about, transform=axes.transAxes, size=8, color=QUIET)
         axes.grid(axis="y")

@@ -26,7 +26,10 @@ def answer(records: Records) -> Answer | None:
         f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch. As one"
         f" process does, under every strategy that they run, train: {', '.join(good) or 'none'}."
     )
-    compared = [cell.of_its_time for cell in _bad(cells) if cell.of_its_time in ("equal", "different")]
+    bad = _bad(today)
+    # What is a matter of luck may be right anywhere.
+    steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
+    compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]
     half, own = ROUNDING["bf16"], ROUNDING["bf16-engine"]
     notes = [
         f"{sum(len(cell.runs) for cell in cells)} runs in {len(cells)} cells, beside `single` under the same stack."
@@ -39,6 +42,13 @@ def answer(records: Records) -> Answer | None:
             f"Of {len(compared)} cells that are wrong today and ran with Accelerate and torch of their time too,"
             f" {compared.count('equal')} are right there: a mismatch between releases, and no fault of the engine"
             " alone."
+        )
+    if bad:
+        kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
+        notes.append(
+            f"Of {len(bad)} cells that are wrong today {sum('shows' in kind for kind in kinds)} have a cause that a GPU"
+            f" shows too, as its source reads; {kinds.count({'hidden'})} have one that a GPU does not show, and"
+            f" {kinds.count(set())} none that is known."
         )
     return Answer(sentence, avoid_table(records), tuple(notes))
 

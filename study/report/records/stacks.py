@@ -91,6 +91,8 @@ def release_cells(records: Records) -> list[Cell]:
     """Without `single`, which all others are held against; by release, from the oldest."""
     runs = real(records).runs
     runs = runs[runs["stack"].notna()]
+    if runs.empty:
+        return []
     steps = steps_by_run(records)
     rows: list[Row] = runs.to_dict("records")
     versions = _versions(rows)
