@@ -221,9 +221,9 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
             moved, small = moved + piece.elements, small - kept_by_c_library(piece.elements * width)
         in_bucket += piece.elements if id(piece) in own else 0
     whole, copy = float((total - moved) * width), _copied(bucket, request)
-    yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True)
+    yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
     held += 0 if offloaded else in_bucket * width
-    yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True)
+    yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True, small=small)
     yield from _flat_step(request, held, flat_elements(request) // request.box.ranks, staging, offloaded)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
-from study.predict.buckets import moments_of, standing_bucket
+from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
@@ -39,7 +39,7 @@ def predict_memory(request: Request) -> Memory:
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
     points = [_Point({**always, **point.parts}, point.small) for point in _points(request, state, kept)]
     if request.box.in_host_memory:
-        points = _with_what_the_c_library_keeps(points)
+        points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
@@ -86,14 +86,24 @@ def _standing(request: Request, state: State) -> float:
     return standing
 
 
-def _with_what_the_c_library_keeps(points: list[_Point]) -> list[_Point]:
+def _with_what_the_c_library_keeps(request: Request, points: list[_Point]) -> list[_Point]:
     """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
     most, found = 0.0, []
     for point in points:
-        most = max(most, point.small)
-        kept = most - point.small
-        found.append(_Point({**point.parts, "buffers": point.parts["buffers"] + kept}, most))
+        small = point.small + _small_activations(request, point.parts)
+        most = max(most, small)
+        found.append(_Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
     return found
+
+
+def _small_activations(request: Request, parts: dict[str, float]) -> float:
+    tokens, shape = request.micro_batch * request.sequence_length, request.shape
+    widths = {
+        "activations": shape.inner,
+        "attention": shape.heads * request.sequence_length,
+        "logits": shape.vocabulary,
+    }
+    return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
 
 
 def _points(request: Request, state: State, kept: Activations) -> list[_Point]:

@@ -137,7 +137,7 @@ def own_pieces(request: Request) -> list[Piece]:
 
 
 def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
-    """What still waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
+    """What waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
     filled, last = 0, list[Piece]()
     for piece in reversed(pieces_of(request.shape)):
         if filled + piece.elements > settings.reduce_bucket:
