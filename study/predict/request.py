@@ -61,7 +61,11 @@ class Box:
     device: Device
     gpus_per_node: int
     nodes: int = 1
+    # Of one device to other nodes.
+    network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
+    # What all ranks of a node read and write together in an optimizer on the host.
+    host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
 
