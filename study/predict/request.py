@@ -68,7 +68,6 @@ class Box:
     host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
-
     # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
     gathers_into_copies: bool = False
 
@@ -94,6 +93,8 @@ class Request:
     gradient_checkpointing: bool
     attention: Attention
     optimizer: OptimizerName = "adamw"
+    # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
+    dropout: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
