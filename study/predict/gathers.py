@@ -1,7 +1,8 @@
-"""Which parameters stage 3 holds whole, and how often it gathers them: its own rules over the order of modules.
+"""Which parameters stage 3 holds whole, and how often it gathers them: its own rules over the calls of modules.
 
-partitioned_param_coordinator.py: a module's parameters are gathered when it runs, the next ones ahead of it, and let go
-of after it unless they are needed again within `stage3_max_reuse_distance` elements.
+partitioned_param_coordinator.py of deepspeed 0.19: what a module needs is gathered when it is called, then what the
+next ones need until the prefetch bucket is full or too many are live; after the call it lets go of what is not needed
+again within `stage3_max_reuse_distance` elements, and has not been looked at for a later call.
 """
 
 from __future__ import annotations
@@ -10,18 +11,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from study.predict.modules import Call, calls_of
 from study.predict.request import Request
 from study.predict.settings import EngineSettings
-from study.predict.state import Piece, kept_whole, pieces_of
+from study.predict.state import Piece, kept_whole, weight_bytes
 
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """A module that runs: its parameters that are sharded, and all of them."""
-
-    layer: int | None
-    sharded: tuple[Piece, ...]
-    elements: int
+# Blocks below this stay with the C library of a process when they are freed (malloc's largest mmap threshold).
+LARGEST_KEPT_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,111 +25,114 @@ class Gathers:
     """Of one micro-batch, in elements."""
 
     # Put out by all gathers of one forward and backward pass, padded, and how many calls these are.
-    elements: int
-    calls: int
-    # The most that is whole at once while each layer runs, forward and backward; the key None is outside the layers.
-    live_forward: dict[int | None, int]
-    live_backward: dict[int | None, int]
+    elements: int = 0
+    calls: int = 0
+    # The most that is whole at once at each place, forward and backward, and of that what lies in small tensors.
+    live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
-def uses_of(request: Request, settings: EngineSettings) -> tuple[list[Use], list[Use]]:
-    """The order of modules forward and backward. A checkpointed layer runs forward again before its backward pass."""
-    whole = {id(piece) for piece in kept_whole(request, settings)}
-    modules: dict[str, list[Piece]] = {}
-    for piece in pieces_of(request.shape):
-        modules.setdefault(piece.module, []).append(piece)
-    forward = [
-        Use(parts[0].layer, tuple(p for p in parts if id(p) not in whole), sum(p.elements for p in parts))
-        for parts in modules.values()
-    ]
-    if request.shape.tied:
-        # The head is the embedding again.
-        forward.append(forward[0])
-    backward: list[Use] = []
-    if request.gradient_checkpointing:
-        by_layer: dict[int | None, list[Use]] = {}
-        for use in forward:
-            by_layer.setdefault(use.layer, []).append(use)
-        outside = [use for use in forward if use.layer is None]
-        first = next((at for at, use in enumerate(forward) if use.layer is not None), len(forward))
-        after, before = outside[first:], outside[:first]
-        backward += reversed(after)
-        for layer in reversed(range(request.shape.layers)):
-            backward += [*by_layer[layer], *reversed(by_layer[layer])]
-        backward += reversed(before)
-    else:
-        backward += reversed(forward)
-    return forward, backward
+@dataclasses.dataclass
+class _Group:
+    """Gathered into one buffer. The first use copies all of it out, and the buffer stays until the last."""
+
+    size: int
+    left: set[int]
+    is_open: bool = False
+
+
+class _Coordinator:
+    def __init__(self, trace: Sequence[Call], whole: set[int], settings: EngineSettings, request: Request) -> None:
+        self.settings, self.ranks, self.gloo = settings, request.box.ranks, request.box.gathers_into_copies
+        self.sharded = [tuple(piece for piece in call.pieces if id(piece) not in whole) for call in trace]
+        self.order = [(at, piece) for at, pieces in enumerate(self.sharded) for piece in pieces]
+        self.place = 0
+        # The latest call that a piece was looked at for.
+        self.seen: dict[int, int] = {}
+        self.live: dict[int, int] = {}
+        self.together: list[_Group] = []
+        self.total = self.gathered = self.calls = self.small = 0
+        self.smaller_than = LARGEST_KEPT_BYTES / weight_bytes(request)
+        self.sums = [0]
+        for call in trace:
+            self.sums.append(self.sums[-1] + sum(piece.elements for piece in call.pieces))
+        self.next_use = _next_use(self.sharded)
+
+    def gather(self, pieces: Sequence[Piece]) -> int:
+        """The elements that come."""
+        missing = [piece for piece in pieces if id(piece) not in self.live]
+        size = sum(piece.elements for piece in missing)
+        for piece in missing:
+            self.live[id(piece)] = piece.elements
+            self.small += piece.elements if piece.elements < self.smaller_than else 0
+            self.gathered += math.ceil(piece.elements / self.ranks) * self.ranks
+        if len(missing) > 1:
+            self.together.append(_Group(size, {id(piece) for piece in missing}))
+        self.total += size
+        self.calls += bool(missing)
+        return size
+
+    def copied(self, at: int) -> int:
+        """Elements that are there twice while module `at` runs."""
+        used, found = {id(piece) for piece in self.sharded[at]}, 0
+        for group in self.together:
+            group.is_open = group.is_open or bool(group.left & used)
+            found += group.size if group.is_open else 0
+            group.left -= used
+        self.together = [group for group in self.together if group.left]
+        return found
+
+    def call(self, at: int) -> int:
+        """Elements that are whole at the most while module `at` runs, copies of them included."""
+        came = self.gather(self.sharded[at])
+        # gloo gathers into a copy of the whole.
+        peak = self.total + (came if self.gloo else 0)
+        copied = self.copied(at)
+        while self.place < len(self.order) and self.order[self.place][0] <= at:
+            self.seen[id(self.order[self.place][1])] = self.order[self.place][0]
+            self.place += 1
+        room = min(self.settings.max_live - self.total, self.settings.prefetch_bucket)
+        coming: list[Piece] = []
+        elements = 0
+        while self.place < len(self.order) and elements < room:
+            when, piece = self.order[self.place]
+            self.place += 1
+            self.seen[id(piece)] = max(self.seen.get(id(piece), 0), when)
+            if id(piece) not in self.live and piece not in coming:
+                coming.append(piece)
+                elements += piece.elements
+        came = self.gather(coming)
+        return max(peak, self.total + copied + (came if self.gloo else 0))
+
+    def release(self, at: int) -> None:
+        for piece in self.sharded[at]:
+            again = self.next_use[at].get(id(piece))
+            near = again is not None and self.sums[again] - self.sums[at + 1] < self.settings.max_reuse_distance
+            if id(piece) in self.live and not near and self.seen[id(piece)] <= at + 1:
+                self.total -= self.live.pop(id(piece))
+                self.small -= piece.elements if piece.elements < self.smaller_than else 0
 
 
 def gathers_of(request: Request, settings: EngineSettings) -> Gathers:
-    ranks = request.box.ranks
-    if ranks == 1:
-        return Gathers(0, 0, {}, {})
-    forward, backward = uses_of(request, settings)
-    trace = [*forward, *backward]
-    reach = _reach(trace, settings.max_reuse_distance)
-    next_use = _next_use(trace)
-    live: dict[int, int] = {}
-    total = padded = calls = 0
-    fetched: set[int] = set()
-    held: tuple[dict[int | None, int], dict[int | None, int]] = ({}, {})
-    ahead = 0
-    for at, use in enumerate(trace):
-        missing = [piece for piece in use.sharded if id(piece) not in live]
-        if missing:
-            calls += 1
-        for piece in missing:
-            live[id(piece)] = piece.elements
-            total += piece.elements
-            padded += math.ceil(piece.elements / ranks) * ranks
-        # Ahead: until the prefetch bucket or the budget of live parameters is full.
-        room = min(settings.max_live - total, settings.prefetch_bucket)
-        coming, ahead = 0, max(ahead, at + 1)
-        while ahead < len(trace) and coming < room:
-            new = [piece for piece in trace[ahead].sharded if id(piece) not in live]
-            for piece in new:
-                live[id(piece)] = piece.elements
-                total += piece.elements
-                padded += math.ceil(piece.elements / ranks) * ranks
-                coming += piece.elements
-                fetched.add(id(piece))
-            ahead += 1
-        calls += bool(coming)
+    if request.box.ranks == 1:
+        return Gathers()
+    forward, backward = calls_of(request.shape, request.gradient_checkpointing)
+    whole = {id(piece) for piece in kept_whole(request, settings)}
+    trace = (*forward, *backward)
+    coordinator = _Coordinator(trace, whole, settings, request)
+    held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+    for at, call in enumerate(trace):
+        live = coordinator.call(at)
         where = held[at >= len(forward)]
-        # What comes together is gathered into one buffer, and copied out of it.
-        where[use.layer] = max(where.get(use.layer, 0), total + coming)
-        for piece in use.sharded:
-            again = next_use[at].get(id(piece))
-            if (
-                id(piece) in live
-                and not (again is not None and again < reach[at])
-                and not (again is not None and again < ahead)
-            ):
-                total -= live.pop(id(piece))
-    return Gathers(padded, calls, *held)
+        where[call.place] = max(where.get(call.place, (0, 0)), (live, coordinator.small))
+        coordinator.release(at)
+    return Gathers(coordinator.gathered, coordinator.calls, *held)
 
 
-def _reach(trace: Sequence[Use], distance: int) -> list[int]:
-    """For each module, the first one after it that is out of reach."""
-    sums = [0]
-    for use in trace:
-        sums.append(sums[-1] + use.elements)
-    found, end = [], 0
-    for at in range(len(trace)):
-        end = max(end, at + 1)
-        # DeepSpeed looks at the modules after this one until it has passed `distance` elements.
-        while end < len(trace) and sums[end] - sums[at + 1] < distance:
-            end += 1
-        found.append(end)
-    return found
-
-
-def _next_use(trace: Sequence[Use]) -> list[dict[int, int]]:
+def _next_use(sharded: Sequence[Sequence[Piece]]) -> list[dict[int, int]]:
     coming: dict[int, int] = {}
     found: list[dict[int, int]] = []
-    for at in reversed(range(len(trace))):
-        use = trace[at]
-        found.append({id(piece): coming[id(piece)] for piece in use.sharded if id(piece) in coming})
-        coming |= dict.fromkeys(map(id, use.sharded), at)
+    for at in reversed(range(len(sharded))):
+        found.append({id(piece): coming[id(piece)] for piece in sharded[at] if id(piece) in coming})
+        coming |= dict.fromkeys(map(id, sharded[at]), at)
     return found[::-1]

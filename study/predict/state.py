@@ -15,6 +15,8 @@ from study.predict.request import ModelShape, Request
 from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
 
 FP32_BYTES = 4
+# The place of what comes before the layers.
+BEFORE = -1
 # One number of torch's AdamW for each tensor that it steps: the count of steps.
 STEP_BYTES = 4
 
@@ -26,13 +28,8 @@ class Piece:
     name: str
     elements: int
     rows: int
-    # None outside the layers.
-    layer: int | None
-
-    @property
-    def module(self) -> str:
-        """The module that owns it: what stage 3 gathers at once."""
-        return f"{self.layer}.{self.name.rpartition('.')[0]}"
+    # Its layer; -1 for what comes before the layers, and the number of layers for what comes after.
+    place: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +42,7 @@ def _pieces(shape: ModelShape) -> Iterator[Piece]:
     seen = False
     for tensor in shape.tensors:
         if not tensor.in_layer:
-            yield Piece(tensor.name, tensor.elements, tensor.rows, None)
+            yield Piece(tensor.name, tensor.elements, tensor.rows, shape.layers if seen else BEFORE)
         elif not seen:
             seen = True
             for layer in range(shape.layers):
@@ -121,8 +118,34 @@ def _stage12(request: Request, settings: EngineSettings) -> State:
     if settings.optimizer is not None:
         return State(params, 0.0, 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
-    grads = request.shape.parameters * kept if settings.stage == 1 else part * kept
-    return State(params, float(grads), held + STEP_BYTES)
+    if settings.stage == 1:
+        return State(params, float(request.shape.parameters * kept), held + STEP_BYTES)
+    # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
+    waiting, last = last_bucket(request, settings)
+    reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last)
+    return State(params, float(max(part * kept, (reduced + waiting) * weight)), held + STEP_BYTES)
+
+
+def own_pieces(request: Request) -> list[Piece]:
+    """Those of which rank 0 keeps some: stages 1 and 2 cut the flat buffer, not each tensor."""
+    part, at, found = flat_elements(request) // request.box.ranks, 0, []
+    for piece in pieces_of(request.shape):
+        if at < part:
+            found.append(piece)
+        at += piece.elements
+    return found
+
+
+def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
+    """What waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
+    filled, last = 0, list[Piece]()
+    for piece in reversed(pieces_of(request.shape)):
+        if filled + piece.elements > settings.reduce_bucket:
+            filled, last = 0, []
+        filled += piece.elements
+        last.append(piece)
+    large = sum(piece.elements for piece in last if piece.elements > settings.reduce_bucket)
+    return large, {id(piece) for piece in last}
 
 
 def master_bytes(settings: EngineSettings) -> int:
@@ -170,6 +193,7 @@ def _stage3(request: Request, settings: EngineSettings) -> State:
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     parts = dict.fromkeys(("params_host", "grads_host", "optimizer_host", "params_nvme", "grads_nvme"), 0.0)
     parts["optimizer_nvme"] = 0.0
+    waiting, _ = last_bucket(request, settings)
     grads_device, optimizer_device = float(part * kept), part * moments + STEP_BYTES * len(groups)
     if settings.optimizer is not None:
         # The first groups stay on the device where `ratio` says so (_create_fp32_partitions).
@@ -185,7 +209,7 @@ def _stage3(request: Request, settings: EngineSettings) -> State:
             swapped = sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES)
             parts["params_nvme"] = float(swapped)
             parts["params_host"] -= swapped
-    return State(params_device, grads_device, optimizer_device, **parts)
+    return State(params_device, grads_device + waiting * weight, optimizer_device, **parts)
 
 
 def _offloaded_optimizer(
