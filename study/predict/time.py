@@ -195,14 +195,17 @@ def _elementwise_s(step: _Step, share: float) -> float:
 
 
 def _loose_bytes(step: _Step) -> int:
-    """Autocast computes norms, softmax and what follows them in fp32; under FSDP's own 16 bits they are as wide as all."""
-    autocast = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
+    """Autocast computes norms, softmax and what follows them in fp32."""
+    autocast = step.request.precision in ("bf16", "fp16") and step.request.autocast
     return 4 if autocast else step.activation_bytes
 
 
 def _logits_s(step: _Step) -> float:
     shape = step.request.shape
-    return _LOGIT_BYTES * step.tokens * shape.vocabulary / step.bandwidth if shape.family == "causal-lm" else 0.0
+    if shape.family != "causal-lm":
+        return 0.0
+    each = 3 * step.activation_bytes if step.request.fused_loss else _LOGIT_BYTES
+    return each * step.tokens * shape.vocabulary / step.bandwidth
 
 
 def _casts_s(step: _Step) -> float:
