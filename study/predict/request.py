@@ -94,8 +94,8 @@ class Request:
     gradient_checkpointing: bool
     attention: Attention
     optimizer: OptimizerName = "adamw"
-    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are 16 bits wide
-    # as well; the engines of this study never do.
+    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are as
+    # narrow; this study's never does.
     autocast: bool = True
     # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
     fused_loss: bool = False
