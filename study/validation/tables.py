@@ -98,7 +98,7 @@ def league_table(rows: pd.DataFrame) -> pd.DataFrame:
         "rows": rows["rows"], "tool": rows["tool"], "peaks it speaks of": rows["peaks"],
         "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
         "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
-        "said to fit, and did not": rows["said_fits"],
+        "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
     })  # fmt: skip
 
 
