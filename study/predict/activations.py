@@ -95,7 +95,8 @@ def is_fused(request: Request) -> bool:
 def activations_of(request: Request) -> Activations:
     shape = request.shape
     tokens, width = request.micro_batch * request.sequence_length, computing_bytes(request)
-    mode = "fp32" if width == 4 else "engine" if request.precision.endswith("-engine") else "autocast"
+    own = request.precision.endswith("-engine") or not request.autocast
+    mode = "fp32" if width == 4 else "engine" if own else "autocast"
     name = _ALIKE.get(shape.model_type, shape.model_type)
     fused = is_fused(request)
     kept = (_FUSED if fused else _EAGER)[name]
@@ -117,6 +118,7 @@ def activations_of(request: Request) -> Activations:
     matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
     vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
     capped = width if name == "gemma2" else 0
+    fused_loss = request.fused_loss
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
@@ -129,10 +131,10 @@ def activations_of(request: Request) -> Activations:
             # What the feed-forward block kept is gone by then.
             2 * largest_scores - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
         ),
-        logits=tokens * vocabulary * (4 + capped),
+        logits=tokens * vocabulary * (width if fused_loss else 4 + capped),
         # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
-        logits_forward=tokens * vocabulary * (width + (4 if width == 2 else 0) + capped),
-        logits_backward=tokens * vocabulary * 8,
+        logits_forward=tokens * vocabulary * (width if fused_loss else width + (4 if width == 2 else 0) + capped),
+        logits_backward=tokens * vocabulary * (width if fused_loss else 8),
         cast_layer=matrices * 2 if mode == "autocast" else 0,
         cast_head=head,
     )
