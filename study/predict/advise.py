@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.host.memory import GIB
@@ -25,6 +24,7 @@ _SMALL_BUCKET = 50_000_000
 # What is live and kept for reuse where memory is short, in layers.
 _LAYERS_LIVE = 2
 _SMALLEST_SUB_GROUPS = 10
+_FAR_BEHIND = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Advice:
         return next((option for option in self.options if option.name == name), None)
 
 
-def advise(question: Question) -> Advice:
-    found = [_best_of(question, name) for name in candidates(question)]
+def advise(question: Question, names: Sequence[str] | None = None) -> Advice:
+    found = [_best_of(question, name) for name in names or candidates(question)]
     return Advice(question, tuple(sorted(found, key=_order)))
 
 
@@ -135,16 +135,16 @@ def fitted(strategy: Strategy, question: Question) -> Iterator[Strategy]:
         return
     largest = max(tensor.elements for tensor in question.shape.tensors)
     layer = sum(tensor.elements for tensor in question.shape.tensors if tensor.in_layer)
+    small = min(_SMALL_BUCKET, question.shape.parameters)
     # A bucket between the two takes in no more of the large tensors' gradients than the small one.
-    buckets = sorted({min(_SMALL_BUCKET, question.shape.parameters), largest})
-    for bucket in buckets:
+    for bucket in sorted({small, largest}):
         base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
             base = _with(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
         base = _with_offloads(base, question, largest)
         yield base
         live = _LAYERS_LIVE * layer
-        if strategy.zero_stage == 3 and live < question.shape.parameters:
+        if strategy.zero_stage == 3 and live < question.shape.parameters and bucket == small:
             yield _with(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
 
 
@@ -181,10 +181,25 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool) -> 
         )  # fmt: skip
         return request, predict_memory(request)
 
-    # More samples never hold less.
-    place = bisect.bisect_left(sizes, True, key=lambda size: not fits(asked(size)[1], question.box))
-    request, memory = asked(sizes[max(place - 1, 0)])
-    time = predict_time(request, memory) if place else None
+    request, memory = asked(sizes[0])
+    is_there = fits(memory, question.box)
+    # More samples never hold less, and hold in steps of one size: the first guess is near.
+    low, high = 0, len(sizes)
+    over = [excess_bytes(memory, question.box), math.inf]
+    if is_there and high > 1 and (last := asked(sizes[-1])):
+        over[1] = excess_bytes(last[1], question.box)
+        low, high = (high - 1, high) if over[1] <= 0 else (0, high - 1)
+        request, memory = last if low else (request, memory)
+    while is_there and high - low > 1:
+        way = -over[0] / (over[1] - over[0])
+        place = min(max(low + 1, low + int(way * (high - low))), high - 1)
+        tried = asked(sizes[place])
+        excess = excess_bytes(tried[1], question.box)
+        if excess <= 0:
+            low, over[0], (request, memory) = place, excess, tried
+        else:
+            high, over[1] = place, excess
+    time = predict_time(request) if is_there else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
@@ -210,12 +225,19 @@ def device_bytes(memory: Memory) -> float:
     return memory.peak_reserved.value + memory.device_parts["context"]
 
 
-def fits(memory: Memory, box: Box) -> bool:
-    peak, host = device_bytes(memory), memory.host_peak.value
+def excess_bytes(memory: Memory, box: Box) -> float:
+    """What is missing, or else the room that is left, as a negative number."""
+    host_bytes = (box.host_gib_per_node or 0) * GIB
     if box.in_host_memory:
-        return box.gpus_per_node * memory.peak_allocated.value + host <= (box.host_gib_per_node or 0) * GIB
-    is_on_host = box.host_gib_per_node is None or host <= box.host_gib_per_node * GIB
-    return peak <= usable_bytes(box) and is_on_host
+        return box.gpus_per_node * memory.peak_allocated.value + memory.host_peak.value - host_bytes
+    on_host = memory.host_peak.value - host_bytes if box.host_gib_per_node is not None else -math.inf
+    on_device = device_bytes(memory) - usable_bytes(box)
+    # What is on the host does not go by the samples.
+    return max(on_device, on_host) if on_host > 0 else on_device
+
+
+def fits(memory: Memory, box: Box) -> bool:
+    return excess_bytes(memory, box) <= 0
 
 
 def why(memory: Memory, box: Box) -> str:
@@ -260,6 +282,9 @@ def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
+    # The slowest ones here are no better there.
+    slowest = 0.0 if best is None else _FAR_BEHIND * best.tokens_per_s
+    names = [option.name for option in advice.options if not option.fits or option.tokens_per_s > slowest]
     others = {
         f"{2 * question.sequence_length} tokens a sample": {"sequence_length": 2 * question.sequence_length},
         "twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)},
@@ -267,7 +292,7 @@ def changes(advice: Advice) -> Iterator[str]:
     if box.gpus_per_node > 1:
         others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
     for label, changed in others.items():
-        there = advise(dataclasses.replace(question, **changed)).best  # type: ignore[arg-type]
+        there = advise(dataclasses.replace(question, **changed), names).best  # type: ignore[arg-type]
         now, then = (option.name if option else "nothing" for option in (best, there))
         if now != then:
             yield f"with {label} it would be {then}"
