@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from study.host.memory import GIB
@@ -19,6 +19,8 @@ LARGEST_MICRO_BATCH = 512
 # Of the size on the data sheet what the driver shows: 79.2 of 80 GiB on an H100, 39.4 of 40 on an A100. Memory that is
 # GDDR6 gives a sixteenth to error correction.
 _USABLE, _USABLE_GDDR6, _GDDR6 = 0.985, 15 / 16, ("T4", "L4", "A10G")
+# What a micro-batch makes of a question.
+Asked = Callable[[int], tuple[Request, Memory]]
 # Elements: 16-bit buckets of 100 MB keep a network busy.
 _SMALL_BUCKET = 50_000_000
 # What is live and kept for reuse where memory is short, in layers.
@@ -169,41 +171,41 @@ def _with(strategy: Strategy, **settings: Any) -> Strategy:
 
 
 def _largest(question: Question, name: str, strategy: Strategy, again: bool) -> Option:
-    sizes = _micro_batches(question)
+    """At the largest micro-batch that fits, or at the smallest where none does."""
 
     def asked(micro_batch: int) -> tuple[Request, Memory]:
-        accumulation = max(1, (question.global_batch or 0) // (micro_batch * question.ranks))
         request = Request(
             shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=accumulation,
+            micro_batch=micro_batch, accumulation=max(1, (question.global_batch or 0) // (micro_batch * question.ranks)),
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             attention=question.attention,
         )  # fmt: skip
         return request, predict_memory(request)
 
-    request, memory = asked(sizes[0])
-    is_there = fits(memory, question.box)
-    # More samples never hold less, and hold in steps of one size: the first guess is near.
-    low, high = 0, len(sizes)
-    over = [excess_bytes(memory, question.box), math.inf]
-    if is_there and high > 1 and (last := asked(sizes[-1])):
-        over[1] = excess_bytes(last[1], question.box)
-        low, high = (high - 1, high) if over[1] <= 0 else (0, high - 1)
-        request, memory = last if low else (request, memory)
-    while is_there and high - low > 1:
-        way = -over[0] / (over[1] - over[0])
-        place = min(max(low + 1, low + int(way * (high - low))), high - 1)
-        tried = asked(sizes[place])
-        excess = excess_bytes(tried[1], question.box)
-        if excess <= 0:
-            low, over[0], (request, memory) = place, excess, tried
-        else:
-            high, over[1] = place, excess
-    time = predict_time(request) if is_there else None
+    request, memory = _search(_micro_batches(question), asked, question.box)
+    time = predict_time(request) if fits(memory, question.box) else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
     return Option(name, request, memory, time, why(memory, question.box), cost)
+
+
+def _search(sizes: list[int], asked: Asked, box: Box) -> tuple[Request, Memory]:
+    """More samples never hold less, and each about as much: where a line over the two ends crosses is a good guess."""
+    best, last = asked(sizes[0]), asked(sizes[-1])
+    if fits(last[1], box):
+        return last
+    low, high = 0, len(sizes) - 1
+    room, missing = -excess_bytes(best[1], box), excess_bytes(last[1], box)
+    while room >= 0 and high - low > 1:
+        guess = low + int((high - low) * room / (room + missing))
+        place = min(max(guess, low + 1), high - 1)
+        tried = asked(sizes[place])
+        if (excess := excess_bytes(tried[1], box)) <= 0:
+            low, room, best = place, -excess, tried
+        else:
+            high, missing = place, excess
+    return best
 
 
 def _micro_batches(question: Question) -> list[int]:

@@ -187,7 +187,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     if "zero3_init_flag" in plugin:
         findings += _init_flag(plugin["zero3_init_flag"], stage)
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if plugin.get(key) not in (None, "none"):
+        if inner in (None, "none") and plugin.get(key) not in (None, "none"):
             says = "the launcher hands it to no rank: say nvme_path in a DeepSpeed JSON"
             findings.append(Finding("ignored", key, says))
     given = _dotted(settings) if inner not in (None, "none") else tuple(known[key] for key in plugin if known.get(key))
