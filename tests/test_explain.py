@@ -168,6 +168,31 @@ def test_settings_that_do_nothing_are_named_with_the_reason(tmp_path: Path) -> N
     assert told["sub_group_size"][1] == "stage 2 does not heed it; stage 3 would"
 
 
+def test_fsdp_settings_that_version_2_drops_or_refuses_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands.launch import launch_command_parser
+
+    flags = {action.dest for action in launch_command_parser()._actions if action.dest.startswith("fsdp_")}
+    assert set(KNOWN["fsdp"]) == flags | {"fsdp_ignored_modules"}
+    section = {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": True, "fsdp_offload_params": False, "reshard": 3,
+    }  # fmt: skip
+    file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8, "fsdp_config": section}
+    told = said(case_of(tmp_path, file, "gpt2-xl", ranks=8, name="fsdp.yaml"))
+    assert {key: kind for key, (kind, _) in told.items()} == {
+        "fsdp_backward_prefetch": "ignored", "fsdp_forward_prefetch": "refused", "fsdp_reshard": "ignored",
+        "fsdp_reshard_after_forward": "noted",
+    }  # fmt: skip
+    # 7/8 of 1.56 B weights of four bytes.
+    assert "5.08 GiB more" in told["fsdp_reshard_after_forward"][1]
+    with pytest.raises(ValueError, match="not yet implemented in FSDP2"):
+        FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
+    assert FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE").backward_prefetch is None
+
+
 def test_a_file_that_has_nothing_wrong_has_no_findings(tmp_path: Path) -> None:
     assert said(case_of(tmp_path, zero(2, reduce_bucket_size=1000, overlap_comm=True))) == {}
 

@@ -174,9 +174,10 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool) -> 
     """At the largest micro-batch that fits, or at the smallest where none does."""
 
     def asked(micro_batch: int) -> tuple[Request, Memory]:
+        steps = (question.global_batch or 0) // (micro_batch * question.ranks)
         request = Request(
             shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=max(1, (question.global_batch or 0) // (micro_batch * question.ranks)),
+            micro_batch=micro_batch, accumulation=max(1, steps),
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             attention=question.attention,
         )  # fmt: skip
@@ -275,9 +276,9 @@ def how_sure(advice: Advice) -> str:
         return f"it is the only one that fits, {memory}"
     gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
     if error is None:
-        return f"{gap:.0%} ahead of the next, an error of which nothing was validated; {memory}"
-    sure = "sure" if gap > error else "a tie: its lead is within the error of the model"
-    return f"{sure} ({gap:.0%} ahead, error of a step's time {error:.0%}); {memory}"
+        return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
+    sure = "sure" if gap > error else "not sure"
+    return f"{sure}: {gap:.0%} ahead of the next, where a step's time may be {error:.0%} off; {memory}"
 
 
 def changes(advice: Advice) -> Iterator[str]:
