@@ -122,7 +122,7 @@ def test_what_accelerate_refuses_beside_a_deepspeed_file_is_told(
     with pytest.raises(ValueError, match="will be ignored"):
         DeepSpeedPlugin(hf_ds_config=dict(PLAIN))
     (tmp_path / "inner.json").write_text(json.dumps(PLAIN))
-    section = {"deepspeed_config_file": str(tmp_path / "inner.json")}
+    section: dict[str, Any] = {"deepspeed_config_file": str(tmp_path / "inner.json")}
     top: dict[str, Any] = {"distributed_type": "DEEPSPEED", "num_processes": 4}
     (top if key == "mixed_precision" else section)[key] = "bf16" if key == "mixed_precision" else 1
     case = case_of(tmp_path, {**top, "deepspeed_config": section}, name="accelerate.yaml")
@@ -199,11 +199,11 @@ def test_a_file_that_has_nothing_wrong_has_no_findings(tmp_path: Path) -> None:
 
 _FILLED_BY_THE_ENGINE = """
 import json, sys, torch, transformers
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 PartialState(cpu=True)
 import deepspeed
-deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, init_method=f"file://{sys.argv[2]}",
-                           rank=0, world_size=1)
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 plugin = DeepSpeedPlugin(hf_ds_config=json.load(open(sys.argv[1])))
 accelerator = Accelerator(deepspeed_plugin=plugin)
 config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=48, vocab_size=64, n_positions=32)

@@ -121,7 +121,7 @@ def _fsdp(case: Case) -> Iterator[Finding]:
             yield Finding("ignored", key, "Accelerate drops it without a word")
         elif is_second and (effect := known[key]) is not None and str(value).lower() not in ("false", "none"):
             kind, _, says = effect.partition(": ")
-            yield Finding(kind, key, says)  # type: ignore[arg-type]  # the table has no other kinds
+            yield Finding(kind, key, says)
     if is_second and str(said.get("fsdp_reshard_after_forward", True)).lower() == "false":
         size = case.weight * (case.shape.parameters - case.shape.parameters / case.ranks)
         says = (
