@@ -14,6 +14,7 @@ from filelock import FileLock
 from engines import launch
 from forked import fork_ranks
 from study.record.directory import Run, read_run
+from study.spec.strategies import WITH_COPIES
 
 RunFactory = Callable[..., Run]
 
@@ -23,6 +24,13 @@ FLAGS = (
     "--eval_samples", "24", "--weight_decay", "0.01", "--warmup_ratio", "0.25", "--max_grad_norm", "0.5",
     "--eval_steps", "4", "--logging_steps", "3",
 )  # fmt: skip
+
+
+def ranks_of(strategy: str) -> int:
+    """As its file says."""
+    if strategy == "single":
+        return 1
+    return 4 if strategy in WITH_COPIES else 2
 
 
 def train(
@@ -52,7 +60,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
         root = root.parent
 
     def make(strategy: str, *flags: str, ranks: int | None = None) -> Run:
-        ranks = ranks or (1 if strategy == "single" else 2)
+        ranks = ranks or ranks_of(strategy)
         key = (strategy, str(ranks), *flags)
         if key not in made:
             output_dir = root / "runs" / f"{strategy}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"

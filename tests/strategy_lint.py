@@ -10,24 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import UserError
-from study.spec.strategies import STRATEGY_DIRECTORY, read_deepspeed_json, read_yaml
+from study.spec.strategies import STRATEGY_DIRECTORY, WITH_COPIES
+from study.spec.strategy_files import read_deepspeed_json, read_yaml
 
 # What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
     "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
+    "hsdp": (None, None, None), "zero3_hpz": (3, None, None),
     "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
     "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
     "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
 }  # fmt: skip
 WITH_DEEPSPEED = [name for name, (stage, _, _) in STRATEGIES.items() if stage is not None]
-_DISTRIBUTED_TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP"} | dict.fromkeys(WITH_DEEPSPEED, "DEEPSPEED")
+_DISTRIBUTED_TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "hsdp": "FSDP"} | dict.fromkeys(
+    WITH_DEEPSPEED, "DEEPSPEED"
+)
 _DEEPSPEED_CONFIG_KEYS = {"deepspeed_config_file", "deepspeed_multinode_launcher", "zero3_init_flag"}
 _FSDP_CONFIG_KEYS = {
     "fsdp_version", "fsdp_auto_wrap_policy", "fsdp_reshard_after_forward", "fsdp_offload_params",
     "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing", "fsdp_state_dict_type",
 }  # fmt: skip
 # Keys in which the YAML files may differ; everything else in them must be the same everywhere.
-_YAML_KEYS_THAT_DIFFER = {"distributed_type", "num_processes", "deepspeed_config", "fsdp_config"}
+_YAML_KEYS_THAT_DIFFER = {
+    "distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config",
+}  # fmt: skip
+# Two copies, each over two ranks.
+_MESH = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
 # Keys whose DeepSpeed default would otherwise decide a comparison unseen (buckets above all).
 _ZERO_KEYS = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
@@ -37,6 +45,7 @@ _STAGE3_KEYS = {
     "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
 }  # fmt: skip
+_HPZ_KEYS = {"zero_hpz_partition_size"}
 _OFFLOAD_KEYS = {
     "offload_optimizer": {
         "cpu": {"device", "pin_memory"},
@@ -87,7 +96,7 @@ def lint(directory: Path = STRATEGY_DIRECTORY) -> Iterator[str]:
 
 
 def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
-    wanted = {"distributed_type": _DISTRIBUTED_TYPES[name], "num_processes": 1 if name == "single" else 2}
+    wanted = {"distributed_type": _DISTRIBUTED_TYPES[name], "num_processes": _ranks(name)}
     deepspeed = document.get("deepspeed_config") or {}
     if name in WITH_DEEPSPEED:
         wanted |= {
@@ -101,11 +110,20 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}.yaml: {key} is {found!r}, not {value!r}"
     for key, keys in (
         ("deepspeed_config", _DEEPSPEED_CONFIG_KEYS if name in WITH_DEEPSPEED else None),
-        ("fsdp_config", _FSDP_CONFIG_KEYS if name == "fsdp2" else None),
+        ("fsdp_config", _FSDP_CONFIG_KEYS if _DISTRIBUTED_TYPES[name] == "FSDP" else None),
     ):
         section = document.get(key)
         if (None if section is None else set(section)) != keys:
             yield f"{name}.yaml: {key} holds {sorted(section or ())}, not {sorted(keys or ())}"
+
+    if (mesh := document.get("parallelism_config")) != (_MESH if name == "hsdp" else None):
+        yield f"{name}.yaml: parallelism_config is {mesh!r}"
+
+
+def _ranks(name: str) -> int:
+    if name == "single":
+        return 1
+    return 4 if name in WITH_COPIES else 2
 
 
 def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[str]:
@@ -117,11 +135,13 @@ def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) 
         (
             _without(zero, set(_OFFLOAD_KEYS)),
             "zero_optimization.",
-            _ZERO_KEYS | (_STAGE3_KEYS if stage == 3 else set()),
+            _ZERO_KEYS | (_STAGE3_KEYS if stage == 3 else set()) | (_HPZ_KEYS if name == "zero3_hpz" else set()),
         ),
     ):
         for key in sorted(set(section) ^ wanted):
             yield f"{name}.json: {prefix}{key} is {'unexpected' if key in section else 'left to a hidden default'}"
+    if zero.get("zero_hpz_partition_size", 1) != (2 if name == "zero3_hpz" else 1):
+        yield f"{name}.json: zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']!r}"
     if zero.get("overlap_comm") is not (zero["stage"] == 3):
         yield f"{name}.json: zero_optimization.overlap_comm is not DeepSpeed's default for its stage"
     # A parameter from NVMe occupies one of few swap buffers until it is released, so none may wait for its next use.
@@ -147,8 +167,8 @@ def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key in _OFFLOAD_KEYS:
             device = value.get("device") if isinstance(value, Mapping) else None
             values |= dict(_leaves(value, f"zero_optimization.{key}[{device}].")) if device else {}
-        # These two follow from the stage and from where the parameters are; everything else must be equal.
-        elif key not in {"stage", "overlap_comm", "stage3_max_reuse_distance"}:
+        # The first three follow from the stage and from where the parameters are; everything else must be equal.
+        elif key not in {"stage", "overlap_comm", "stage3_max_reuse_distance", *_HPZ_KEYS}:
             values[f"zero_optimization.{key}"] = value
     return values
 

@@ -13,7 +13,7 @@ from typing import Any
 from study.record.directory import seal
 from study.report.questions.question import Answer
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
+from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
 
 GIB = 2**30
 PARAMETERS = 2_500_000
@@ -87,8 +87,8 @@ def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
     """Every strategy over as many seeds as it takes."""
     paths = []
     for number in range(runs):
-        strategy = STRATEGY_NAMES[number % len(STRATEGY_NAMES)]
-        seed = 42 + number // len(STRATEGY_NAMES)
+        strategy = STUDIED_STRATEGIES[number % len(STUDIED_STRATEGIES)]
+        seed = 42 + number // len(STUDIED_STRATEGIES)
         paths.append(write_run(root, strategy, seed=seed, steps=steps, **more))
     return paths
 

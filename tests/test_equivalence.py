@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 
-from runs import RunFactory, train
+from runs import RunFactory, ranks_of, train
 from study.record.directory import read_run
-from study.spec.strategies import read_strategy
+from study.spec.strategies import WITH_COPIES, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
 SHARDED = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
-    "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
+    "zero3_nvme", "zero3_cpu_nvme", "fsdp2", "hsdp", "zero3_hpz",
 )  # fmt: skip
 FP32_RELATIVE = 1e-5
 # Under autocast a logit carries a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy moves
@@ -38,7 +38,8 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
     cut = ("--per_device_train_batch_size", "1") if ACCUMULATION[task] == 4 else ()
     single, arm = baseline(run_of, task), run_of(strategy, "--task", task, *cut)
     assert single.engine["gradient_accumulation_steps"] == 2
-    assert arm.engine["gradient_accumulation_steps"] == ACCUMULATION[task]
+    expected = 2 * ACCUMULATION[task] // arm.engine["world_size"] if cut else ACCUMULATION[task]
+    assert arm.engine["gradient_accumulation_steps"] == expected
     assert len(arm.steps) == 8
     assert [row["loss"] for row in arm.steps] == pytest.approx([row["loss"] for row in single.steps], rel=FP32_RELATIVE)
     assert [row["lr"] for row in arm.steps] == [row["lr"] for row in single.steps]
@@ -98,7 +99,8 @@ def test_the_gradient_norm_before_clipping_agrees_where_the_engine_reports_one(r
 def test_the_engine_record_is_what_the_strategy_file_asks(run_of, strategy):
     engine, asked = run_of(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     assert engine["strategy"] == strategy
-    assert engine["world_size"] == 2
+    assert engine["world_size"] == ranks_of(strategy)
+    assert engine.get("copies") == ({"copies": 2, "ranks_of_a_copy": 2} if strategy in WITH_COPIES else None)
     assert engine["zero_stage"] == asked.zero_stage
     assert engine["offload_optimizer"] == asked.offload_device("optimizer")
     assert engine["offload_param"] == asked.offload_device("param")
@@ -137,3 +139,36 @@ def test_sharded_state_is_one_nth_of_the_whole(run_of, strategy):
         share = 2 if kind in sharded else 1
         allowed = kept_whole if kind == "params" else 0
         assert size / share * 0.99 <= held[kind] <= size / share * 1.01 + allowed
+
+
+def test_hsdp_shards_all_state_over_two_of_four_ranks(run_of):
+    whole = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
+    held = run_of("hsdp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
+    for kind, places in whole.items():
+        assert held[kind]["device"] == pytest.approx(places["device"] / 2, rel=0.01)
+
+
+def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(run_of):
+    whole = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]["params"]["device"]
+    for rank in run_of("zero3_hpz", "--task", "gpt-wikitext").memory["ranks"]:
+        state = rank["state"]
+        copy = state["pieces"]["params.device.second_copy"]
+        assert copy == pytest.approx((whole - state["kept_whole"]["bytes"]) / 2, rel=0.01)
+        assert state["pieces"]["params.device.partitions"] == pytest.approx(whole / 4, rel=0.01)
+        assert state["other_tensor_bytes"] < copy / 100
+
+
+@pytest.mark.long
+def test_a_second_copy_saves_bytes_where_parameters_are_gathered_twice(run_of):
+    """The backward pass gathers over two ranks instead of four: half of the bytes instead of three quarters."""
+    twice = [
+        word for key in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+        for word in ("--engine_override", f"zero_optimization.{key}=0")
+    ]  # fmt: skip
+    one, two = (
+        run_of(strategy, "--task", "gpt-wikitext", *twice, ranks=4).traffic["collectives"]["all_gather"]
+        for strategy in ("zero3", "zero3_hpz")
+    )
+    assert two["payload_bytes"] == one["payload_bytes"]
+    saved = one["wire_bytes_per_rank"] - two["wire_bytes_per_rank"]
+    assert saved > 0.05 * one["wire_bytes_per_rank"]

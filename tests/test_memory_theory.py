@@ -16,7 +16,7 @@ from study.models.presets import PRESETS
 from study.record.directory import RunWriter
 from study.report.records.frames import read_records
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 from study.sweep.needs import needs_of
 from study.sweep.plan import plan_cells
 from study.sweep.search import Search, example_of
@@ -90,7 +90,7 @@ def test_the_bound_of_activations_is_below_what_autograd_keeps_and_near_it(name,
 
 def test_model_state_is_counted_as_the_engines_kept_it():
     runs = read_records(ROOT / "reports" / "laptop").runs
-    assert set(runs["strategy"]) == set(STRATEGY_NAMES)
+    assert set(runs["strategy"]) == set(STUDIED_STRATEGIES)
     for _, run in runs.iterrows():
         state = state_bytes(read_strategy(run["strategy"]), run["precision"], run["world_size"])
         for place, least in (("device", state.device), ("host", state.host), ("nvme", state.nvme)):

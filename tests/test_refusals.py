@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,14 +17,15 @@ from test_records import write_run
 
 from engines import ROOT
 from forked import fork_ranks, fork_script
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.host.contents import sealed
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
-from study.run.checkpoint import digests_of
+from study.run.checkpoint import digests_of, find_checkpoint
 from study.run.checks import check_devices, check_launch_flags
+from study.run.copies import check_copies
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import Launch, read_strategy
 from study.tasks import load_data
@@ -343,6 +345,20 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_p
     assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), fix="--seed 7")
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
+def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ranks: int, tmp_path: Path) -> None:
+    saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), launch_of(strategy, ranks)
+    config = resolved(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
+    write_manifest(saved, world_size=8, strategy=strategy, deepspeed=launch.strategy.deepspeed)
+    if strategy == "zero3_nvme":
+        with pytest.raises(UserError, match="zero3_nvme cannot resume"):
+            find_checkpoint(config, launch, tmp_path)
+        return
+    assert find_checkpoint(config, launch, tmp_path) is not None
+    with pytest.raises(UserError, match=f"saved by {strategy}, this run is single"):
+        find_checkpoint(config, launch_of("single", 1), tmp_path)
+
+
 def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, max_steps=3)
     arguments = ("--scale", "laptop", "--max_steps", "3", "--resume_from_checkpoint", str(checkpoint))
@@ -407,6 +423,39 @@ def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: s
     assert f"{gpus} GPU" in refusal.value.problem
     command = f"accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes {gpus} "
     assert command in refusal.value.fix
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "gpus", "fix"),
+    [
+        ("hsdp", 2, 0, "--num_processes 4"), ("zero3_hpz", 1, 0, "--num_processes 4"),
+        ("hsdp", 5, 8, "--num_processes 4"), ("hsdp", 4, 4, None), ("zero3_hpz", 6, 0, None),
+        # A box of two GPUs is told what it can run.
+        ("hsdp", 2, 2, "use fsdp2"), ("zero3_hpz", 2, 2, "use zero3"),
+    ],
+)  # fmt: skip
+def test_two_copies_take_four_ranks(strategy: str, ranks: int, gpus: int, fix: str | None) -> None:
+    if fix is None:
+        check_copies(RunConfig(), launch_of(strategy, ranks), gpus)
+        return
+    with pytest.raises(Unsupported, match=f"{strategy} takes an even number of ranks from 4 up") as refusal:
+        check_copies(RunConfig(), launch_of(strategy, ranks), gpus)
+    assert fix in refusal.value.fix
+
+
+@pytest.mark.parametrize("mesh", [(2, 3), (4, 1), (2, 4)])
+def test_a_mesh_of_your_own_must_be_the_ranks(mesh: tuple[int, int]) -> None:
+    asked = {"dp_replicate_size": mesh[0]}
+    own = dataclasses.replace(read_strategy("hsdp"), name="hsdp-custom-12345678", own_settings=asked, mesh=mesh)
+    launch = Launch(own, 4, 0, 0, 4)
+    with pytest.raises(UserError, match=f"asks for {mesh[0]} copies of {mesh[1]} ranks, which 4 ranks are not"):
+        check_copies(RunConfig(), launch, 0)
+
+
+def test_a_second_copy_over_ranks_that_do_not_divide_is_refused() -> None:
+    config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=3",))
+    with pytest.raises(UserError, match="zero3 asks for 3 ranks, which 4 ranks are not"):
+        check_copies(config, launch_of("zero3", 4), 0)
 
 
 def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:

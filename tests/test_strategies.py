@@ -17,24 +17,31 @@ from runs import train
 from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
 from study.record.directory import read_run
+from study.spec.config import RunConfig
 from study.spec.names import SHIPPED, digest_of
 from study.spec.strategies import (
     STRATEGY_NAMES,
+    STUDIED_STRATEGIES,
+    WITH_COPIES,
     Launch,
     Strategy,
     asked_of_files,
-    read_deepspeed_json,
     read_strategy,
-    read_yaml,
     this_launch,
 )
+from study.spec.strategy_files import read_deepspeed_json, read_yaml
 
 DIRECTORY = ROOT / "accelerate_configs"
 
 
-def test_the_directory_holds_the_thirteen_strategies_and_nothing_else() -> None:
+def test_the_directory_holds_the_strategies_and_nothing_else() -> None:
     assert {file.stem for file in DIRECTORY.glob("*.yaml")} == set(STRATEGIES) == set(STRATEGY_NAMES)
     assert {file.stem for file in (DIRECTORY / "deepspeed").iterdir()} == set(WITH_DEEPSPEED)
+
+
+def test_all_of_a_suite_stays_the_thirteen() -> None:
+    assert set(STRATEGY_NAMES) == {*STUDIED_STRATEGIES, *WITH_COPIES}
+    assert len(STUDIED_STRATEGIES) == 13
 
 
 def test_the_readme_of_the_directory_says_what_each_file_does() -> None:
@@ -67,7 +74,7 @@ def test_accelerate_loads_each_file_without_an_unknown_key(name: str) -> None:
 
     loaded = load_config_from_file(str(DIRECTORY / f"{name}.yaml"))
     assert loaded.distributed_type.value == read_strategy(name).distributed_type
-    assert loaded.num_processes == (1 if name == "single" else 2)
+    assert loaded.num_processes == {"single": 1, "hsdp": 4, "zero3_hpz": 4}.get(name, 2)
 
 
 @pytest.mark.parametrize("name", WITH_DEEPSPEED)
@@ -230,6 +237,18 @@ PLANTED: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         "fsdp2.yaml", "fsdp_config",
         change_yaml("fsdp2", lambda document: document["fsdp_config"].pop("fsdp_reshard_after_forward")),
     ),
+    "a mesh of another shape": (
+        "hsdp.yaml", "parallelism_config",
+        change_yaml("hsdp", lambda document: document["parallelism_config"].update(parallelism_config_tp_size=2)),
+    ),
+    "a second copy over all ranks": (
+        "zero3_hpz.json", "zero_hpz_partition_size",
+        change_json("zero3_hpz", lambda _, zero: zero.update(zero_hpz_partition_size=4)),
+    ),
+    "a second copy that was not promised": (
+        "zero3.json", "zero_hpz_partition_size",
+        change_json("zero3", lambda _, zero: zero.update(zero_hpz_partition_size=2)),
+    ),
     "a deleted YAML": ("zero3.yaml", "zero3.yaml", lambda directory: (directory / "zero3.yaml").unlink()),
     "a deleted JSON": ("zero3.json", "zero3.json", lambda directory: (directory / "deepspeed/zero3.json").unlink()),
     "a torn YAML": ("zero3.yaml", "YAML", lambda directory: (directory / "zero3.yaml").write_text("a: [1")),
@@ -261,7 +280,7 @@ def test_an_empty_directory_lacks_every_strategy(tmp_path: Path) -> None:
     assert all(any(line.startswith(f"{name}.yaml") for line in lines) for name in STRATEGY_NAMES)
 
 
-LAUNCHES = [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("zero0", 2), ("zero3_nvme", 1)]
+LAUNCHES = [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2), ("zero3_nvme", 1)]
 
 
 @functools.cache
@@ -280,6 +299,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "distributed_type": expected.distributed_type,
                 "deepspeed": expected.deepspeed,
                 "own_settings": None,
+                "mesh": [2, 2] if strategy == "hsdp" else None,
             },
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
             "virtual": False,
@@ -382,13 +402,14 @@ def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None
         ("fsdp_config", "fsdp_auto_wrap_policy", "NO_WRAP"),
         ("fsdp_config", "fsdp_offload_params", True),
         ("deepspeed_config", "zero3_init_flag", False),
+        ("parallelism_config", "parallelism_config_dp_replicate_size", 4),
     ],
 )
 def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
     section: str | None, key: str | None, value: Any, tmp_path: Path
 ) -> None:
     """As Accelerate's own launcher hands the file on."""
-    shipped = "zero3" if section == "deepspeed_config" else "fsdp2"
+    shipped = {"deepspeed_config": "zero3", "parallelism_config": "hsdp"}.get(section or "", "fsdp2")
     document = yaml.safe_load((DIRECTORY / f"{shipped}.yaml").read_text())
     if section is not None:
         document[section][key] = value
@@ -449,6 +470,12 @@ def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
             launched_with(own_file(tmp_path, name, "zero3", reduce_bucket_size=7))
 
 
+HSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
@@ -460,6 +487,9 @@ def test_a_file_that_can_name_no_run_is_refused(tmp_path: Path) -> None:
             "fsdp_reshard_after_forward",
         ),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
+        (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one copy"),
+        (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
+        (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
         ({"RANK": "x"}, "RANK is 'x'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
@@ -477,3 +507,22 @@ def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypa
         "accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 2 study/train.py"
         " --output_dir 'two words' --seed 3"
     )
+
+
+@pytest.mark.parametrize("name", WITH_COPIES)
+@pytest.mark.parametrize(
+    ("world_size", "per_machine", "of_a_copy"),
+    # Half of one machine; each machine; half of all, where machines hold one rank or do not fill the job alike.
+    [(4, 4, 2), (8, 8, 4), (16, 8, 8), (32, 8, 8), (4, 1, 2), (12, 8, 6)],
+)
+def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: int, of_a_copy: int) -> None:
+    launch = Launch(read_strategy(name), world_size, 0, 0, per_machine)
+    assert launch.ranks_of_a_copy(RunConfig()) == of_a_copy
+
+
+def test_what_was_asked_for_is_not_fitted_to_the_machines(tmp_path: Path) -> None:
+    config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=2",))
+    assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_of_a_copy(config) == 2
+    own = launched_with(own_file(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
+    assert Launch(own, 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) == 4
+    assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) is None

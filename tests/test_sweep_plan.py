@@ -19,7 +19,7 @@ from study.host.memory import host_memory
 from study.launch.cell import launch_command
 from study.measure.profiling import check_profiled_steps
 from study.spec.config import parse_command_line, resolved
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STUDIED_STRATEGIES
 from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
@@ -255,7 +255,7 @@ def test_the_equivalence_suite_cuts_each_step_of_every_arm_into_one_two_and_four
     for cell in plan(find_suite("equivalence")):
         steps = cell.config.batch_plan(cell.ranks).gradient_accumulation_steps
         found.setdefault((cell.config.task, cell.strategy), set()).add(steps)
-    assert len(found) == 2 * len(STRATEGY_NAMES)
+    assert len(found) == 2 * len(STUDIED_STRATEGIES)
     assert set(map(frozenset, found.values())) == {frozenset({1, 2, 4})}
 
 
@@ -397,7 +397,7 @@ def test_the_docs_say_what_each_rented_suite_takes_as_it_estimates_it():
 def test_the_laptop_suite_holds_both_tasks_under_every_strategy():
     cells = plan(find_suite("laptop"))
     assert {(cell.config.task, cell.strategy) for cell in cells} == {
-        (task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STRATEGY_NAMES
+        (task, strategy) for task in ("bert-imdb", "gpt-wikitext") for strategy in STUDIED_STRATEGIES
     }
     assert {cell.world_size for cell in cells if cell.strategy != "single"} == {2}
     seeds: dict[tuple[str, str], set[int]] = {}
@@ -443,7 +443,7 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
     file = write_suite(tmp_path, {"strategy": "all"})
     assert cli.main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(STRATEGY_NAMES)
+    assert len(lines) == len(STUDIED_STRATEGIES)
     for line in lines:
         words = shlex.split(line)
         assert words[1:3] == ["launch", "--config_file"]

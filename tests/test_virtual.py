@@ -24,7 +24,7 @@ from study.virtual.summary import RankSummary
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
-QUICK = ("ddp", "zero2", "zero3_cpu", "fsdp2")
+QUICK = (("ddp", 2), ("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4))
 ALL = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
@@ -55,11 +55,12 @@ def assert_same_rank(imagined: Run, real: Run, rank: int) -> None:
         assert imagined.traffic == real.traffic
 
 
-@pytest.mark.parametrize("strategy", QUICK)
+@pytest.mark.parametrize(("strategy", "ranks"), QUICK)
 def test_a_virtual_rank_holds_and_sends_what_a_real_one_does_to_the_byte(
-    run_of: RunFactory, strategy: str, tmp_path: Path
+    run_of: RunFactory, strategy: str, ranks: int, tmp_path: Path
 ) -> None:
-    assert_same_rank(virtual(strategy, tmp_path / "run"), run_of(strategy, *GPT), rank=0)
+    imagined = virtual(strategy, tmp_path / "run", ranks=ranks)
+    assert_same_rank(imagined, run_of(strategy, *GPT, ranks=ranks), rank=0)
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.run.summary import summarize
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES, Launch, read_strategy
+from study.spec.strategies import STUDIED_STRATEGIES, Launch, read_strategy
 from study.virtual.rank.capacity import layers_within, needed_host_bytes
 from study.virtual.request import Request, _strategies, _with_absolute_paths
 
@@ -90,7 +90,7 @@ def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
 
 
 def test_each_strategy_is_run_once() -> None:
-    every = tuple(name for name in STRATEGY_NAMES if name != "single")
+    every = tuple(name for name in STUDIED_STRATEGIES if name != "single")
     assert _strategies("zero0,zero0") == ("zero0",)
     assert set(_strategies("zero1,all")) == set(_strategies("all")) == set(every)
 

@@ -27,7 +27,8 @@ def refuse(config: RunConfig, launch: Launch) -> None:
         )
     if launch.strategy.is_fsdp:
         raise UserError(
-            "hf_trainer does not run fsdp2: what Accelerate's FSDP2 needs around it is in study/run/engine.py",
+            f"hf_trainer does not run {launch.strategy.name}: what Accelerate's FSDP2 needs around it is in"
+            " study/run/engine.py",
             "use study/train.py, or launch hf_trainer with another file",
         )
 

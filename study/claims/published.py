@@ -91,7 +91,7 @@ def check_table(file: Path) -> list[Checked]:
 
 def check(row: Row) -> Checked:
     # Whoever trains without ZeRO may also do it in 16 bits alone, and FSDP splits what stage 3 does.
-    stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3"}.get(row.strategy, row.strategy)
+    stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3", "hsdp": "zero3"}.get(row.strategy, row.strategy)
     per_parameter = held_bytes(stand_in, row.gpus)
     least = row.parameters * (per_parameter.params_device + per_parameter.grads_device) / GB
     adam = row.parameters * per_parameter.device / GB

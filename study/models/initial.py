@@ -148,6 +148,8 @@ def _fill(parameter: Any) -> None:
     if on_drive:
         parameter.nvme_swapper.swap_in([parameter], async_op=False)
     held.fill_(STAND_IN_WEIGHT)
+    if (second_copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
+        second_copy.fill_(STAND_IN_WEIGHT)
     if on_drive:
         parameter.nvme_swapper.swap_out_and_release([parameter])
 

@@ -69,6 +69,9 @@ class Box:
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
 
+    # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
+    gathers_into_copies: bool = False
+
     @property
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes

@@ -33,6 +33,8 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     config, plan, strategy = run.config, run.plan, run.launch.strategy
     assert strategy.deepspeed is not None
     settings = copy.deepcopy(dict(strategy.deepspeed))
+    if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
+        settings["zero_optimization"]["zero_hpz_partition_size"] = of_a_copy
     settings["train_batch_size"] = plan.global_batch_size
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
     settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
@@ -97,6 +99,12 @@ def make_accelerator(run: OpenRun) -> Accelerator:
 
         # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
+    if launch.strategy.mesh is not None:
+        from accelerate import ParallelismConfig
+
+        of_a_copy = launch.ranks_of_a_copy(config)
+        assert of_a_copy is not None
+        arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
     accelerator = Accelerator(**arguments)
     hold_to_precision(accelerator, config)
     return accelerator
@@ -119,7 +127,7 @@ def prepare(
     accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> tuple[Any, Any]:
     """Accelerate's `prepare`, with what its FSDP2 path leaves undone; the first forward pass proves the precision."""
-    if accelerator.is_fsdp2:
+    if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)

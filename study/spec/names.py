@@ -22,6 +22,7 @@ SHIPPED = {
     "zero0": "9481e1f5", "zero1": "e51e6afa", "zero2": "a2f2c754", "zero3": "156585ce", "zero2_cpu": "a71bb567",
     "zero3_cpu_optimizer": "6576381e", "zero3_cpu": "c697a613", "zero3_nvme_optimizer": "9fb10f9d",
     "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
+    "hsdp": "afad6f4c", "zero3_hpz": "84b60480",
 }  # fmt: skip
 # The flags of a run decide these, whatever the file says.
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
@@ -63,7 +64,31 @@ def asked_of_fsdp(exported: Mapping[str, str]) -> dict[str, Any]:
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
-    return {key.lower(): value for key, value in asked.items()}
+    return {key.lower(): value for key, value in (asked | _mesh_asked(exported)).items()}
+
+
+def _mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of Accelerate's parallelism_config; empty where all ranks share one copy, as without the section."""
+    sizes = {}
+    for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
+        text = exported.get(f"PARALLELISM_CONFIG_{key}_SIZE", "1")
+        if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
+            raise UserError(
+                f"the launched Accelerate file has {key.lower()}_size: {text[:20]}", "set a whole number from 1 up"
+            )
+        if int(text) > 1:
+            sizes[f"{key}_SIZE"] = int(text)
+    if other := [key for key in sizes if not key.startswith("DP_")]:
+        raise UserError(
+            f"the launched Accelerate file has {other[0].lower()}: {sizes[other[0]]}, which no strategy here has",
+            "leave it out",
+        )
+    return sizes if "DP_REPLICATE_SIZE" in sizes else {}
+
+
+def mesh_of(asked: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Copies, and the ranks of each, where a file asks for several copies."""
+    return (asked["dp_replicate_size"], asked.get("dp_shard_size", 1)) if "dp_replicate_size" in asked else None
 
 
 def digest_of(asked: Mapping[str, Any]) -> str:
@@ -85,7 +110,7 @@ def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
     if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
         return shipped
     if file is None:
-        return f"fsdp2-custom-{digest}"
+        return f"{'hsdp' if mesh_of(asked) else 'fsdp2'}-custom-{digest}"
     if not _USABLE.fullmatch(file.stem):
         raise UserError(
             f"a run would be named after the DeepSpeed JSON {file.name!r}",

@@ -7,7 +7,6 @@ accelerate_configs/README.md. Whether the live engine did what the file asks is 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -16,19 +15,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from study.errors import UserError
 from study.spec.config import RunConfig
-from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, name_of
-from study.spec.overrides import override
+from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, mesh_of, name_of
+from study.spec.overrides import override, parse_overrides
+from study.spec.strategy_files import read_deepspeed_json, read_yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
-STRATEGY_NAMES = (
+# What `strategy: all` means in a suite. The set stays as it is, so that a suite's reports stay comparable.
+STUDIED_STRATEGIES = (
     "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
     "zero3_nvme_optimizer", "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
 )  # fmt: skip
+# Those that a suite names one by one. They hold more than one copy, each within a part of the ranks.
+WITH_COPIES = ("hsdp", "zero3_hpz")
+STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES)
 # What `accelerate launch` tells its ranks of the file, and leaves as it finds it where the file does not say it.
 _SAID_BY_THE_FILE = re.compile(
     r"ACCELERATE_(USE_(DEEPSPEED|FSDP|MEGATRON_LM|SAGEMAKER|PARALLELISM_CONFIG)|DEEPSPEED_\w+|CONFIG_DS_FIELDS"
@@ -38,6 +40,8 @@ _SAID_BY_THE_FILE = re.compile(
 _PLACE_ALONE = {"RANK": "0", "LOCAL_RANK": "-1"} | dict.fromkeys(
     ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), "1"
 )
+# Where nobody says it: of a virtual job, and in arithmetic.
+RANKS_OF_A_MACHINE = 8
 _UNSET_IT = "unset it: `accelerate launch` sets it itself"
 
 
@@ -50,6 +54,8 @@ class Strategy:
     deepspeed: Mapping[str, Any] | None = None
     # What a file asks for that is none of this study's: the record tells it.
     own_settings: Mapping[str, Any] | None = None
+    # Of FSDP: how many copies of the state there are, and over how many ranks each is sharded.
+    mesh: tuple[int, int] | None = None
 
     @property
     def is_fsdp(self) -> bool:
@@ -58,6 +64,17 @@ class Strategy:
     @property
     def zero_stage(self) -> int | None:
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
+
+    def ranks_of_a_copy(self, world_size: int, per_machine: int = RANKS_OF_A_MACHINE) -> int | None:
+        """Over how many ranks hsdp shards a copy, or zero3_hpz its second one; None for all other strategies.
+
+        The shipped files say it for four ranks, and fit themselves to any others. Your own are taken at their word.
+        """
+        zero = self.deepspeed["zero_optimization"] if self.deepspeed else None
+        asked = self.mesh[1] if self.mesh else zero.get("zero_hpz_partition_size") if isinstance(zero, dict) else None
+        if type(asked) is not int or (asked < 2 and not self.mesh):
+            return None
+        return asked if self.own_settings else ranks_of_a_copy(world_size, per_machine)
 
     def offload_device(self, what: str) -> str | None:
         """Where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
@@ -69,7 +86,9 @@ class Strategy:
         """With the settings that a run asks for instead of the file's."""
         if self.deepspeed is None:
             return self
-        return dataclasses.replace(self, deepspeed=override(self.deepspeed, config.engine_override))
+        asked = override(self.deepspeed, config.engine_override)
+        sizes_are_asked = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
+        return dataclasses.replace(self, deepspeed=asked, own_settings=asked if sizes_are_asked else self.own_settings)
 
     @property
     def uses_nvme(self) -> bool:
@@ -113,6 +132,10 @@ class Launch:
     # One process stands for one rank of `world_size`, and there are no others.
     virtual: bool = False
 
+    def ranks_of_a_copy(self, config: RunConfig) -> int | None:
+        per_machine = RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
+        return self.strategy.overridden(config).ranks_of_a_copy(self.world_size, per_machine)
+
     @property
     def is_main(self) -> bool:
         return self.virtual or self.rank == 0
@@ -136,6 +159,12 @@ class Launch:
             f"accelerate launch --config_file accelerate_configs/{file}.yaml {place}"
             f"--num_processes {num_processes * machines} study/train.py {shlex.join(sys.argv[1:])}"
         ).strip()
+
+
+def ranks_of_a_copy(world_size: int, per_machine: int) -> int:
+    """The ranks of one machine, whose links are the fast ones; on one machine, half of its ranks."""
+    spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
+    return per_machine if spans_machines else world_size // 2
 
 
 def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
@@ -209,10 +238,14 @@ def _number(environment: Mapping[str, str], name: str, default: int, least: int 
 
 
 def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
-    for section in ("parallelism_config", "megatron_lm"):
-        if environment.get(f"ACCELERATE_USE_{section.upper()}", "false").lower() == "true":
-            raise UserError(f"the launched Accelerate file has a {section}, which no strategy here has", "leave it out")
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    has_mesh, has_megatron, has_deepspeed, has_fsdp = (
+        environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
+        for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
+    )
+    if has_megatron or (has_mesh and not has_fsdp):
+        section = "megatron_lm" if has_megatron else "parallelism_config"
+        raise UserError(f"the launched Accelerate file has a {section}, which no strategy here has", "leave it out")
+    if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
             raise UserError(
@@ -223,18 +256,26 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
         asked = asked_of_deepspeed(settings, zero3_init)
         return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
         asked = asked_of_fsdp(environment)
-        return _named(name_of(asked), "FSDP", None, asked)
+        if has_mesh and mesh_of(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        return _named(name_of(asked), "FSDP", None, asked, mesh_of(asked))
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
 
 
-def _named(name: str, distributed_type: str, settings: Mapping[str, Any] | None, asked: Mapping[str, Any]) -> Strategy:
-    return Strategy(name, distributed_type, settings, own_settings=None if name in SHIPPED else asked)
+def _named(
+    name: str,
+    distributed_type: str,
+    settings: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
+    mesh: tuple[int, int] | None = None,
+) -> Strategy:
+    return Strategy(name, distributed_type, settings, None if name in SHIPPED else asked, mesh)
 
 
 def read_strategy(name: str) -> Strategy:
@@ -244,48 +285,18 @@ def read_strategy(name: str) -> Strategy:
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None
-    if name in SHIPPED and digest_of(asked_of_files(document, settings)) != SHIPPED[name]:
+    asked = asked_of_files(document, settings) if name in SHIPPED else {}
+    if asked and digest_of(asked) != SHIPPED[name]:
         raise UserError(
             f"accelerate_configs/ asks for something else under the name {name} than this study does",
             f"restore {name}.yaml and its JSON, and give your own settings files of their own",
         )
-    return Strategy(name, document["distributed_type"], settings)
+    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked))
 
 
 def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As `name_of` takes it, before anything is launched."""
     if settings is not None:
         return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True))
-    return asked_of_fsdp({key.upper(): str(value) for key, value in document["fsdp_config"].items()})
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{file} is not readable as YAML ({error})", "fix the file") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{file} is not a mapping", "fix the file")
-    return document
-
-
-def read_deepspeed_json(file: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file} is not there", "run from the repository root, where accelerate_configs/ is") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable as JSON ({error})", "fix the file") from None
-    zero = document.get("zero_optimization") if isinstance(document, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if type(stage) is not int or stage not in range(4):
-        raise UserError(f"{file} names no ZeRO stage", "set zero_optimization.stage to 0, 1, 2 or 3")
-    assert isinstance(zero, dict)
-    for what in ("offload_optimizer", "offload_param"):
-        section = zero.get(what)
-        device = section.get("device") if isinstance(section, dict) else None
-        if section is not None and device not in ("none", "cpu", "nvme"):
-            raise UserError(
-                f"{file}: zero_optimization.{what} names no device", 'write it as {"device": "cpu"}, nvme or none'
-            )
-    return document
+    sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
+    return asked_of_fsdp({key.upper(): str(value) for key, value in sections.items()})

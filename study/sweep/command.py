@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.errors import UserError
-from study.host.box import Box, this_box
+from study.host.box import Box
 from study.host.folders import folder_argument
+from study.host.nodes import allocated_box
+from study.host.slurm import refuse_to_be_one_of_many_tasks
 from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.foresee import Foresight, foresight, warnings
@@ -87,7 +89,8 @@ def _plan(options: argparse.Namespace, box: Box) -> Plan:
 def run(options: argparse.Namespace) -> int:
     if options.hardware is not None and not options.dry_run:
         raise UserError("--hardware predicts, and a run is where it is", "add --dry-run, or leave it out")
-    box = this_box()
+    refuse_to_be_one_of_many_tasks()
+    box = allocated_box()
     plan = _plan(options, box)
     if options.dry_run:
         return _dry_run(plan, options.retry, box, options.hardware)
@@ -167,7 +170,7 @@ def _any_failed(part: Slice) -> bool:
 
 def weights(options: argparse.Namespace) -> int:
     """Each set in a process of its own, which is all that holds the model and its libraries."""
-    box = this_box()
+    box = allocated_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
@@ -199,6 +202,6 @@ def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tup
 
 
 def status(options: argparse.Namespace) -> int:
-    plan = _plan(options, this_box())
+    plan = _plan(options, allocated_box())
     print_tables(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
     return 0

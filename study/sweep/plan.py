@@ -15,17 +15,18 @@ from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.strategies import STRATEGY_NAMES, WITH_COPIES, read_strategy
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
+RANKS_OF_COPIES = 4
 # A probe asks what fits: it does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 # What each trainer runs.
 _STRATEGIES: dict[Trainer, Sequence[str]] = {
     "study": STRATEGY_NAMES,
-    "hf_trainer": [name for name in STRATEGY_NAMES if name != "fsdp2"],
+    "hf_trainer": [name for name in STRATEGY_NAMES if name not in ("fsdp2", "hsdp")],
     "bare_loop": ("single", "ddp"),
 }
 
@@ -45,10 +46,11 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
             f"the suite {suite.name} mixes virtual ranks with real runs",
             "put the cells with virtual_world_size in a suite of their own",
         )
-    blocks: dict[tuple[int, int], list[Cell | Search]] = {}
+    # A stack's cells together: what has imported its libraries is used by the next one.
+    blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
         example = example_of(cell)
-        blocks.setdefault((example.repeat, example.config.seed), []).append(cell)
+        blocks.setdefault((example.stack or "", example.repeat, example.config.seed), []).append(cell)
     order = random.Random(suite.order_seed)
     for block in blocks.values():
         order.shuffle(block)
@@ -68,6 +70,7 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
     one = example_of(cell)
     values = one.config.to_dict() | {
         "strategy": one.strategy, "trainer": one.trainer, "world_size": one.world_size, "repeat": one.repeat,
+        "stack": one.stack or "",
     }  # fmt: skip
     if key not in values:
         raise UserError(f"--only {pattern}: no run has a {key}", "use a flag of study/train.py, strategy or repeat")
@@ -80,7 +83,8 @@ def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
-        values.setdefault("world_size", box.gpus or RANKS_WITHOUT_A_GPU)
+        is_of_copies = values["strategy"] in WITH_COPIES
+        values.setdefault("world_size", box.gpus or (RANKS_OF_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
         for override in grid.overrides:
             if _matches(values, override.where, grid.place):
                 values |= override.fixed

@@ -103,13 +103,16 @@ def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
     stage = strategy.zero_stage
     # Autocast leaves the weights as they are; DeepSpeed's own 16 bits do not.
     weight: float = 2 if precision.endswith("-engine") else 4
+    of_a_copy = strategy.ranks_of_a_copy(ranks)
     if stage in (None, 0):
-        shards = ranks if strategy.name == "fsdp2" else 1
+        shards = (of_a_copy or ranks) if strategy.is_fsdp else 1
         held = MOMENTS_BYTES + (MASTER_BYTES if weight == 2 else 0)
         return StateBytes(weight / shards, weight / shards, held / shards, 0, 0, 0, 0)
     assert strategy.deepspeed is not None
     optimizer = (MASTER_BYTES + MOMENTS_BYTES) / ranks
     params = weight / (ranks if stage == 3 else 1)
+    # Beside its part of the whole, in the fast memory of its own machine.
+    params += weight / of_a_copy if of_a_copy else 0
     grads = weight / (ranks if stage >= 2 else 1)
     place, params_place = strategy.offload_device("optimizer"), strategy.offload_device("param")
     host = nvme = per_step = per_pass = 0.0

@@ -15,7 +15,7 @@ from study.launch.cell import Cell
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
 from study.spec.checks import check_virtual_rank, refuse_what_no_virtual_run_has
 from study.spec.config import Precision, RunConfig, Task, add_flags, config_from_flags, resolved
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 
 TIME_LIMIT_S = 3600.0
 # bf16 is what the papers call mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed has it under
@@ -125,7 +125,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _strategies(text: str) -> tuple[str, ...]:
     """Each once, however often it is named."""
-    every = [name for name in STRATEGY_NAMES if name != "single"]
+    every = [name for name in STUDIED_STRATEGIES if name != "single"]
     names = [name for part in text.split(",") for name in (every if part == "all" else [part])]
     if "single" in names:
         raise UserError(

@@ -43,6 +43,8 @@ STRATEGIES: Mapping[str, Style] = {
     "zero3_nvme": Style("#9c1179", "h", (0, (5, 1.5, 1, 1.5, 1, 1.5))),
     "zero3_cpu_nvme": Style("#b328da", "*", (0, (2, 2))),
     "fsdp2": Style("#3e1665", "X", (0, (8, 2))),
+    "hsdp": Style("#8a7bd1", "H", (0, (8, 2, 1, 2))),
+    "zero3_hpz": Style("#7a2a00", "8", (0, (5, 1))),
 }
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 
@@ -77,6 +79,13 @@ PROFILE: Mapping[str, Fill] = {
     "idle": Fill("#e3e7eb", ""),
 }
 OTHER = Fill("#b0b6bd", "")
+# What came of a release: right, wrong, wrong together with another release, or nothing to compare.
+RELEASES: Mapping[str, Fill] = {
+    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "sometimes": Fill("#b3240f", "...."),
+    "mismatch": Fill("#d2691e", "////"),
+    "refuses": Fill("#c9ced4", ""), "crashes": Fill("#767c85", ""), "not installable": Fill("#e8ebee", ""),
+    "not judged": Fill("#e8ebee", "xxxx"),
+}  # fmt: skip
 
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 

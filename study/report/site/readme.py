@@ -20,7 +20,7 @@ from study.report.records.arms import MIB
 from study.report.records.frames import Records, only_virtual, read_parquet
 from study.report.records.virtual_ranks import sent_bytes, table1_rows
 from study.report.site.page import table_markdown
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES
 
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _PLACES = {"device": "on the device, MiB", "host": "on the host", "nvme": "on NVMe"}
@@ -39,7 +39,7 @@ def arms_table(runs: pd.DataFrame) -> pd.DataFrame:
     Of the first run with the lowest seed: a strategy that ran with more of them shows nothing else here.
     """
     lines = []
-    for strategy in STRATEGY_NAMES:
+    for strategy in STUDIED_STRATEGIES:
         arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values(["seed", "run"])
         lines.append({"strategy": f"`{strategy}`", **({"ranks": "no record"} if arm.empty else _cells(arm.iloc[0]))})
     return pd.DataFrame(lines).astype(object)

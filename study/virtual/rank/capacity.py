@@ -93,13 +93,15 @@ def _state_and_working_bytes(
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
     if strategy.deepspeed is None:
-        return built_bytes + 4 * elements + 20 * elements / ranks + 4 * 4 * shape.largest_parameter
+        shards = launch.ranks_of_a_copy(config) or ranks
+        return built_bytes + 4 * elements + 20 * elements / shards + 4 * 4 * shape.largest_parameter
     zero = _zero_settings(strategy, config)
     # A gradient that is larger than the bucket is held beside it.
     bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
     if strategy.zero_stage == 0:
         return bucket + (16 if per_weight == 4 else 20) * elements
     shard = (per_weight + per_weight + 16) * elements / ranks
+    shard += per_weight * elements / (launch.ranks_of_a_copy(config) or float("inf"))
     if strategy.zero_stage == 3:
         # Gloo scatters out of a copy, and group.py holds one as large.
         bucket *= 1.5
