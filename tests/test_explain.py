@@ -14,8 +14,7 @@ import pytest
 
 from engines import ROOT
 from study.errors import UserError
-from study.predict.buckets import bucket_bytes
-from study.predict.explain import costs, on_host, whole_elements
+from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
 from study.predict.explain_case import Case, Workload, settle
 from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers
@@ -47,10 +46,6 @@ def kept_elements(case: Case) -> int:
 
 def groups_of(case: Case) -> int:
     return len(sub_groups(case.request, case.settings))
-
-
-def reserved(case: Case) -> float:
-    return bucket_bytes(case.request, case.settings)
 
 
 def said(case: Case) -> dict[str, tuple[str, str]]:
@@ -244,7 +239,7 @@ def test_auto_is_what_accelerate_fills_in_and_the_engine_holds_what_is_told(tmp_
         "gather_16bit_weights_on_model_save": case.zero["stage3_gather_16bit_weights_on_model_save"],
         "max_reuse_distance": case.zero["stage3_max_reuse_distance"],
         "persistent": kept_elements(case), "sub_groups": groups_of(case),
-        "bucket": reserved(case) / case.weight,
+        "bucket": bucket_bytes(case) / case.weight,
     }  # fmt: skip
     assert engine["reduce_bucket_size"] == 48 * 48
     assert groups_of(case) > 2
@@ -292,7 +287,7 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
     }.items():
         case = case_of(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
         rank = virtual(tmp_path / name, *(f"{key}={value}" for key, value in changed.items()))
-        assert rank["buffer_bytes"]["reduce_bucket.device"] == reserved(case)
+        assert rank["buffer_bytes"]["reduce_bucket.device"] == bucket_bytes(case)
         assert rank["kept_whole_bytes"] == kept_elements(case) * case.weight
         sent[name] = rank["sent_bytes_per_step"]
         waits = case.largest.elements > case.zero["reduce_bucket_size"]
@@ -328,9 +323,9 @@ def test_a_ratio_moves_whole_sub_groups(tmp_path: Path) -> None:
 
 def test_the_second_bucket_is_that_of_overlap_at_stages_1_and_2(tmp_path: Path) -> None:
     alone, overlapped = (case_of(tmp_path, zero(2, overlap_comm=value)) for value in (False, True))
-    assert reserved(overlapped) == 2 * reserved(alone) == 2e9
-    assert reserved(case_of(tmp_path, zero(3, overlap_comm=True))) == 1e9
-    assert reserved(case_of(tmp_path, zero(2, contiguous_gradients=False))) == 0
+    assert bucket_bytes(overlapped) == 2 * bucket_bytes(alone) == 2e9
+    assert bucket_bytes(case_of(tmp_path, zero(3, overlap_comm=True))) == 1e9
+    assert bucket_bytes(case_of(tmp_path, zero(2, contiguous_gradients=False))) == 0
 
 
 def answer(case: Case, about: str) -> Answer:

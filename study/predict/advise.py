@@ -16,9 +16,6 @@ from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
-# Of the size on the data sheet what the driver shows: 79.2 of 80 GiB on an H100, 39.4 of 40 on an A100. Memory that is
-# GDDR6 gives a sixteenth to error correction.
-_USABLE, _USABLE_GDDR6, _GDDR6 = 0.985, 15 / 16, ("T4", "L4", "A10G")
 # What a micro-batch makes of a question.
 Asked = Callable[[int], tuple[Request, Memory]]
 # Elements: 16-bit buckets of 100 MB keep a network busy.
@@ -220,7 +217,7 @@ def usable_bytes(box: Box) -> float:
     """Of a device, or without any of the node's memory for each rank."""
     if box.in_host_memory:
         return (box.host_gib_per_node or 0) * GIB / box.gpus_per_node
-    return box.device.memory_gib * GIB * (_USABLE_GDDR6 if box.device.name in _GDDR6 else _USABLE)
+    return box.device.visible_gib * GIB
 
 
 def device_bytes(memory: Memory) -> float:
