@@ -158,7 +158,11 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
     if kind == "DEEPSPEED":
         return _accelerate_deepspeed(name, document, precision, processes)
     section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
-    return UserFile(name, "accelerate", kind, None, (), precision, section, processes)
+    says = "is not read here: what is told is of one group over all ranks"
+    findings = [
+        Finding("noted", key, says) for key in ("parallelism_config", "megatron_lm_config") if document.get(key)
+    ]
+    return UserFile(name, "accelerate", kind, None, (), precision, section, processes, findings)
 
 
 def _section(name: str, document: Mapping[str, Any], key: str) -> dict[str, Any]:
