@@ -273,7 +273,7 @@ def _check_deepspeed(file: UserFile) -> None:
         _check_section(file.name, f"{ZERO}.{what}", section)
         if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
             raise UserError(f"{file.name}: {ZERO}.{what}.device is {brief(section['device'])}", "set none, cpu or nvme")
-    for key in ("bf16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler"):
+    for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler"):
         if key in settings and not isinstance(settings[key], dict):
             raise UserError(f"{file.name}: {key} is {brief(settings[key])}, and no mapping", f'write "{key}": {{...}}')
 
@@ -291,6 +291,8 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
         if isinstance(value, str) and not isinstance(default, str):
             value = section[key] = _SPELT.get(value.lower(), int(value) if value.isdecimal() else value)
         wants, is_it = _type_of(default, value)
+        if key == "reduce_bucket_size" and value == 0:
+            wants, is_it = "a whole number above 0", False
         if not is_it:
             raise UserError(f"{name}: {place}.{key} is {brief(value)}", f"set {wants}")
 
