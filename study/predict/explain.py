@@ -78,8 +78,7 @@ def _bucket(case: Case) -> list[Cost]:
 
 def whole_elements(case: Case) -> int:
     """The most of stage 3's parameters that are whole at once, without the small ones that always are."""
-    gathers = gathers_of(case.request, case.settings)
-    return max((size for live in (gathers.live_forward, gathers.live_backward) for size, _ in live.values()), default=0)
+    return gathers_of(case.request, case.settings).most
 
 
 def _stage3(case: Case) -> list[Cost]:

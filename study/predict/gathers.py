@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from study.predict.modules import Call, calls_of
 from study.predict.request import Request
@@ -31,6 +32,10 @@ class Gathers:
     live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
+    @property
+    def most(self) -> int:
+        return max((live for live, _ in [*self.live_forward.values(), *self.live_backward.values()]), default=0)
+
 
 @dataclasses.dataclass
 class _Group:
@@ -39,6 +44,9 @@ class _Group:
     size: int
     left: set[int]
     is_open: bool = False
+
+
+_KNOWN: dict[tuple[Any, ...], Gathers] = {}
 
 
 class _Coordinator:
@@ -114,8 +122,21 @@ class _Coordinator:
 
 
 def gathers_of(request: Request, settings: EngineSettings) -> Gathers:
+    """It does not depend on the micro-batch, so a search over those asks once."""
     if request.box.ranks == 1:
         return Gathers()
+    key = (
+        request.shape, settings, request.gradient_checkpointing, request.box.gathers_into_copies, request.box.ranks,
+        weight_bytes(request),
+    )  # fmt: skip
+    if key not in _KNOWN:
+        if len(_KNOWN) > 512:
+            _KNOWN.clear()
+        _KNOWN[key] = _gathers(request, settings)
+    return _KNOWN[key]
+
+
+def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     forward, backward = calls_of(request.shape, request.gradient_checkpointing)
     whole = {id(piece) for piece in kept_whole(request, settings)}
     trace = (*forward, *backward)

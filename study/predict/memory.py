@@ -118,11 +118,20 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
     live, small = max(gathers.live_forward.values(), default=(0, 0))
-    begun = max(standing, moments[0].buffers)
+    begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
+    # Until the forward pass has ended, autocast keeps its copies of all weights.
+    cached = kept.cast_layer * layers if recomputed else 0.0
     points = [
         _Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
-             "logits": kept.logits + kept.logits_forward}, small * weight,
+             "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
+            small * weight,
+        ),
+        # A layer whose tensors are not kept, the last one.
+        _Point(
+            {**stored, "gradients": earlier, "buffers": standing + live * weight,
+             "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
+            small * weight,
         ),
         _Point(
             {**stored, "gradients": earlier, "buffers": begun + live * weight,

@@ -252,7 +252,10 @@ def _shape_of_words(text: str) -> ModelShape:
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads"} & words.keys() else "gpt2")
     numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
     keys = {word: keys[0] for word, keys in _KEYS.items()}
-    keys |= {"inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions", "tied": "tie_word_embeddings"}
+    keys |= {
+        "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
+        "tied": "tie_word_embeddings",
+    }  # fmt: skip
     architecture = {keys[word]: value for word, value in numbers.items()}
     if model_type in ("gpt_neox", "llama", "mistral", "qwen2", "gemma", "gemma2"):
         architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)

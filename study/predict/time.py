@@ -8,11 +8,10 @@ from pathlib import Path
 import yaml
 
 from study.predict import flops
-from study.predict.links import Collective, collective_s
 from study.predict.intervals import estimate
-from study.predict.request import Request, Time
+from study.predict.links import Collective, collective_s
+from study.predict.request import Memory, Request, Time
 from study.theory.memory import state_bytes
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,8 @@ class _Step:
         return self.request.box.ranks
 
 
-def predict_time(request: Request, constants: Constants = FITTED) -> Time:
+def predict_time(request: Request, memory: Memory | None = None, constants: Constants = FITTED) -> Time:
+    """`memory` is for a note alone, where the device would not hold it."""
     step = _step_of(request, constants)
     forward, backward = _forward_s(step), _backward_s(step)
     pieces = request.accumulation
@@ -105,7 +105,7 @@ def predict_time(request: Request, constants: Constants = FITTED) -> Time:
         tokens_per_s_per_gpu=estimate("tokens", step.tokens * pieces / total),
         mfu=None if of_step is None else flops.model_flops(request) / of_step,
         hfu=None if of_step is None else flops.hardware_flops(request) / of_step,
-        notes=_notes(request),
+        notes=_notes(request, memory),
     )
 
 
@@ -195,14 +195,17 @@ def _elementwise_s(step: _Step, share: float) -> float:
 
 
 def _loose_bytes(step: _Step) -> int:
-    """Autocast computes norms, softmax and what follows them in fp32; under FSDP's own 16 bits they are as wide as all."""
-    autocast = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
+    """Autocast computes norms, softmax and what follows them in fp32."""
+    autocast = step.request.precision in ("bf16", "fp16") and step.request.autocast
     return 4 if autocast else step.activation_bytes
 
 
 def _logits_s(step: _Step) -> float:
     shape = step.request.shape
-    return _LOGIT_BYTES * step.tokens * shape.vocabulary / step.bandwidth if shape.family == "causal-lm" else 0.0
+    if shape.family != "causal-lm":
+        return 0.0
+    each = 3 * step.activation_bytes if step.request.fused_loss else _LOGIT_BYTES
+    return each * step.tokens * shape.vocabulary / step.bandwidth
 
 
 def _casts_s(step: _Step) -> float:
@@ -313,7 +316,7 @@ def _nvme_s(step: _Step) -> float:
     return of_node * moved / 1e9
 
 
-def _notes(request: Request) -> tuple[str, ...]:
+def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     device, name = request.box.device, _rate_name(request.precision)
     said = [
         "MFU counts every product at the full sequence length: causal masking saves nothing in it, recomputation adds"
@@ -323,6 +326,9 @@ def _notes(request: Request) -> tuple[str, ...]:
         said.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
     elif name not in device.matmul_tflops:
         said.append(f"nobody published {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak")
+    held = 0.0 if memory is None else memory.peak_reserved.value + memory.device_parts["context"]
+    if device.memory_gib and held > device.visible_gib * 2**30:
+        said.append(f"this does not fit: the time is that of a {device.name} with more memory")
     if request.strategy.offload_device("optimizer"):
         said.append(f"the host's Adam is bound by its memory, taken as {request.box.host_memory_gb_per_s:.0f} GB/s")
     if request.strategy.uses_nvme:

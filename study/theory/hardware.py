@@ -12,7 +12,6 @@ import yaml
 
 from study.spec.config import Precision
 
-
 # Where nobody said what the driver shows: as of A100 and V100.
 _SHOWN = 0.985
 

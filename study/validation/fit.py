@@ -39,7 +39,9 @@ def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
     first = dataclasses.asdict(start)
 
     def constants_of(factors: numpy.ndarray) -> Constants:
-        values = {name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)}
+        values = {
+            name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)
+        }
         shares = {name: min(1.0, values[name]) for name in ("sustained", "hidden_share")}
         return Constants(**values | shares)
 
@@ -56,6 +58,8 @@ def write() -> str:
     rounded = {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(constants).items()}
     error = mean_error(rows, Constants(**rounded))
     used = dict(collections.Counter(row.source for row in rows))
-    text = _HEAD.format(rows=len(rows), error=error) + yaml.safe_dump({"constants": rounded, "rows": used}, sort_keys=False)
+    text = _HEAD.format(rows=len(rows), error=error) + yaml.safe_dump(
+        {"constants": rounded, "rows": used}, sort_keys=False
+    )
     FILE.write_text(text, encoding="utf-8")
     return text

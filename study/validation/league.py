@@ -32,8 +32,9 @@ class Standing:
     # Rows where it is known whether it fitted.
     judged: int
     right: int
-    # It said that it fits, and it did not: the costly mistake.
-    said_fits: int
+    # Of those that ran out of memory, how many it said so of: a tool that says yes to all is right of most rows.
+    ran_out: int
+    called: int
 
 
 def standings(rows: Sequence[Measured]) -> list[Standing]:
@@ -65,7 +66,8 @@ def _standing(tool: str, rows: Sequence[Measured], ask: Callable[[int, Measured]
         worst_error=max(errors, default=None),
         judged=len(verdicts),
         right=sum(said == was for said, was in verdicts),
-        said_fits=sum(said and not was for said, was in verdicts),
+        ran_out=sum(not was for _, was in verdicts),
+        called=sum(not said and not was for said, was in verdicts),
     )
 
 
@@ -79,7 +81,9 @@ def _asked(rows: Sequence[Measured]) -> list[Mapping[str, int | None]]:
         )
         said = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise RunFailed(f"the other estimators did not answer ({first_line(error)})", "pip install -e '.[train]'") from None
+        raise RunFailed(
+            f"the other estimators did not answer ({first_line(error)})", "pip install -e '.[train]'"
+        ) from None
     return list(said)
 
 
@@ -121,7 +125,7 @@ def eleuther_bytes(request: Request) -> float:
     optimizer = parameters * 12 / (ranks if stage >= 1 else 1)
     sent = (5e8 * weight if stage >= 1 else 0.0) + (1e9 * weight if stage == 3 else 0.0)
     tokens = length * request.micro_batch
-    kept = 16 * low + 2
+    kept: float = 16 * low + 2
     if not request.gradient_checkpointing:
         kept += (2 * low + 1) * (shape.heads * length / shape.hidden)
     return weights + gradients + optimizer + (sent if ranks > 1 else 0.0) + tokens * shape.hidden * shape.layers * kept

@@ -74,7 +74,7 @@ def predicted_fit(row: Measured) -> bool:
 
 
 def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
-    return statistics.mean(predict_time(each, constants).step_s.value for each in _variants(row))
+    return statistics.mean(predict_time(each, constants=constants).step_s.value for each in _variants(row))
 
 
 def _variants(row: Measured) -> list[Request]:

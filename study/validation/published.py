@@ -2,9 +2,10 @@
 
 A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
 micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
-takes them, `device` replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu,
-samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory, and memory_kind what it
-counts. A row with a time or with `fits` did fit; out_of_memory did not. `refuse` says why a row does not count.
+takes them; autocast: false where FSDP alone computes in 16 bits, and fused_loss, are of the page's trainer. `device`
+replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all
+GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory, and memory_kind what it counts. A row with a
+time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` does not count, for that reason.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEYS = {
     "model", "box", "strategy", "precision", "attention", "sequence", "micro_batch", "accumulation", "checkpointing",
     "override", "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib",
     "memory_mib", "memory_kind", "fits", "out_of_memory", "use", "compiled", "url",
-    "refuse",
+    "refuse", "autocast", "fused_loss",
 }  # fmt: skip
 
 
@@ -69,21 +70,25 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
     if unknown := sorted(row.keys() - _KEYS):
         raise UserError(f"{place} has the unknown key {unknown[0]!r}", f"use {', '.join(sorted(_KEYS))}")
     request = _request(row, models[row["model"]])
-    memory = row["memory_mib"] * 2**20 if "memory_mib" in row else row["memory_gib"] * GIB if "memory_gib" in row else None
+    memory = row["memory_gib"] * GIB if "memory_gib" in row else None
+    if "memory_mib" in row:
+        memory = row["memory_mib"] * 2**20
     step_s = _step_s(row, request)
-    checked = "".join(
-        f", {word}" for word in ("compiled", "checkpointing") if row.get(word)
-    ).replace("checkpointing", "selective" if row["checkpointing"] == "selective" else "checkpointing")
+    selective = row["checkpointing"] == "selective"
+    words = ["compiled"] * bool(row.get("compiled")) + ["selective" if selective else "checkpointing"] * bool(
+        row["checkpointing"]
+    )
+    name = f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}"
     return Measured(
         source=group["id"],
-        name=f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}{checked}",
+        name=", ".join([name, *words]),
         request=request,
         peak_bytes=memory,
         peak_kind=row.get("memory_kind", "allocated"),
         step_s=step_s,
-        fits=False if row.get("out_of_memory") else True if row.get("fits") or step_s or memory else None,
+        fits=not row.get("out_of_memory"),
         use=row.get("use", "score"),
-        selective=row["checkpointing"] == "selective",
+        selective=selective,
         url=row["url"],
         refused=row.get("refuse"),
     )
@@ -110,6 +115,8 @@ def _request(row: Mapping[str, Any], model: str) -> Request:
         precision=row["precision"],
         gradient_checkpointing=row["checkpointing"] is True,
         attention=row["attention"],
+        autocast=row.get("autocast", True),
+        fused_loss=row.get("fused_loss", False),
     )
 
 

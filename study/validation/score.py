@@ -55,7 +55,9 @@ def score(row: Measured) -> Scored:
         step_s=row.step_s,
         predicted_step_s=predicted_step_s(row) if counts and row.step_s is not None else None,
         fits=row.fits,
-        predicted_fits=predicted_fit(row) if counts and row.fits is not None and request.box.device.memory_gib else None,
+        predicted_fits=predicted_fit(row)
+        if counts and row.fits is not None and request.box.device.memory_gib
+        else None,
         url=row.url,
     )
 
