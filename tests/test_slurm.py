@@ -135,8 +135,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
     can_mount = subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0
     commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], [*apart, *second] if can_mount else second)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    daemons = [subprocess.Popen(command, env=environment, **quiet) for command in commands]
+    daemons = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(daemons[-1].pid))
     cluster = Slurm(environment, cgroup, unshared if can_mount else None)
