@@ -14,6 +14,9 @@ from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
+from study.predict import advise_command as advise
+from study.predict import explain_command as explain
+from study.releases import command as releases
 from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
@@ -43,6 +46,8 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "advise": Command("which strategy for a model on a box", advise.add_arguments, advise.run, advise.EPILOG),
+    "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
     ),
@@ -51,6 +56,7 @@ COMMANDS = {
         "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
     "verify": Command("which strategies compute here what DDP computes", verify.add_arguments, verify.run),
+    "releases": Command("which release of DeepSpeed brought a fault", releases.add_arguments, releases.run),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 

@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.write_engine(audit(run, accelerator, model, optimizer))
         accelerator.init_trackers("zero-study", config=config.scalars())
         if run.checkpoint:
-            load_checkpoint(accelerator, schedule, *run.checkpoint)
+            with meters.memory.phase("load"):
+                load_checkpoint(accelerator, schedule, run, *run.checkpoint)
 
         log, skips = StepLog(run, accelerator), SkippedSteps(accelerator)
         progress = run.console.progress(run.total_steps, run.first_step)
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     run.write_evaluation(step, evaluation)
                     accelerator.log(evaluation, step=step)
             if run.saves_after(step):
-                with meters.paused():
+                with meters.paused(), meters.memory.phase("save"):
                     save_checkpoint(run, accelerator, schedule, step)
         meters.finish()
         progress.close()

@@ -23,7 +23,7 @@ from study.host.environment import describe_environment
 from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
-from study.run.checkpoint import digests_of
+from study.run.checkpoint import digests_of, find_checkpoint
 from study.run.checks import check_devices, check_launch_flags
 from study.run.copies import check_copies
 from study.spec.config import RunConfig, resolved
@@ -343,6 +343,20 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_p
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, seed=7)
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
     assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), fix="--seed 7")
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
+def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ranks: int, tmp_path: Path) -> None:
+    saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), launch_of(strategy, ranks)
+    config = resolved(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
+    write_manifest(saved, world_size=8, strategy=strategy, deepspeed=launch.strategy.deepspeed)
+    if strategy == "zero3_nvme":
+        with pytest.raises(UserError, match="zero3_nvme cannot resume"):
+            find_checkpoint(config, launch, tmp_path)
+        return
+    assert find_checkpoint(config, launch, tmp_path) is not None
+    with pytest.raises(UserError, match=f"saved by {strategy}, this run is single"):
+        find_checkpoint(config, launch_of("single", 1), tmp_path)
 
 
 def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None:

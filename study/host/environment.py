@@ -8,7 +8,8 @@ import subprocess
 from typing import Any
 
 from study.host.box import driver_version
-from study.host.devices import available_cores, processor
+from study.host.cgroups import available_cores
+from study.host.devices import processor
 from study.host.releases import package_version
 from study.host.stacks import describe_stack
 from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY

@@ -27,7 +27,7 @@ STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
 STACK_VARIABLE = "ZERO_STUDY_STACK"
 # In a layer's folder once it is whole: what pip installed there, and from which archives.
 LAYER_FILE = "layer.json"
-PACKAGES = ("deepspeed", "accelerate", "transformers", "torch")
+PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
 _MOST = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
 

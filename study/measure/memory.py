@@ -19,7 +19,7 @@ import torch
 from study.measure.clock import HostCost
 from study.measure.energy import nvml_handle
 
-Phase = Literal["init", "first_step", "steady", "eval"]
+Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
 
 
 class MemoryMeter:

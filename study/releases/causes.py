@@ -20,11 +20,13 @@ FILE = Path(__file__).with_name("causes.yaml")
 _MOST = 5_000
 Blame = Literal["engine", "pairing", "trainer", "unknown"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
+# What is seen at once.
+_NO_TRAINING = frozenset({"crash", "refuses"})
 # What a release of it decides.
 PACKAGES = ("deepspeed", "accelerate", "torch", "transformers")
-_NEEDED = ("id", "title", "blame", "strategies", "differs", "deepspeed", "says", "gpu", "gpu_why")
+_NEEDED = ("id", "title", "blame", "strategies", "deepspeed", "says", "gpu", "gpu_why")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "blame": get_args(Blame), "differs": get_args(Differs), "accumulation": ("any", "several"),
+    "blame": get_args(Blame), "accumulation": ("any", "several"),
     "gpu": ("shows", "hidden", "unknown"),
 }  # fmt: skip
 
@@ -44,13 +46,12 @@ class Line:
     says: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cause:
     id: str
     title: str
     blame: Blame
     strategies: tuple[str, ...]
-    differs: Differs
     says: str
     # By package, the releases that have it, as a PEP 440 specifier; a package that is left out may be any.
     releases: Mapping[str, str]
@@ -58,10 +59,15 @@ class Cause:
     gpu_why: str
     accumulation: Literal["any", "several"] = "any"
     precisions: tuple[str, ...] = ()
+    # What a verdict may call it; without any, whatever differs.
+    differs: tuple[Differs, ...] = ()
+    # Of a race, which one run may miss.
+    sometimes: bool = False
     lines: tuple[Line, ...] = ()
     entered: Change = Change()
     left: Change = Change()
     threads: tuple[str, ...] = ()
+    proof: str = ""
     instead: str = ""
 
     @property
@@ -87,12 +93,17 @@ class Cause:
         )
 
 
-def cause_of(
-    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
-) -> Cause | None:
-    """The first entry that tells of such a cell, and of such a difference where several do."""
-    found = [each for each in read_causes() if each.is_in(versions) and each.shows_in(strategy, micro_steps, precision)]
-    return next((each for each in found if each.differs == differs), None)
+def causes_of(
+    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str
+) -> tuple[Cause, ...]:
+    """Every entry that tells of such a cell; of one that crashes or refuses, those that say so."""
+    return tuple(
+        each
+        for each in read_causes()
+        if each.is_in(versions)
+        and each.shows_in(strategy, micro_steps, precision)
+        and (differs in each.differs if each.differs else differs not in _NO_TRAINING)
+    )
 
 
 @functools.cache
@@ -115,11 +126,14 @@ def _cause(entry: Any, top: Section) -> Cause:
     for key, choices in _CHOICES.items():
         if section.get(key, choices[0]) not in choices:
             raise section.refusal(key, f"is {section[key]!r}", f"use one of {', '.join(choices)}")
-    for key, known in (("strategies", STRATEGY_NAMES), ("precisions", get_args(Precision))):
+    lists = {"strategies": STRATEGY_NAMES, "precisions": get_args(Precision), "differs": get_args(Differs)}
+    for key, known in lists.items():
+        if isinstance(section.get(key, []), str):
+            section[key] = [section[key]]
         if unknown := set(section.get(key, ())) - set(known):
             raise section.refusal(key, f"names {unknown.pop()!r}", f"use {', '.join(known)}")
     values: dict[str, Any] = {key: value for key, value in section.items() if key not in PACKAGES}
-    values |= {key: tuple(values[key]) for key in ("strategies", "precisions", "threads") if key in values}
+    values |= {key: tuple(values[key]) for key in (*lists, "threads") if key in values}
     for key in ("entered", "left"):
         if key in values:
             values[key] = Change(**as_section(values[key], section.place_of(key), {"release", "change"}, Section))
@@ -142,6 +156,7 @@ def _releases(section: Section) -> dict[str, str]:
     return found
 
 
-def known_faults(versions: Mapping[str, str | None]) -> list[Cause]:
-    """Of a stack: what trains wrongly and says nothing."""
-    return [each for each in read_causes() if each.is_in(versions) and each.differs not in ("crash", "refuses")]
+def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
+    """Of a stack on such a box: what trains wrongly and says nothing."""
+    trained = (each for each in read_causes() if not each.differs or not _NO_TRAINING.issuperset(each.differs))
+    return [each for each in trained if each.is_in(versions) and not (on_gpu and each.gpu == "hidden")]

@@ -33,10 +33,12 @@ from study.sweep.slices import plan_suite
 LOCK_FILE = STACK_FILE.with_name("stacks.lock.json")
 # An older torch comes with CUDA's libraries; anything else is small.
 _ROOM_BYTES = {"torch": 12 * 2**30}
-# Torch brings what it is linked with. Of the others only what is named changes: the rest is as installed.
+# Torch brings what it is linked with, transformers the tokenizers and the hub of its time. Of the others only what is
+# named changes: the rest is as installed.
+_WITH_THEIRS = ("torch", "transformers")
 _ALONE = ("--no-deps", "--no-build-isolation")
 _NO_NETWORK = re.compile(
-    r"connection (broken|refused|error)|NewConnectionError|NameResolution|timed out", re.IGNORECASE
+    r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
 )
 Pins = dict[str, dict[str, str]]
 
@@ -103,7 +105,7 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
         wanted.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target),
-            *(_ALONE if package != "torch" else ()), *(["--require-hashes", "--no-deps"] if pins else []),
+            *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
             "--report", str(told), "-r", str(wanted),
         ]  # fmt: skip
         ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)

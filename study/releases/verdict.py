@@ -26,7 +26,7 @@ WHAT: dict[What, str] = {
     "clipping": "the clipping: norms are right, and what becomes of them is not",
     "update": "the update: the first norm is right or not reported",
     "norm": "the reported norm alone: losses are right",
-    "loss": "the loss, by more than rounding allows",
+    "loss": "the loss, and nothing before it tells why",
 }
 
 
@@ -122,6 +122,8 @@ def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
     not_finite = _NOT_FINITE.search(trace.reason)
     if trace.state == "unsupported":
         return Verdict("not installable" if _NOT_INSTALLABLE in trace.reason else "refuses", reason=trace.reason)
+    if trace.state == "interrupted":
+        return Verdict("not judged", reason="it was ended before it had ended")
     if trace.state != "ok" and not not_finite:
         return Verdict("crashes", reason=trace.reason or trace.state)
     if single.state != "ok":
@@ -159,6 +161,8 @@ def _what(trace: Trace, single: Trace, tolerance: Tolerance, bad_loss: int | Non
     if bad_loss < first_updated:
         return "weights"
     scale_or_direction: What = "gradient" if bad_loss == first_updated else "scale"
+    if bad_loss > len(trace.losses) or trace.losses[bad_loss - 1] is None:
+        return "loss"
     if tolerance.loss > ROUNDING["bf16"].loss / 10:
         # A loss that differs by less is not seen, so the step of the first one that is tells nothing.
         return "gradient" if bad_norm == 1 else "loss"

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,15 @@ from study.host.releases import UNVERIFIED_VARIABLE, package_version
 from study.launch.cell import Cell
 from study.record.directory import find_runs, read_json, read_run
 from study.record.schema import RecordError
+from study.releases.causes import PACKAGES, Cause, causes_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
 from study.spec.config import Precision, RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES
+from study.spec.strategies import STUDIED_STRATEGIES
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
 from study.sweep.progress import show_duration
 from study.sweep.tables import print_tables, table_of
 
-PACKAGES = ("deepspeed", "accelerate", "torch", "transformers")
 MICRO_STEPS = (1, 4)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-engine")
 # In fp32 every strategy runs; half precision takes other paths through an engine, and a few strategies see them.
@@ -59,6 +59,12 @@ class Row:
     precision: Precision
     micro_steps: int
     verdict: Verdict
+    causes: tuple[Cause, ...] = ()
+
+    @property
+    def says(self) -> str:
+        known = "; ".join(cause.title for cause in self.causes)
+        return f"{self.verdict.says} (known: {known})" if known else self.verdict.says
 
     @property
     def place(self) -> str:
@@ -86,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         _refuse_another_stack(root, stack)
-        matrix = Matrix(root.absolute(), this_box(), options.precision)
+        matrix = Matrix(root.absolute(), this_box(), options.precision, stack)
         print(f"{_named(stack)}; {matrix.where}", file=out, flush=True)
         for number, strategy in enumerate(strategies, start=1):
             found = list(matrix.rows(strategy))
@@ -105,14 +111,15 @@ def run(options: argparse.Namespace) -> int:
 class Matrix:
     """Runs the cells of a strategy when it is asked for, and judges each against `single` in its precision."""
 
-    def __init__(self, root: Path, box: Box, precisions: Sequence[Precision]):
-        self.root, self.box, self._precisions = root, box, precisions
+    def __init__(self, root: Path, box: Box, precisions: Sequence[Precision], stack: Mapping[str, str | None]):
+        self.root, self.box, self._precisions, self._stack = root, box, precisions, stack
         self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
         self.tolerances: dict[Precision, Tolerance] = {}
 
     @property
     def where(self) -> str:
-        return f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'processor cores'}"
+        where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'processor cores'}"
+        return where if self.ranks > 1 else f"{where}, so what goes wrong between ranks is not seen"
 
     def rows(self, strategy: str) -> Iterator[Row]:
         asked: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
@@ -123,7 +130,9 @@ class Matrix:
         for precision, micro_steps in asked:
             single, tolerance = self._reference(precision)
             trace = self._trace(self._cell(strategy, precision, micro_steps))
-            yield Row(strategy, precision, micro_steps, judge(trace, single, tolerance))
+            verdict = judge(trace, single, tolerance)
+            known = causes_of(self._stack, strategy, micro_steps, precision, verdict.what or "")
+            yield Row(strategy, precision, micro_steps, verdict, known if verdict.kind == "different" else ())
 
     def _reference(self, precision: Precision) -> tuple[Trace, Tolerance]:
         # Without an engine there is no bf16 of an engine.
@@ -158,9 +167,9 @@ class Matrix:
 
 
 def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
-    if unknown := next((name for name in only or () if name not in STRATEGY_NAMES), None):
-        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STRATEGY_NAMES[1:])}")
-    return tuple(name for name in STRATEGY_NAMES[1:] if not only or name in only)
+    if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES), None):
+        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
+    return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
 
 
 def _refuse_another_stack(root: Path, stack: dict[str, str | None]) -> None:
@@ -184,9 +193,7 @@ def _line(strategy: str, rows: Sequence[Row]) -> str:
     kinds = {row.verdict.kind for row in rows}
     if kinds == {"equal"}:
         return f"{strategy}: computes what one process computes"
-    return f"{strategy}: " + " | ".join(
-        f"{row.place}: {row.verdict.says}" for row in rows if row.verdict.kind != "equal"
-    )
+    return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.verdict.kind != "equal")
 
 
 def _table(strategies: Sequence[str], rows: Sequence[Row]) -> Any:
@@ -212,7 +219,7 @@ def _document(stack: dict[str, str | None], matrix: Matrix, rows: Sequence[Row],
         "tolerances": {precision: dataclasses.asdict(each) for precision, each in matrix.tolerances.items()},
         "rows": [
             {"strategy": row.strategy, "precision": row.precision, "micro_steps": row.micro_steps,
-             **dataclasses.asdict(row.verdict), "says": row.verdict.says}
+             **dataclasses.asdict(row.verdict), "says": row.says, "causes": [cause.id for cause in row.causes]}
             for row in rows
         ],
     }  # fmt: skip

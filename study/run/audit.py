@@ -16,7 +16,6 @@ from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
-from study.spec.strategies import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +58,7 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
         "loss_scaler": read_loss_scaler(accelerator, model),
-        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32": _uses_tf32(),
     }
     asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
@@ -71,7 +70,7 @@ def audit(
             f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
-    live["warnings"] = _warnings(config, launch, live, model)
+    live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
     return live | {
         "virtual": launch.virtual,
@@ -87,10 +86,19 @@ def audit(
     }
 
 
-def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model: Any) -> list[str]:
+def _uses_tf32() -> bool:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    # Before 2.9 torch has the older switch alone; from then on that one may contradict the newer.
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
     """What the engine insists on, which bears on the comparison; and what of this run was not the thing itself."""
     import torch
 
+    config, launch = run.config, run.launch
     warnings = []
     if launch.strategy.deepspeed is not None and (pair := unverified_pair()):
         warnings.append(f"experiment: {pair}, which has not been shown to train as DDP does")
@@ -110,6 +118,8 @@ def _warnings(config: RunConfig, launch: Launch, live: Mapping[str, Any], model:
         )
         if torch.cuda.is_available():
             warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
+    if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
+        warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
     if config.device_memory_cap_gib is not None:
         warnings.append(
             f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"
@@ -203,8 +213,9 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
 
 
 def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
+
+    from study.measure.inventory import dtensor_type
 
     buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
@@ -214,7 +225,7 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "buckets": buckets,
         **_read_fsdp(model),
-        "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "fully_sharded": any(isinstance(parameter, dtensor_type()) for parameter in model.parameters()),
         **sharded_copies(model),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
@@ -224,12 +235,15 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
 
 def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
     """What FSDP2 holds and sends by: empty without it. Torch tells none of it but from inside."""
+    from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    if not hasattr(fsdp, "FSDPModule"):
+        return {}  # an older torch
 
     # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
     # the forward pass unless told otherwise, and says so only once that has begun.
-    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule))
     states = list({id(state): state for state in found}.values())
     if not states:
         return {}
@@ -240,17 +254,17 @@ def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
         "fsdp_groups": len(groups),
         "fsdp_resharded_groups": len(resharded),
         "fsdp_reshard_after_forward": bool(resharded),
-        "fsdp_offload_params": any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
+        "fsdp_offload_params": any(isinstance(group.offload_policy, fsdp.CPUOffloadPolicy) for group in groups),
         "fsdp_activation_checkpointing": any(isinstance(module, ActivationWrapper) for module in model.modules()),
     }
 
 
 def _asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not getattr(accelerator, "is_fsdp2", False):
+        return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or not accelerator.is_fsdp2:
-        return {}
     asked = {
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),

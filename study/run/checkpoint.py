@@ -23,6 +23,7 @@ from study.host.contents import content_digest, sealed
 from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
+from study.run.other_ranks import check_indexes, load_universal, put_random_states, universal_checkpoint
 from study.spec.config import RunConfig
 from study.spec.strategies import Launch
 
@@ -127,12 +128,11 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"--resume_from_checkpoint {folder} is not a whole checkpoint ({error})",
             "name a folder that holds a checkpoint.json, or `latest`",
         ) from None
-    saved, was = manifest["config"], (manifest["strategy"], manifest["world_size"])
-    if was != (launch.strategy.name, launch.world_size):
+    saved, was = manifest["config"], manifest["strategy"]
+    if was != launch.strategy.name:
         raise UserError(
-            f"the checkpoint was saved by {was[0]} on {was[1]} ranks, this run is {launch.strategy.name} on "
-            f"{launch.world_size}",
-            f"run: accelerate launch --config_file accelerate_configs/{was[0]}.yaml --num_processes {was[1]} ...",
+            f"the checkpoint was saved by {was}, this run is {launch.strategy.name}",
+            f"run: accelerate launch --config_file accelerate_configs/{was}.yaml ...",
         )
     settings = launch.strategy.deepspeed
     if manifest.get("deepspeed") != (json.loads(json.dumps(settings)) if settings else None):
@@ -205,7 +205,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_goes_on(
-    config: RunConfig, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
+    config: RunConfig, launch: Launch, checkpoint: tuple[Path, dict[str, Any]], data: TaskData, initial: InitialWeights
 ) -> None:
     """What only the data, the weights and the libraries can tell: is a step left, and is it the same training?"""
     folder, manifest = checkpoint
@@ -228,7 +228,10 @@ def check_goes_on(
             f"the checkpoint {folder} began from other initial weights, which were changed or drawn anew since",
             "start anew",
         )
-    before, here = _box(manifest["environment"]), _box(describe_environment())
+    before, here = (
+        _box(environment, manifest["world_size"] == launch.world_size)
+        for environment in (manifest["environment"], describe_environment())
+    )
     if differ := [name for name in sorted({*before, *here}) if before.get(name) != here.get(name)]:
         name = differ[0]
         raise UserError(
@@ -238,28 +241,51 @@ def check_goes_on(
         )
 
 
-def _box(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record can say once only, of all its steps."""
-    return environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
+def _box(environment: Mapping[str, Any], same_ranks: bool) -> dict[str, Any]:
+    """What a record can say once only, of all its steps. Other ranks may be of another number of the same devices."""
+    box = environment["packages"] | {key: environment[key] for key in ("threads_per_rank", "cpu", "devices")}
+    if not same_ranks:
+        box |= {"threads_per_rank": None, "devices": sorted({device["name"] for device in box["devices"]})}
+    return box
 
 
-def load_checkpoint(accelerator: Accelerator, schedule: Any, folder: Path, manifest: dict[str, Any]) -> None:
+def load_checkpoint(
+    accelerator: Accelerator, schedule: Any, run: OpenRun, folder: Path, manifest: dict[str, Any]
+) -> None:
     """Put everything back, and let nothing in but tensors and plain values."""
     import torch
-    from accelerate.utils import load
 
     # For the whole process from here on: what else it may load holds no code either.
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    classes = _engine_classes() if manifest["strategy"].startswith("zero") else []
-    with torch.serialization.safe_globals(classes):
-        accelerator.load_state(str(folder))
-    # Accelerate catches whatever is wrong with these, and goes on without them.
-    states = load(folder / f"random_states_{accelerator.process_index}.pkl")
-    saved = [states.get("torch_manual_seed"), *states.get("torch_cuda_manual_seed", [])]
-    now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    check_indexes(folder)
+    if accelerator.is_fsdp2:
+        # As it was saved, whatever the launched file says of the next one.
+        kind = "FULL" if "pytorch_model_fsdp.bin" in manifest["files"] else "SHARDED"
+        accelerator.state.fsdp_plugin.set_state_dict_type(f"{kind}_STATE_DICT")
+    same_ranks = manifest["world_size"] == run.launch.world_size
+    with torch.serialization.safe_globals(_engine_classes() if run.launch.strategy.deepspeed else []):
+        if same_ranks or not run.launch.strategy.zero_stage:
+            accelerator.load_state(str(folder))
+        else:
+            with universal_checkpoint(run, accelerator, folder) as universal:
+                load_universal(accelerator, universal)
+    _check_random_states(folder, accelerator, manifest["world_size"], same_ranks)
+    schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
+
+
+def _check_random_states(folder: Path, accelerator: Accelerator, saved_by: int, same_ranks: bool) -> None:
+    """Accelerate catches whatever is wrong with these, and goes on without them."""
+    import torch
+    from accelerate.utils import load
+
+    rank = accelerator.process_index % saved_by
+    states = load(folder / f"random_states_{rank}.pkl")
+    if not same_ranks:
+        put_random_states(states, rank)
+    saved = [states.get("torch_manual_seed"), *(states.get("torch_cuda_manual_seed", []) if same_ranks else [])]
+    now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() and same_ranks else [])]
     if saved[0] is None or len(saved) != len(now) or not all(map(torch.equal, saved, now)):
         raise RunFailed(f"the random states in {folder} could not be put back", "start anew")
-    schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 
 
 def _engine_classes() -> list[Any]:

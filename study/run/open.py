@@ -118,7 +118,7 @@ class OpenRun:
         self.data, self.initial = data, initial
         if self.checkpoint and launch.is_main:
             assert initial is not None, "a virtual rank has no checkpoint"
-            check_goes_on(config, self.checkpoint, data, initial)
+            check_goes_on(config, launch, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
         environment = describe_environment() if launch.is_main or machines.count() > 1 else {}
         if machines.count() > 1:

@@ -1,0 +1,130 @@
+"""A checkpoint goes on with another number of ranks, and its weights can be had without the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines import printed_json
+from runs import train
+from study.errors import RunFailed
+from study.record.directory import Run, read_run
+from study.run.checkpoint import _engine_classes
+from study.run.other_ranks import check_indexes
+
+GPT = ("--task", "gpt-wikitext")
+# As between strategies: other ranks add the same numbers in another order.
+FP32_RELATIVE = 1e-5
+SaveAt = Callable[[str, int], tuple[Run, Path]]
+# By kind of checkpoint; the rest is long.
+QUICK = [("ddp", 4, 2), ("zero2", 4, 2), ("zero3", 4, 2), ("fsdp2", 4, 2)]
+LONG = [
+    ("ddp", 2, 4), ("zero0", 4, 2), ("zero1", 4, 2), ("zero1", 2, 1), ("zero2", 2, 4), ("zero2_cpu", 4, 2),
+    ("zero3", 2, 1), ("zero3", 2, 4), ("zero3_cpu_optimizer", 4, 2), ("zero3_cpu", 4, 2), ("fsdp2", 2, 1),
+    ("fsdp2", 2, 4), ("hsdp", 4, 8), ("hsdp", 8, 4), ("zero3_hpz", 4, 8), ("zero3_hpz", 8, 4),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveAt:
+    """An uninterrupted run, and its checkpoint at half of its steps."""
+    made: dict[tuple[str, int], Run] = {}
+
+    def save(strategy: str, ranks: int) -> tuple[Run, Path]:
+        if (strategy, ranks) not in made:
+            folder = tmp_path_factory.mktemp("saved") / "run"
+            result = train(strategy, folder, *GPT, "--checkpointing_steps", "4", ranks=ranks)
+            assert result.returncode == 0, result.stderr[-2000:]
+            made[strategy, ranks] = read_run(folder)
+        whole = made[strategy, ranks]
+        return whole, whole.path / "checkpoints" / "step_0000004"
+
+    return save
+
+
+def resume(strategy: str, checkpoint: Path, folder: Path, ranks: int) -> Run:
+    result = train(strategy, folder, *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=ranks)
+    log = folder / "log.txt"
+    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
+    return read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"),
+    [*QUICK, *(pytest.param(*case, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for case in LONG)],
+)
+def test_other_ranks_go_on_with_the_losses_of_the_uninterrupted_run(
+    saved: SaveAt, strategy: str, before: int, after: int, tmp_path: Path
+) -> None:
+    whole, checkpoint = saved(strategy, before)
+    again = resume(strategy, checkpoint, tmp_path / "run", after)
+    assert again.steps[:4] == whole.steps[:4]
+    for key in ("step", "lr", "samples_hash", "tokens"):
+        assert [row[key] for row in again.steps] == [row[key] for row in whole.steps]
+    for key in ("loss", "grad_norm"):
+        losses, expected = ([row[key] for row in run.steps] for run in (again, whole))
+        assert losses == (expected if None in expected else pytest.approx(expected, rel=FP32_RELATIVE))
+    assert [row["eval_loss"] for row in again.evals] == pytest.approx(
+        [row["eval_loss"] for row in whole.evals], rel=FP32_RELATIVE
+    )
+    assert again.engine["world_size"] == after
+    assert f"resumed: the steps up to 4 ran on {before} ranks" in again.engine["warnings"]
+    # What was put together for the engine is gone.
+    assert {file.name for file in again.path.iterdir()} <= {file.name for file in whole.path.iterdir()}
+
+
+def test_the_memory_of_saving_and_of_loading_is_a_phase_of_its_own(saved: SaveAt, tmp_path: Path) -> None:
+    whole, checkpoint = saved("zero3", 4)
+    again = resume("zero3", checkpoint, tmp_path / "run", 2)
+    for run, phases in ((whole, {"save"}), (again, {"load"})):
+        for rank in run.memory["ranks"]:
+            assert rank["phases"].keys() & {"save", "load"} == phases
+            assert all(rank["phases"][phase]["host"] > 0.1 for phase in phases)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_zero_to_fp32_gives_a_model_with_tied_weights_back_bit_for_bit(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    flags = (*GPT, "--max_steps", "3", "--checkpointing_steps", "3")
+    live, *_ = printed_json(train(strategy, tmp_path / "run", *flags, script="tests/probes/live_weights.py"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000003"
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with torch.serialization.safe_globals(_engine_classes()):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="pytorch_model")
+    assert "lm_head.weight" not in live["digests"], "tied to the embedding"
+    assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
+    found = {name: hashlib.sha256(weights[name].numpy().tobytes()).hexdigest() for name in live["digests"]}
+    assert found == live["digests"]
+
+
+class _Trap:
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (os.mkdir, (self.file,))
+
+
+def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path: Path) -> None:
+    _, checkpoint = saved("fsdp2", 4)
+    assert sorted(file.parent.name for file in checkpoint.glob("*/.metadata")) == [
+        "optimizer_0",
+        "pytorch_model_fsdp_0",
+    ]
+    check_indexes(checkpoint)
+    (tmp_path / "optimizer_0").mkdir()
+    (tmp_path / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(_Trap(str(tmp_path / "sprung"))))
+    with pytest.raises(
+        RunFailed, match=r"optimizer_0/\.metadata is no index of a checkpoint \(it names posix\.mkdir\)"
+    ):
+        check_indexes(tmp_path)
+    assert not (tmp_path / "sprung").exists()
