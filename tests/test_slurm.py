@@ -241,11 +241,12 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     slurm: Slurm, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, {**ENDLESS, "time_limit_s": 12})
+    short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
     job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: "timeout after" in job.said())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
-    assert read_status(first)["reason"] == "ended after its 12 s"
+    assert read_status(first)["reason"] == "ended after its 8 s"
     assert not [process for process in processes_of(runs / "tiny") if first.name in " ".join(process.cmdline())]
     # What Slurm sends when --signal says that the job's time is nearly up.
     wait_until(lambda: len(list((runs / "tiny").glob("*/steps.jsonl"))) == 2)
