@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality readme claims bench clean
+.PHONY: install study test test-long quality readme claims releases bench clean
 
 install: .venv/installed
 
@@ -46,6 +46,10 @@ readme: install
 # docs/claims.md and the README's lines from the ledger and the records in reports/.
 claims: install
 	$(BIN)/python -m study.claims.page
+
+# docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml.
+releases: install
+	$(BIN)/python -m study.releases.page
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

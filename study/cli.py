@@ -14,6 +14,11 @@ from study.claims import command as claims
 from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
+from study.predict import advise_command as advise
+from study.predict import explain_command as explain
+from study.releases import command as releases
+from study.releases import verify
+from study.releases.prepare import prepare
 from study.report.site import command as report
 from study.spec.config import Parser
 from study.sweep import command as sweep
@@ -29,6 +34,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("run a suite: every cell that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
+    "prepare": Command(
+        "make what a suite's runs need: other releases in folders of their own, operators, initial weights",
+        sweep.add_timed_arguments,
+        prepare,
+    ),
     "weights": Command(
         "draw the initial weights of what a suite has still to run, so that no run's time pays for it",
         sweep.add_timed_arguments,
@@ -36,6 +46,8 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "advise": Command("which strategy for a model on a box", advise.add_arguments, advise.run, advise.EPILOG),
+    "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
     ),
@@ -43,6 +55,8 @@ COMMANDS = {
     "autopsy": Command(
         "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
+    "verify": Command("which strategies compute here what DDP computes", verify.add_arguments, verify.run),
+    "releases": Command("which release of DeepSpeed brought a fault", releases.add_arguments, releases.run),
     "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
 }
 
@@ -70,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # `study status X | head`: whoever read has read enough. What runs something has not told how that went.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(options.command in ("run", "weights", "virtual") and not getattr(options, "dry_run", False))
+        runs_something = options.command in ("run", "prepare", "weights", "virtual")
+        return int(runs_something and not getattr(options, "dry_run", False))
 
 
 if __name__ == "__main__":

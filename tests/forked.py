@@ -1,4 +1,4 @@
-"""Runs of a real engine without the seconds that each spends on imports: forks of tests/fork_server.py.
+"""Runs of a real engine without the seconds that each spends on imports: forks of study/launch/fork_server.py.
 
 Four fifths of what a test's run costs are the imports of its ranks and of the launcher. A fork is a process of its own
 all the same, with the environment that `accelerate launch` would give it, and it ends with its run. Where a test looks
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from engines import ROOT, launch
+from study.launch import fork_server
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -41,7 +42,7 @@ def fork_ranks(
     launched = ["--config_file", str(file), "--num_processes", str(ranks)]
     return _ask(
         _server(), timeout, command=[str(script), *args], launch=launched, ranks=ranks, port=store.port,
-        folder=str(ROOT), environment=os.environ | ONE_THREAD,
+        agent_store=True, folder=str(ROOT), environment=os.environ | ONE_THREAD,
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def _server(read_at_import: tuple[tuple[str, str], ...] = ()) -> str:
     folder = tempfile.TemporaryDirectory()
     address = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("fork_server.py")), address], cwd=ROOT,
+        [sys.executable, fork_server.__file__, address], cwd=ROOT,
         env={**os.environ, **ONE_THREAD, **dict(read_at_import)}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip

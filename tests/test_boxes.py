@@ -12,7 +12,8 @@ import torch
 
 from study.errors import Unsupported
 from study.host.box import free_gpu_bytes, this_box
-from study.host.devices import available_cores, refuse_useless_gpus, torch_for_driver
+from study.host.cgroups import available_cores
+from study.host.devices import refuse_useless_gpus, torch_for_driver
 from study.measure.energy import handle_of
 from study.measure.memory import MemoryMeter
 from study.run.engine import tell_what_is_free

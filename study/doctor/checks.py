@@ -17,9 +17,11 @@ from typing import Literal
 import psutil
 
 from study.errors import UserError
+from study.host.box import visible_gpus
 from study.host.folders import refuse_unwritable
 from study.host.memory import GIB, can_lock, host_memory, locked_bytes
-from study.host.releases import VERIFIED, pair_fix, unverified_pair
+from study.host.releases import VERIFIED, package_version, pair_fix, unverified_pair
+from study.releases.causes import PACKAGES, known_faults
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, Strategy, read_strategy
 
 INSTALL = "make -B install"
@@ -74,6 +76,8 @@ def versions() -> Iterator[Check]:
     pair = unverified_pair()
     found = pair or " with ".join(map(" ".join, zip(("accelerate", "deepspeed"), VERIFIED[-1], strict=True)))
     yield needed("pairing", pair is None, found, "no run has shown that it trains as DDP does", pair_fix())
+    for cause in known_faults({name: package_version(name) for name in PACKAGES}, bool(visible_gpus())):
+        yield Check("known fault", "missing", f"{cause.where}: {cause.title}", cause.instead or pair_fix())
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
     # Other versions than those that were tested are no fault.
     pinned = [line for line in pins if line and not line.startswith("#")]

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from study.doctor.checks import INSTALL, Check, file_system, memory, nvme_path, strategies, tools, versions
+from study.doctor.cluster import cluster
 from study.spec.strategies import REPOSITORY
 
 # torch and DeepSpeed are imported in seconds, an operator loaded in as many; a cold disk may take ten times that.
@@ -57,7 +58,7 @@ def _all_checks(path: Path, ask_hub: bool) -> list[Check]:
     on_drive, folder = nvme_path(path)
     can_lock = next(check.state for check in checks if check.name == "pinned memory") == "ok"
     checks += [on_drive, *_probe(ask_hub, folder, can_lock)]
-    return [*checks, strategies(checks)]
+    return [*checks, *cluster(), strategies(checks)]
 
 
 def _probe(ask_hub: bool, folder: Path | None, can_lock: bool) -> list[Check]:

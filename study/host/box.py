@@ -31,12 +31,33 @@ Answer = TypeVar("Answer")
 class Box:
     """What a suite may ask for. Host memory is what may be used here: a container can have less than its machine."""
 
+    # Of all nodes, as many on each; the host memory is one node's.
     gpu_memory_gib: tuple[float, ...]
     host_memory_gib: float
+    nodes: int = 1
 
     @property
     def gpus(self) -> int:
         return len(self.gpu_memory_gib)
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus_per_node} GPU{'s'[: self.gpus_per_node != 1]}"
+        return gpus if self.nodes == 1 else f"{self.nodes} nodes of {gpus}"
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.gpus // self.nodes
+
+    def nodes_for(self, ranks: int) -> int | None:
+        """How many nodes a run of so many ranks takes, the same number on each; None where they do not fit.
+
+        With GPUs as few as hold them. A core is a device for want of one, and there is no telling how many are enough:
+        then as many nodes as can be.
+        """
+        shares = [nodes for nodes in range(1, self.nodes + 1) if ranks % nodes == 0]
+        if not self.gpus:
+            return shares[-1]
+        return next((nodes for nodes in shares if ranks // nodes <= self.gpus_per_node), None)
 
 
 def this_box(root: Path = Path("/")) -> Box:
@@ -106,6 +127,10 @@ def driver_cuda() -> str | None:
 def visible_gpus() -> list[Any]:
     """NVML's handle of each GPU that a run would see; none where there is no driver or no package for it."""
     return _asked(lambda: list(_handles())) or []
+
+
+def gpu_names() -> list[str]:
+    return _asked(lambda: [str(pynvml.nvmlDeviceGetName(handle)) for handle in visible_gpus()]) or []
 
 
 def _asked(question: Callable[[], Answer]) -> Answer | None:

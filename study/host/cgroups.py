@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,15 @@ def allowed_cores(root: Path) -> float:
         if quota > 0 and period > 0:
             shares.append(quota / period)
     return min(shares)
+
+
+def available_cores(root: Path = Path("/")) -> int:
+    """Those that this process may run on, or as many as its container's share of time is worth.
+
+    More threads than that are stopped together for the rest of each period. `root` is where `proc` and `sys` are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(min(cores, allowed_cores(root))))
 
 
 def counter(file: Path, name: str) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import platform
 from pathlib import Path
 
 from study.errors import Unsupported
 from study.host.box import driver_cuda, driver_version, visible_gpus
-from study.host.cgroups import allowed_cores
+from study.host.cgroups import available_cores
 from study.host.imports import importing
 from study.spec.strategies import Launch
 
@@ -73,15 +72,6 @@ def torch_for_driver(runs: str, version: str) -> str:
     if runs.startswith(("10.", "11.")):
         return "update the driver: every torch that this study runs on needs one of CUDA 12 or newer"
     return install
-
-
-def available_cores(root: Path = Path("/")) -> int:
-    """Those that this process may run on, or as many as its container's share of time is worth.
-
-    More threads than that are stopped together for the rest of each period. `root` is where `proc` and `sys` are.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(cores, allowed_cores(root))))
 
 
 @functools.cache

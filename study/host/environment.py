@@ -8,8 +8,10 @@ import subprocess
 from typing import Any
 
 from study.host.box import driver_version
-from study.host.devices import available_cores, processor
+from study.host.cgroups import available_cores
+from study.host.devices import processor
 from study.host.releases import package_version
+from study.host.stacks import describe_stack
 from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
 
 PACKAGES = (
@@ -17,7 +19,7 @@ PACKAGES = (
     "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 # Rooms of the package in which nothing of a run happens.
-_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "cli.py")
+_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "cli.py")
 
 
 def describe_environment() -> dict[str, Any]:
@@ -44,6 +46,7 @@ def describe_environment() -> dict[str, Any]:
         ],
         "cuda": torch.version.cuda,
         "driver": driver_version(),
+        "stack": describe_stack(),
     }
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,17 @@ def load_operator(builder: Any) -> Any:
 
 
 def use_own_build(cache: Path) -> None:
-    """One folder per installation, and its own ninja: two installations with one folder rebuild it in turns."""
-    installation = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "operators" / installation))
+    """A folder of its own, and its own ninja: two installations with one folder rebuild it in turns."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
     # ninja is looked for on PATH, where the environment may be missing. Another version of it would build all again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def own_build_folder(cache: Path) -> Path:
+    """One per installation and kind of processor: the compiler uses whatever instructions it finds, and machines that
+    share a cache need not have the same."""
+    kind = [sys.prefix, platform.machine(), processor().get("flags")]
+    return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
 
 
 def _remember_the_processor(cache: Path) -> None:
@@ -165,11 +172,11 @@ def _works_in(folder: Path) -> bool:
     return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
 
 
-def main() -> None:
-    """Build every operator the shipped strategies need, so that no run's start-up pays for it."""
+def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
+    """Build every operator the strategies need, so that no run's start-up pays for it."""
     from study.host.folders import cache_directory
 
-    for name in STRATEGY_NAMES:
+    for name in names:
         if read_strategy(name).uses_nvme and not libaio_is_there():
             continue
         try:
@@ -188,4 +195,4 @@ def libaio_is_there() -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or STRATEGY_NAMES)

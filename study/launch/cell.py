@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from study.errors import UserError
+from study.host.nodes import allocated_box
+from study.host.slurm import this_job
+from study.launch.step import on_nodes
 from study.spec.config import RunConfig
 from study.spec.strategies import REPOSITORY, read_strategy
 
@@ -37,6 +40,8 @@ class Cell:
     trainer: Trainer = "study"
     # That a box which the suite is made for runs out of memory here, which is what the cell is there to show.
     expect: Literal["oom"] | None = None
+    # The releases under which it runs, by their name in study/releases/stacks.yaml; None for the installed ones.
+    stack: str | None = None
 
     @functools.cached_property
     def id(self) -> str:
@@ -49,8 +54,9 @@ class Cell:
 
     @property
     def arm(self) -> str:
-        """The strategy, with the trainer where it is not the study's own, and with `virtual` for a virtual rank."""
+        """The strategy, with its trainer where that is not the study's own, `virtual` for a virtual rank, its stack."""
         marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
+        marks += [f"ds{self.stack}"] * bool(self.stack)
         return "-".join([self.strategy, *marks])
 
     @property
@@ -83,10 +89,12 @@ def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]
     """What a person would type in the repository root."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
-    return [
-        accelerate(), "launch", "--config_file", configuration, *processes, _SCRIPTS[cell.trainer],
-        *cell.flags(_shortest(output_dir)), *extra_flags,
-    ]  # fmt: skip
+    launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
+    script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
+    if (job := this_job()) is None:
+        return [*launcher, *script]
+    # What does not fit is told by the sweep, and shown on all nodes.
+    return on_nodes(job, allocated_box().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
 
 
 def _shortest(path: Path) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from study.errors import UserError
+from study.host.slurm import is_array_task
 from study.record.lock import FileLock
 
 LOCK_NAME = "sweep.lock"
@@ -21,13 +22,21 @@ _PATIENCE_S = 20.0
 
 
 def only_sweep(directory: Path) -> FileLock:
+    """The tasks of a job array may share it: they take one cell's folder at a time, and leave those that are taken."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return FileLock(directory / LOCK_NAME, f"another sweep is at work in {directory}")
+        what = f"another sweep is at work in {directory}"
+        return FileLock(directory / LOCK_NAME, what, shared=is_array_task())
     except OSError as error:
         raise UserError(
             f"{directory} is not writable ({error.strerror})", "let --runs-dir name a folder that you may write"
         ) from None
+
+
+def marker_of(directory: Path) -> str:
+    """Of another Slurm job's processes on this machine that job takes care."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{directory.resolve()}{f'#{job}' if job else ''}"
 
 
 def end_leftovers(directory: Path) -> int:
@@ -49,7 +58,7 @@ def end_leftovers(directory: Path) -> int:
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    wanted = str(directory.resolve())
+    wanted = marker_of(directory)
     found = []
     for process in psutil.process_iter():
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -15,9 +16,12 @@ from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
 from study.host.memory import oom_counts
+from study.host.stacks import stacks
 from study.launch import supervise
 from study.launch.cell import Cell, launch_command
-from study.launch.lock import MARKER, end_leftovers
+from study.launch.forks import ForkServer
+from study.launch.lock import MARKER, end_leftovers, marker_of
+from study.launch.step import supervised
 from study.launch.verdict import Evidence, StoppedBy, attempt_of, conclude, judge
 from study.record.directory import read_json, read_status
 from study.record.outcome import Ending
@@ -44,6 +48,12 @@ class Ended(Evidence):
     def ending(self) -> Ending:
         return judge(self)
 
+    @property
+    def was_terminated(self) -> bool:
+        """By somebody else than the sweep, and in order."""
+        told = self.ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
+        return self.ending.state == "interrupted" and told
+
     def write_end(self, directory: Path) -> None:
         """Make the record say how the run ended, where its own processes could not.
 
@@ -54,16 +64,20 @@ class Ended(Evidence):
             stream.write(self.printed)
 
 
-def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -> Ended:
+def run_cell(
+    cell: Cell, root: Path, watch: Callable[[], None] = lambda: None, forks: ForkServer | None = None
+) -> Ended:
     """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
 
     A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
     """
     directory = root / cell.id
-    log_file = directory / "log.txt"
     again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
     command = launch_command(cell, directory, *again)
-    attempt_before, log_size_before = attempt_of(directory), log_file.stat().st_size if log_file.exists() else 0
+    is_step = command[0] == "srun"
+    attempt_before = attempt_of(directory)
+    log_sizes = {file: file.stat().st_size for file in _logs(directory)}
+    stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
     ooms, clock = oom_counts(), time.monotonic()
 
     def watch_the_new_run() -> None:
@@ -72,13 +86,15 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
         if attempt_of(directory) > attempt_before:
             watch()
 
-    with tempfile.TemporaryDirectory() as scratch:
+    # Every node of a job must be able to leave its refusal there.
+    with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
         # What is printed waits here: the run directory is the run's to open.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
-        with printed_file.open("wb") as output, subprocess.Popen(
-            # A file and not `-m`, and without site-packages: it needs nothing of them, and starts at once.
-            [sys.executable, "-ES", str(Path(supervise.__file__)), *command],
-            cwd=REPOSITORY, env=clean_environment(root, refusal_file), stdin=subprocess.PIPE, stdout=output,
+        environment = clean_environment(root, refusal_file) | stack
+        launched = forks.command(cell, command, environment, printed_file) if forks else command
+        with printed_file.open("ab") as output, subprocess.Popen(
+            supervised(launched),
+            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:
@@ -99,7 +115,7 @@ def run_cell(cell: Cell, root: Path, watch: Callable[[], None] = lambda: None) -
             status=read_status(directory) if attempt_of(directory) > attempt_before else None,
             refusal=refusal_from_json(read_json(refusal_file)) if refusal_file.exists() else None,
             printed=printed_file.read_text(encoding="utf-8", errors="replace"),
-            log=_tail(log_file, log_size_before),
+            log="\n".join(_tail(file, log_sizes.get(file, 0)) for file in _logs(directory)),
             ooms=oom_counts() - ooms,
             command=command,
             attempt_before=attempt_before,
@@ -126,15 +142,25 @@ def _end(supervisor: subprocess.Popen[bytes]) -> int:
     try:
         return supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
     except subprocess.TimeoutExpired:
-        supervisor.kill()
-        return supervisor.wait()
+        pass
+    # Then srun itself has Slurm end the step.
+    for ask in (supervisor.terminate, supervisor.kill):
+        ask()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return supervisor.wait(supervise.GRACE_S)
+    return supervisor.wait()
 
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
     # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return {**kept, MARKER: str(directory.resolve()), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+    return {**kept, MARKER: marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+
+
+def _logs(directory: Path) -> list[Path]:
+    """The main process's machine has the first, and each other one its own."""
+    return sorted(directory.glob("log*.txt"))
 
 
 def _tail(file: Path, start: int) -> str:

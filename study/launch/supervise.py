@@ -1,10 +1,13 @@
 """Stands between the sweep and the processes of one run, and outlives neither.
 
-    python study/launch/supervise.py COMMAND...
+    python study/launch/supervise.py [--on-a-node] COMMAND...
 
 The sweep holds the other end of stdin. When that closes, because the sweep wants the run ended or because it was
 killed itself, everything below is ended. A launcher's own process group is not enough for this: torchrun puts every
 rank into a session of its own. So this process adopts whatever loses its parent, and nobody escapes.
+
+In a Slurm job there is one on each node of the step, and srun holds the pipe in between. What the kernel of a node
+counted is known there alone, so it is printed.
 """
 
 from __future__ import annotations
@@ -19,10 +22,17 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from study.host.memory import OomCounts
 
 GRACE_S = 5.0
 KILL_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
+ON_A_NODE = "--on-a-node"
+OOM_MARK = "zero-study: out of memory on node "
 
 
 def main(command: list[str]) -> int:
@@ -31,12 +41,17 @@ def main(command: list[str]) -> int:
     # The sweep alone decides: it closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    before = None
+    if command[0] == ON_A_NODE:
+        command, before = command[1:], _oom_counts()
     launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_as_the_launcher)
     ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: ended.put(launcher.wait()), daemon=True).start()
     threading.Thread(target=_wait_for_the_sweep, args=(ended,), daemon=True).start()
     status = ended.get()
     _end_all_below()
+    if before is not None:
+        _print_ooms(before)
     if status is None:
         return 128 + signal.SIGTERM
     return status if status >= 0 else 128 - status
@@ -74,6 +89,21 @@ def _end_all_below() -> None:
                 told.add(process.pid)
                 _signal(process.pid, signal.SIGTERM)
         time.sleep(0.02)
+
+
+def _oom_counts() -> OomCounts:
+    site.main()
+    sys.path.append(str(Path(__file__).parents[2]))
+    from study.host.memory import oom_counts
+
+    return oom_counts()
+
+
+def _print_ooms(before: OomCounts) -> None:
+    ooms = _oom_counts() - before
+    if ooms.killed:
+        place = os.environ.get("SLURM_NODEID", "0")
+        print(f"{OOM_MARK}{place}: {ooms.killed} {ooms.cgroup_limit_hit}", flush=True)
 
 
 def _children_are_left() -> bool:

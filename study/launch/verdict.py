@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from study.errors import UserError
 from study.host.memory import OomCounts
+from study.launch.step import cancelled_by_slurm, ooms_of_nodes
 from study.record.directory import RunWriter, change_ending, read_run, read_status
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
 from study.record.schema import RecordError
@@ -20,6 +21,7 @@ StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
+_OOM_BY_SLURM = re.compile(r"^slurmstepd.* oom-kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
 
@@ -72,9 +74,13 @@ def judge(evidence: Evidence) -> Ending:
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
         return ending_of(evidence.refusal)
+    if (why := cancelled_by_slurm(evidence.printed)) is not None:
+        return Ending("interrupted", f"Slurm ended it{f': {why}' if why else ''}", "run it again")
+    if _OOM_BY_SLURM.search(evidence.printed):
+        return Ending("oom", "the memory limit of the Slurm job was reached on a node", SMALLER_ON_THE_HOST)
     killed = _signals(evidence.printed, evidence.launcher_status)
     if 9 in killed:
-        return _sigkilled(evidence.ooms)
+        return _sigkilled(evidence)
     if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
         return ran_out
     # When one rank has died, the launcher ends the others: what they say of it is not the reason.
@@ -85,13 +91,17 @@ def judge(evidence: Evidence) -> Ending:
     return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
 
-def _sigkilled(ooms: OomCounts) -> Ending:
-    if not ooms.killed:
-        return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
-    who = "the host's memory ran out, and its OOM killer"
-    if ooms.cgroup_limit_hit:
-        who = "the cgroup's memory limit was reached, and the kernel"
-    return Ending("oom", f"{who} killed a process", SMALLER_ON_THE_HOST)
+def _sigkilled(evidence: Evidence) -> Ending:
+    nodes = {f" on node {node}": ooms for node, ooms in ooms_of_nodes(evidence.printed).items()}
+    # A node whose own limit was reached, before one that only shares its kernel.
+    by_limit = sorted({"": evidence.ooms, **nodes}.items(), key=lambda item: -item[1].cgroup_limit_hit)
+    for where, ooms in by_limit:
+        if ooms.killed:
+            who = "the host's memory ran out, and its OOM killer"
+            if ooms.cgroup_limit_hit:
+                who = "the cgroup's memory limit was reached, and the kernel"
+            return Ending("oom", f"{who} killed a process{where}", SMALLER_ON_THE_HOST)
+    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
 
 
 def _signals(printed: str, launcher_status: int) -> set[int]:

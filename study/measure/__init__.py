@@ -72,7 +72,7 @@ class Meters:
             with TrafficWatch(step) as traffic, StateWatch(*self._started) as state:
                 yield
             self.traffic, self.state = traffic.report(), state.report
-            if state.report is None:
+            if state.report is None and state.unknown is None:
                 # A loss scaler skipped this step, so the next one is watched.
                 self.watched_step = step + 1
         else:

@@ -100,7 +100,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def dtensor_type() -> Any:
     """Importing DTensor costs half a second. If nothing has imported it, no tensor is one."""
     module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
+    return getattr(module, "DTensor", ())
 
 
 def _cover(spans: list[tuple[int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], int]:

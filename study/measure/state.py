@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from study.host.releases import unverified_pair
 from study.measure.inventory import Inventory, gradients_of, tensors_in
 from study.record.schema import STATE_KINDS, STATE_PLACES
 
@@ -66,6 +67,8 @@ class StateWatch:
         self._hooks = contextlib.ExitStack()
         self._after_backward: dict[str, Any] | None = None
         self._before_step: dict[str, Any] | None = None
+        # What another release of the engine has under no name that is known here; then there is no report at all.
+        self.unknown: str | None = None
         self.report: dict[str, Any] | None = None
 
     def __enter__(self) -> StateWatch:
@@ -83,11 +86,11 @@ class StateWatch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self._hooks.close()
-        if kind is not None or self._before_step is None:
+        after_step = self._read(scan=False) if kind is None and self._before_step is not None else None
+        if self.unknown or self._before_step is None or after_step is None:
             return
         report = self._before_step
         state = report["state_bytes"]
-        after_step = model_state_bytes(self._model, self._optimizer, scan=False)
         state["optimizer"] = _larger(state["optimizer"], after_step["state_bytes"]["optimizer"])
         report["grads_before_step"] = state["grads"]
         report["grads_after_backward"] = None
@@ -101,11 +104,22 @@ class StateWatch:
         self.report = report
 
     def _read_after_backward(self) -> None:
-        self._after_backward = model_state_bytes(self._model, self._optimizer, scan=False)
+        self._after_backward = self._read(scan=False)
 
     def _read_state(self) -> None:
         if self._before_step is None:  # ZeRO-3 and parameter groups may step the base optimizer several times
-            self._before_step = model_state_bytes(self._model, self._optimizer)
+            self._before_step = self._read()
+
+    def _read(self, *, scan: bool = True) -> dict[str, Any] | None:
+        if self.unknown:
+            return None
+        try:
+            return model_state_bytes(self._model, self._optimizer, scan=scan)
+        except AttributeError as error:
+            if unverified_pair() is None:
+                raise
+            self.unknown = str(error)
+            return None
 
 
 def _kept_whole(engine: Any, inventory: Inventory) -> dict[str, int | None]:

@@ -23,6 +23,8 @@ class Tensor:
     elements: int
     count: int
     in_layer: bool
+    # Of its first dimension, along which FSDP2 cuts.
+    rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,22 @@ class Box:
     device: Device
     gpus_per_node: int
     nodes: int = 1
+    # Of one device to other nodes.
+    network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
+    # What all ranks of a node read and write together in an optimizer on the host.
+    host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
 
     @property
     def ranks(self) -> int:
         return self.gpus_per_node * self.nodes
+
+    @property
+    def in_host_memory(self) -> bool:
+        """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
+        return self.device.memory_gib == 0
 
 
 @dataclasses.dataclass(frozen=True)

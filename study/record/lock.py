@@ -18,7 +18,13 @@ from study.record.directory import utc_now
 # Read once: an orphan has another parent. Every rank of a launch on one machine has the same.
 LAUNCHER_PID = os.getppid()
 # Locks lie in folders that are handed on, and a host's name is nobody's business there.
-HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+
+
+def digest_of_host(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:12]
+
+
+HOST = digest_of_host(platform.node())
 _open_descriptors: set[int] = set()
 
 
@@ -48,13 +54,14 @@ def read_holder(file: Path) -> dict[str, Any]:
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """The file stays when the lock is gone: to delete it would let two processes lock two files of one name."""
 
-    def __init__(self, file: Path, what: str, *, create: bool = True, patience_s: float = 0.5):
+    def __init__(self, file: Path, what: str, *, create: bool = True, shared: bool = False, patience_s: float = 0.5):
         """Raises Held where another holds it, and OSError where the file system lets nobody lock.
 
-        With `create` the file says from now on who holds it. Whoever asks whether a lock is free takes it for an
-        instant, hence the patience.
+        With `create` the file says from now on who holds it. All who want it shared may hold it together. Whoever asks
+        whether a lock is free takes it for an instant, hence the patience.
         """
         # Not inheritable, as every descriptor that Python opens: a program that is started does not hold the lock.
+        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
         _open_descriptors.add(self._descriptor)
         deadline = time.monotonic() + patience_s
@@ -75,7 +82,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
 
     def _is_locked(self) -> bool:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

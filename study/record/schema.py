@@ -169,7 +169,7 @@ _ENVIRONMENT_MAY_HAVE: Keys = {
     "host_memory_gib": AMOUNT_OR_NULL, "driver": TEXT_OR_NULL, "cuda": TEXT_OR_NULL, "git_commit": TEXT_OR_NULL,
     "git_dirty": FLAG, "code_sha256": _or_null(_hex(64)),
     "packages": _keys({}, others=TEXT), "devices": _each(_keys({"name": TEXT}, others=ANYTHING)),
-    "other_machines": _each(OBJECT),
+    "other_machines": _each(OBJECT), "stack": OBJECT_OR_NULL,
 }  # fmt: skip
 _RANK_STATE_MAY_HAVE: Keys = {
     "pieces": _keys({}, others=figures), "buffer_bytes": _keys({}, others=figures),

@@ -1,1 +1,39 @@
-"""The commands of this room."""
+"""`study releases bisect`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from study.host.folders import folder_argument
+from study.releases.bisect import SUITE, Bisection, bisect, changes_of, releases_between
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="bisect")
+    bisection = actions.add_parser(
+        "bisect",
+        help="between which releases a strategy begins to train wrongly, and where it ends",
+        allow_abbrev=False,
+    )
+    add = bisection.add_argument
+    add("strategy", metavar="STRATEGY")
+    add("--accumulation", type=int, default=4, metavar="N", help="micro-steps in a step; 4 by default")
+    add("--between", nargs=2, metavar="RELEASE", help="two of study/releases/stacks.yaml; all of it by default")
+    add("--repeat", type=int, default=1, metavar="N", help="runs of each release; a fault of luck needs several")
+    add("--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=f"records, in {SUITE} below it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 1 where no release of the range trains wrongly."""
+    releases = releases_between(options.between)
+    asked = Bisection(
+        options.strategy, options.accumulation, max(1, options.repeat), options.runs_dir / SUITE,
+        lambda line: print(line, flush=True),
+    )  # fmt: skip
+    found = bisect(releases, asked.is_bad)
+    if found is None:
+        print(f"no release of {releases[0]} to {releases[-1]} is bad")
+        return 1
+    print("\n".join([*found.lines(), *changes_of(found, options.strategy, options.accumulation)]))
+    return 0

@@ -58,7 +58,7 @@ def audit(
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": _optimizer_settings(base),
         "loss_scaler": read_loss_scaler(accelerator, model),
-        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32": _uses_tf32(),
     }
     asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
@@ -84,6 +84,14 @@ def audit(
         "torch": torch.__version__,
         "deepspeed": package_version("deepspeed"),
     }
+
+
+def _uses_tf32() -> bool:
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    # Before 2.9 torch has the older switch alone; from then on that one may contradict the newer.
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
 
 
 def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
@@ -184,7 +192,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         precision = "bf16-engine"
     elif engine.fp16_enabled():
         precision = "fp16-engine"
-    elif engine.torch_autocast_enabled():
+    elif hasattr(engine, "torch_autocast_enabled") and engine.torch_autocast_enabled():
         autocast = _name(engine.torch_autocast_dtype())
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
     else:
@@ -198,14 +206,16 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-        "buckets": {key: getattr(zero, key) for key in BUCKET_KEYS},
+        # Null is what this release does not have.
+        "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
         **second_copy(engine),
     }
 
 
 def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
+
+    from study.measure.inventory import dtensor_type
 
     buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
@@ -215,7 +225,7 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "buckets": buckets,
         **_read_fsdp(model),
-        "fully_sharded": any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "fully_sharded": any(isinstance(parameter, dtensor_type()) for parameter in model.parameters()),
         **sharded_copies(model),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
@@ -225,12 +235,15 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
 
 def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
     """What FSDP2 holds and sends by: empty without it. Torch tells none of it but from inside."""
+    from torch.distributed import fsdp
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    if not hasattr(fsdp, "FSDPModule"):
+        return {}  # an older torch
 
     # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
     # the forward pass unless told otherwise, and says so only once that has begun.
-    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule))
     states = list({id(state): state for state in found}.values())
     if not states:
         return {}
@@ -241,17 +254,17 @@ def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
         "fsdp_groups": len(groups),
         "fsdp_resharded_groups": len(resharded),
         "fsdp_reshard_after_forward": bool(resharded),
-        "fsdp_offload_params": any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups),
+        "fsdp_offload_params": any(isinstance(group.offload_policy, fsdp.CPUOffloadPolicy) for group in groups),
         "fsdp_activation_checkpointing": any(isinstance(module, ActivationWrapper) for module in model.modules()),
     }
 
 
 def _asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not getattr(accelerator, "is_fsdp2", False):
+        return {}
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or not accelerator.is_fsdp2:
-        return {}
     asked = {
         "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),

@@ -13,7 +13,7 @@ from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named, free_bytes, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
-from study.host.releases import refuse_unverified_pair
+from study.host.releases import package_version, refuse_unverified_pair
 from study.host.swap import refuse_full_drive
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
@@ -231,9 +231,14 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
 def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
     """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
     from deepspeed.runtime import config as constants
+    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
 
+    if config.precision in ("bf16", "fp16") and not hasattr(DeepSpeedEngine, "torch_autocast_enabled"):
+        raise Unsupported(
+            f"--precision {config.precision} is autocast, which DeepSpeed {package_version('deepspeed')} does not have",
+            f"use --precision {config.precision}-engine, or a later release",
+        )
     assert strategy.deepspeed is not None
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
     known |= {"aio", "zero_optimization", *strategy.deepspeed}
@@ -250,10 +255,12 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
     if isinstance(zero, dict):
         # Accelerate fills these in.
         zero = {key: value for key, value in zero.items() if value != "auto"}
+    # Before 0.15 its types are those of the first pydantic, whose errors are a ValueError too.
+    validate = getattr(DeepSpeedZeroConfig, "model_validate", None) or DeepSpeedZeroConfig.parse_obj
     try:
-        DeepSpeedZeroConfig.model_validate(zero)
-    except ValidationError as error:
-        found = error.errors()[0]
+        validate(zero)
+    except ValueError as error:
+        found = error.errors()[0]  # type: ignore[attr-defined]
         raise UserError(
             f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
             "fix --engine_override, or the strategy's file",

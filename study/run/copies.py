@@ -50,11 +50,15 @@ def second_copy(engine: Any) -> dict[str, Any]:
 
 def sharded_copies(model: torch.nn.Module) -> dict[str, Any]:
     """How FSDP2 lays its parameters over the ranks; empty where all ranks share one copy."""
-    from torch.distributed.tensor import DTensor, Replicate
+    from study.measure.inventory import dtensor_type
+
+    if not (tensor_type := dtensor_type()):
+        return {}
+    from torch.distributed.tensor import Replicate
 
     found = set()
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, tensor_type):
             sizes = list(zip(parameter.device_mesh.shape, parameter.placements, strict=True))
             copies = math.prod(size for size, placed in sizes if isinstance(placed, Replicate))
             found.add((copies, math.prod(size for size, placed in sizes if placed.is_shard())))

@@ -127,7 +127,7 @@ def prepare(
     accelerator: Accelerator, model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: RunConfig
 ) -> tuple[Any, Any]:
     """Accelerate's `prepare`, with what its FSDP2 path leaves undone; the first forward pass proves the precision."""
-    if accelerator.is_fsdp2:
+    if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)

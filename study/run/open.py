@@ -14,6 +14,7 @@ The loop asks the run; the run calls nothing back.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import time
@@ -245,9 +246,14 @@ class OpenRun:
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def keep_log(self) -> None:
-        """What the libraries say goes to log.txt from now on, where the main process has made the folder."""
+        """What the libraries say goes to log.txt from now on, where the main process has made the folder.
+
+        Another machine has a file of its own beside it: two machines that append to one on a network's drive may write
+        over each other.
+        """
         if self._sees_record:
-            self.console.log_to(self.output_dir / "log.txt")
+            machine = os.environ.get("GROUP_RANK", "0") if machines.count() > 1 else "0"
+            self.console.log_to(self.output_dir / ("log.txt" if machine == "0" else f"log.{machine}.txt"))
 
     def write_engine(self, audited: dict[str, Any]) -> None:
         if self.record is not None:

@@ -12,11 +12,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from study.host.box import Box, this_box
+from study.errors import UserError
+from study.host.box import Box
 from study.host.folders import folder_argument
+from study.host.nodes import allocated_box
+from study.host.slurm import refuse_to_be_one_of_many_tasks
 from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
-from study.sweep.notes import estimate, left_to_run
+from study.sweep.foresee import Foresight, foresight, warnings
+from study.sweep.notes import earlier_durations, estimate, left_to_run
 from study.sweep.search import Search, cell_states, one_of_each_model
 from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
@@ -61,7 +65,12 @@ def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_timed_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the command of every cell, and run nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print each cell's command, and what it should hold, take and end as; run nothing",
+    )
+    parser.add_argument("--hardware", metavar="BOX", help="with --dry-run: predict for 8xH100, A100-40, this, ...")
     parser.add_argument("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
 
 
@@ -78,10 +87,13 @@ def _plan(options: argparse.Namespace, box: Box) -> Plan:
 
 
 def run(options: argparse.Namespace) -> int:
-    box = this_box()
+    if options.hardware is not None and not options.dry_run:
+        raise UserError("--hardware predicts, and a run is where it is", "add --dry-run, or leave it out")
+    refuse_to_be_one_of_many_tasks()
+    box = allocated_box()
     plan = _plan(options, box)
     if options.dry_run:
-        return _dry_run(plan, options.retry)
+        return _dry_run(plan, options.retry, box, options.hardware)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
     parts = _runnable(plan, box)
     if plan.is_series:
@@ -92,6 +104,9 @@ def run(options: argparse.Namespace) -> int:
     for part in parts:
         if plan.is_series:
             print(f"{part.title}:", file=sys.stderr, flush=True)
+        to_do = [cell for cell, _ in left_to_run(part.cells, part.root, options.retry) if isinstance(cell, Cell)]
+        for warning in warnings(to_do, box):
+            print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_tables(result_tables(part.cells, part.root))
@@ -116,30 +131,31 @@ def _runnable(plan: Plan, box: Box) -> list[Slice]:
     return runnable
 
 
-def _dry_run(plan: Plan, retry: bool) -> int:
+def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:
     left = []
     for part in plan.slices:
         of_this = list(left_to_run(part.cells, part.root, retry))
         left += of_this
         if plan.is_series:
             print(f"# {part.title}: {estimate(of_this, bool(part.searches))}")
+        ahead = foresight(part.suite, box, earlier_durations(part.root), hardware)
         for cell in part.cells:
-            _print_commands(cell, part.root, retry)
+            _print_commands(cell, part.root, retry, ahead)
     print(f"# {estimate(left, any(part.searches for part in plan.slices))}", file=sys.stderr)
     return 0
 
 
-def _print_commands(cell: Cell | Search, root: Path, retry: bool) -> None:
+def _print_commands(cell: Cell | Search, root: Path, retry: bool, ahead: Foresight) -> None:
     if isinstance(cell, Cell):
         expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
-        print(f"{shlex.join(launch_command(cell, root / cell.id))}{expected}")
+        print(f"{shlex.join(launch_command(cell, root / cell.id))}  # {ahead.told(cell)}{expected}")
         return
     probe = next(cell.probes(root, retry), None)
     if probe is None:
         print(f"# {cell.id} is answered: {cell.finding(root).what_fits.answer}")
         return
     print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
-    print(shlex.join(launch_command(probe, root / probe.id)))
+    print(f"{shlex.join(launch_command(probe, root / probe.id))}  # {ahead.told(probe)}")
 
 
 def _any_failed(part: Slice) -> bool:
@@ -154,7 +170,7 @@ def _any_failed(part: Slice) -> bool:
 
 def weights(options: argparse.Namespace) -> int:
     """Each set in a process of its own, which is all that holds the model and its libraries."""
-    box = this_box()
+    box = allocated_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
@@ -186,6 +202,6 @@ def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tup
 
 
 def status(options: argparse.Namespace) -> int:
-    plan = _plan(options, this_box())
+    plan = _plan(options, allocated_box())
     print_tables(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
     return 0

@@ -13,13 +13,18 @@ from typing import Any
 from study.errors import UserError
 from study.host.box import Box, gpu_processes, matmul_rates
 from study.host.folders import folder_named
+from study.host.nodes import refuse_unshared
+from study.host.slurm import is_array_task, is_in_job, this_job
+from study.host.stacks import stacks
 from study.host.swap import remove_left_folders
 from study.launch.cell import Cell
+from study.launch.forks import ForkServer
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import run_cell
 from study.launch.verdict import attempt_of, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
+from study.record.lock import Held, digest_of_host
 from study.record.outcome import Ending, raising_on
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
@@ -41,6 +46,8 @@ def run_cells(
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
         ended = end_leftovers(root)
+        if (job := this_job()) is not None:
+            refuse_unshared(job, root)
         to_do = [item for item in cells if next(runs_left(item, root, retry), None)]
         searches = sum(isinstance(item, Search) for item in to_do)
         with (
@@ -55,6 +62,8 @@ def run_cells(
             except Stopped as why:
                 progress.say(str(why))
                 sweep.stopped = True
+            finally:
+                sweep.forks.close()
             # The user knows by now that the disk is full.
             with suppress(OSError):
                 note_searches(cells, root)
@@ -79,6 +88,7 @@ class Sweep:
     stopped: bool = False
     # Cells whose folder is somebody else's: nothing was run or written there.
     refused: int = 0
+    forks: ForkServer = dataclasses.field(default_factory=ForkServer)
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
         """Counts what is finished: a cell when it has run, a search when it needs no further probe."""
@@ -97,7 +107,8 @@ class Sweep:
                     ending = self.run_cell(cell, len(ran) - 1)
                 except UserError as refusal:
                     self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
-                    self.refused += 1
+                    # Of what another task of this array is at, that task tells.
+                    self.refused += not (is_array_task() and isinstance(refusal, Held))
                     # A search would ask for the same probe again.
                     break
                 except OSError as error:
@@ -127,16 +138,22 @@ class Sweep:
         directory = self.root / cell.id
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
-        if 0 < self.box.gpus < cell.world_size:
-            gpus = f"{self.box.gpus} GPU{'s'[: self.box.gpus > 1]}"
-            ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {gpus}", "run it on more")
+        if self.box.nodes_for(cell.world_size) is None:
+            has = f"this box has {self.box}"
+            ending = Ending("unsupported", f"{cell.world_size} ranks, and {has}", "run it on more")
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
-        rates = matmul_rates(self.box)
+        if cell.stack and (problem := stacks()[cell.stack].why_not()):
+            ending = Ending("unsupported", problem, "compare it where pip can install it")
+            with take_folder(directory, str(directory)):
+                conclude(directory, attempt_of(directory), ending)
+            return ending
+        rates, nodes = matmul_rates(self.box), self._nodes(cell)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
-        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()))
+        forks = self.forks if cell.stack and not self.box.gpus and not is_in_job() else None
+        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()), forks=forks)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
@@ -151,6 +168,8 @@ class Sweep:
                     "launcher_status": ended.launcher_status,
                     "foreign_gpu_processes": foreign,
                     "matmul_rates": rates,
+                    "launcher": "accelerate" if forks is None else "forked",
+                    "nodes": nodes,
                     "last_lines": [] if ending.state == "ok" else last_lines(ended.text),
                 }
                 append_attempt(directory, cell, ended.command, attempt)
@@ -160,7 +179,16 @@ class Sweep:
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
+            if is_in_job() and ended.was_terminated:
+                # Slurm ends a job's steps first: the next cell would waste what time is left to end in order.
+                raise Stopped("stopped: Slurm ends this job")
         return ending
+
+    def _nodes(self, cell: Cell) -> list[str] | None:
+        """Which ones of the job, without their names: do two cells stand on the same?"""
+        if (job := this_job()) is None:
+            return None
+        return [digest_of_host(name) for name in job.nodes[: self.box.nodes_for(cell.world_size)]]
 
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
         """Another process on a GPU disturbs what is measured: the user is told, and the cell's notes say it."""

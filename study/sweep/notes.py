@@ -34,7 +34,7 @@ def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt:
         before, attempts = {}, []
     document = {
         "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
-        "world_size": cell.world_size, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
+        "world_size": cell.world_size, "stack": cell.stack, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
         "command": list(command), "attempts": [*attempts, attempt],
     }  # fmt: skip
     write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})

@@ -46,10 +46,11 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
             f"the suite {suite.name} mixes virtual ranks with real runs",
             "put the cells with virtual_world_size in a suite of their own",
         )
-    blocks: dict[tuple[int, int], list[Cell | Search]] = {}
+    # A stack's cells together: what has imported its libraries is used by the next one.
+    blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
         example = example_of(cell)
-        blocks.setdefault((example.repeat, example.config.seed), []).append(cell)
+        blocks.setdefault((example.stack or "", example.repeat, example.config.seed), []).append(cell)
     order = random.Random(suite.order_seed)
     for block in blocks.values():
         order.shuffle(block)
@@ -69,6 +70,7 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
     one = example_of(cell)
     values = one.config.to_dict() | {
         "strategy": one.strategy, "trainer": one.trainer, "world_size": one.world_size, "repeat": one.repeat,
+        "stack": one.stack or "",
     }  # fmt: skip
     if key not in values:
         raise UserError(f"--only {pattern}: no run has a {key}", "use a flag of study/train.py, strategy or repeat")

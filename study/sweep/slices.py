@@ -106,6 +106,10 @@ def missing_here(suite: Suite, box: Box) -> UserError | None:
     for is_here, needs, has, fix in (
         (box.gpus >= wanted.gpus, f"{wanted.gpus} GPU{'s'[: wanted.gpus > 1]}", f"this box shows {box.gpus}", there),
         (
+            box.gpus_per_node >= wanted.gpus_per_node,
+            f"{wanted.gpus_per_node} GPUs on each node", f"here are {box}", there,
+        ),
+        (
             not wanted.gpus or smallest_gib >= wanted.gpu_memory_gib,
             f"GPUs of {wanted.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", there,
         ),
@@ -125,4 +129,5 @@ def _smallest_box_for(suite: Suite, box: Box) -> Box:
     wanted = suite.requires
     if box.gpus >= wanted.gpus:
         return box
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib))
+    nodes = max(1, wanted.gpus // (wanted.gpus_per_node or wanted.gpus))
+    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib), nodes)

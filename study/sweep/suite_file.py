@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from study.errors import UserError, brief
+from study.host.stacks import stacks
 from study.launch.cell import Trainer
 from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
@@ -21,7 +22,7 @@ from study.spec.yaml_sections import Section, as_section, read_document
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
 SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
-CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect"})
+CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect", "stack"})
 # The same on any number of ranks, where a micro-batch is not.
 ACCUMULATION = "gradient_accumulation_steps"
 # Where a run writes and what it resumes from is for the sweep to say.
@@ -51,15 +52,16 @@ _SECONDS: _Check = (lambda value: type(value) in (int, float) and 0 < value < ma
 _GIB: _Check = (lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number of GiB")
 _LIST: _Check = (lambda value: isinstance(value, list), "a list")
 _FILLED: _Check = (lambda value: isinstance(value, list) and value, "a list of one or more")
+_GPUS: _Check = (
+    lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
+)  # fmt: skip
 _CHECKS: dict[str, _Check] = {
     "name": (
         lambda value: isinstance(value, str) and re.fullmatch(r"[\w][\w.-]{,99}", value),
         "at most 100 letters, digits, `-` and `_`: it names a folder",
     ),
     "description": _TEXT, "suite": _TEXT, "order_seed": _WHOLE, "from": _WHOLE, "to": _WHOLE, "repeats": _COUNT,
-    "gpus": (
-        lambda value: type(value) is int and 0 <= value <= LARGEST_WORLD, f"a whole number from 0 to {LARGEST_WORLD}",
-    ),
+    "gpus": _GPUS, "gpus_per_node": _GPUS,
     "gpu_memory_gib": _GIB, "host_memory_gib": _GIB, "grids": _FILLED, "slices": _FILLED, "overrides": _LIST,
     "exclude": _LIST,
     "only": (
@@ -70,6 +72,7 @@ _CHECKS: dict[str, _Check] = {
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
+    "stack": (lambda value: value in stacks(), "a stack of study/releases/stacks.yaml, or all, today or then"),
 }  # fmt: skip
 
 
@@ -78,6 +81,8 @@ class Requirements:
     """What a box must have before a suite starts on it."""
 
     gpus: int = 0
+    # Of several nodes, where one has fewer than all.
+    gpus_per_node: int = 0
     gpu_memory_gib: float = 0.0
     host_memory_gib: float = 0.0
 
@@ -251,11 +256,16 @@ def _settings(section: _Section) -> dict[str, Any]:
 
 
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Several values per key; a single one stands for a list of one, and `strategy: all` for the thirteen."""
+    """Several values per key; a single one stands for a list of one, `strategy: all` for the thirteen.
+
+    `stack: today` stands for every stack of that kind.
+    """
     found = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
+        if key == "stack" and value in ("all", "today", "then"):
+            value = [name for name in stacks() if value == "all" or name.endswith("-then") == (value == "then")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")

@@ -22,6 +22,11 @@ class Device:
     peak_tflops: dict[str, float | None]
     memory_bandwidth_gb_per_s: float
     memory_gib: float
+    # Best matrix product that was measured, by precision; what is missing was not published.
+    matmul_tflops: dict[str, float] = dataclasses.field(default_factory=dict)
+    # One direction, of one device.
+    pcie_gb_per_s: float | None = None
+    nvlink_gb_per_s: float | None = None
 
 
 @functools.cache

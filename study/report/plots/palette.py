@@ -79,6 +79,13 @@ PROFILE: Mapping[str, Fill] = {
     "idle": Fill("#e3e7eb", ""),
 }
 OTHER = Fill("#b0b6bd", "")
+# What came of a release: right, wrong, wrong together with another release, or nothing to compare.
+RELEASES: Mapping[str, Fill] = {
+    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "sometimes": Fill("#b3240f", "...."),
+    "mismatch": Fill("#d2691e", "////"),
+    "refuses": Fill("#c9ced4", ""), "crashes": Fill("#767c85", ""), "not installable": Fill("#e8ebee", ""),
+    "not judged": Fill("#e8ebee", "xxxx"),
+}  # fmt: skip
 
 INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
 

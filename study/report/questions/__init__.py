@@ -19,6 +19,7 @@ from study.report.questions import (
     offload,
     profile,
     ranks,
+    releases,
     remaining,
     runs,
     settings,
@@ -31,6 +32,7 @@ from study.report.records.frames import Records
 
 QUESTIONS: tuple[Question, ...] = (
     remaining.QUESTION,
+    releases.QUESTION,
     loss.QUESTION,
     memory.QUESTION,
     time.QUESTION,
@@ -55,5 +57,10 @@ TABLES: dict[str, Table] = {name: table for question in QUESTIONS for name, tabl
 def answers(records: Records, resting: Sequence[claims.Resting] = ()) -> dict[Question, Answer]:
     """Of the questions that these records answer; which claims rest on them, the ledger says."""
     given = {claims.QUESTION: claims.answer(resting)}
-    found = ((question, given.get(question) or question.answer(records)) for question in QUESTIONS)
+    asked = QUESTIONS
+    if (about_releases := releases.QUESTION.answer(records)) is not None:
+        # Each stack is a workload of its own there: what else a report asks would be a heap.
+        given[releases.QUESTION] = about_releases
+        asked = (remaining.QUESTION, releases.QUESTION, claims.QUESTION, runs.QUESTION)
+    found = ((question, given.get(question) or question.answer(records)) for question in asked)
     return {question: answer for question, answer in found if answer is not None}

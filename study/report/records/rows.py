@@ -16,7 +16,7 @@ import numpy as np
 from study.errors import UserError
 from study.record.directory import Run, read_json
 from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
-from study.report.records.sweep_notes import matmul_tflops, noted_searches, planned_cell
+from study.report.records.sweep_notes import matmul_tflops, noted_searches, noted_stack, planned_cell
 from study.spec.checks import LARGEST
 from study.spec.config import RunConfig, inner_type, resolved
 from study.spec.strategies import read_strategy
@@ -52,6 +52,8 @@ RUN_COLUMNS: dict[str, str] = {
     "trainer": "str",
     **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
     "repeat": "Int64",
+    # The releases under which it ran, by name; nothing for the installed ones.
+    "stack": "str",
     # The searches that it answers and its place in each, as JSON; and whether it was run for a search alone.
     "searches": "str",
     "probe": "boolean",
@@ -88,6 +90,7 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
+     "stack",
      "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
@@ -105,6 +108,7 @@ def run_row(run: Run) -> dict[str, Any]:
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
     row["status_attempt"] = run.status["attempt"]
     notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
+    row["stack"] = noted_stack(run.path / "sweep.json", notes.get("stack"))
     row["searches"] = noted_searches(run.path / "sweep.json", notes.get("searches"))
     row["probe"] = row["searches"] is not None and notes.get("probe") is not False
     cell = {} if run.config and run.engine else planned_cell(run.path)

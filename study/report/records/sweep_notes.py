@@ -17,6 +17,7 @@ from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.suite_file import SearchAxis
 
+_STACK = re.compile(r"[\w.-]{1,40}")
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 
@@ -44,6 +45,12 @@ def noted_searches(file: Path, noted: Any) -> str | None:
         if not (known and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
             raise RecordError(file, f"searches is {noted!r}"[:300])
     return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
+
+
+def noted_stack(file: Path, noted: Any) -> str | None:
+    if noted is not None and not (type(noted) is str and _STACK.fullmatch(noted)):
+        raise RecordError(file, f"stack is {noted!r}"[:300])
+    return noted
 
 
 def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:

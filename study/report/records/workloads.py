@@ -14,7 +14,7 @@ BASELINES = ("single", "ddp", "zero0")
 # Runs that differ in one of these are two experiments: a model, its data and the amount of work. With their words.
 _SUBJECT = {
     "virtual": "virtual", "task": "{}", "model_name_or_path": "{}", "data": "data {}", "dataset_config_name": "{}",
-    "weights": "{} weights", "seq_length": "{} tokens",
+    "stack": "DeepSpeed {}", "weights": "{} weights", "seq_length": "{} tokens",
 }  # fmt: skip
 _WORK = {
     "precision": "{}", "global_batch_size": "batch {}", "per_device_train_batch_size": "micro-batch {}",

@@ -1,6 +1,7 @@
 """A process that has imported what a run imports, and forks the ranks of one launch after the other.
 
-`python tests/fork_server.py SOCKET`; it ends with its standard input. tests/forked.py asks it.
+`python study/launch/fork_server.py SOCKET`; it ends with its standard input. study/launch/forks.py asks it, and so do
+the tests. A fork is a process of its own, with the environment that `accelerate launch` would give it.
 """
 
 from __future__ import annotations
@@ -104,26 +105,25 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
     os.environ.update(request["environment"])
     script, *arguments = request["command"]
     if request["launch"]:
-        _take_environment([*request["launch"], *request["command"]], request["port"], rank)
+        _take_environment([*request["launch"], *request["command"]], request["port"], rank, request["agent_store"])
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
-def _take_environment(launched: list[str], port: int, rank: int) -> None:
+def _take_environment(launched: list[str], port: int, rank: int, agent_store: bool) -> None:
     """What Accelerate's launcher and torch's set for a rank, which a test holds against a real launch."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-
-    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(launched))
+    launcher = importlib.import_module("accelerate.commands.launch")
+    utils = importlib.import_module("accelerate.utils")
+    args, defaults, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(launched))
     world = str(args.num_processes)
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        _, environment = prepare_deepspeed_cmd_env(args)
+        _, environment = utils.prepare_deepspeed_cmd_env(args)
     elif args.multi_gpu or args.use_fsdp:
-        environment = prepare_multi_gpu_env(args)
+        environment = utils.prepare_multi_gpu_env(args)
     else:
-        _, environment = prepare_simple_launcher_cmd_env(args)
+        _, environment = utils.prepare_simple_launcher_cmd_env(args)
         world = ""
     os.environ.update(environment)
     if world:
@@ -131,7 +131,9 @@ def _take_environment(launched: list[str], port: int, rank: int) -> None:
             {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
             | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), world)
             | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-            | {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            | {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none"}
+            # Whether the ranks meet in a store that is there, or in one that the first of them makes.
+            | {"TORCHELASTIC_USE_AGENT_STORE": str(agent_store)}
             | {
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -1,0 +1,125 @@
+"""Stacks: releases of DeepSpeed and of what stands beside it, each in a folder that goes before the installed ones.
+
+`study prepare releases` makes the folders (study/releases/prepare.py); a cell names its stack, and is launched with the
+folders first on PYTHONPATH, with operators of its own. What is in no folder is the installed release.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError
+from study.host.folders import cache_directory
+from study.host.releases import UNVERIFIED_VARIABLE
+from study.record.directory import read_json
+from study.record.schema import RecordError
+from study.spec.strategies import REPOSITORY
+from study.spec.yaml_sections import Section, as_section, read_document
+
+STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
+# The stack of a run, by name: its record says it.
+STACK_VARIABLE = "ZERO_STUDY_STACK"
+# In a layer's folder once it is whole: what pip installed there, and from which archives.
+LAYER_FILE = "layer.json"
+PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
+_MOST = 1000
+_VERSION = re.compile(r"\d+(\.\d+)+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """`releases` differ from the installed ones; each is a layer of its own, which stacks share."""
+
+    name: str
+    releases: Mapping[str, str]
+
+    @property
+    def layers(self) -> list[str]:
+        return [f"{package}-{version}" for package, version in self.releases.items()]
+
+    def why_not(self) -> str | None:
+        """What pip said where it could not install some layer; refuses a stack that nobody has made yet."""
+        states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
+        for layer, state in states.items():
+            if state.problem:
+                return f"{layer} is not installable: {state.problem}"
+        if missing := [layer for layer, state in states.items() if not state.is_there]:
+            raise UserError(f"the stack {self.name} lacks {', '.join(missing)}", "run: study prepare releases")
+        return None
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What a launch under this stack has in its environment, beside or instead of what it inherits."""
+        cache = cache_directory()
+        folders = [str(layer_folder(cache, layer)) for layer in self.layers]
+        # The repository too: a worktree's own study goes before the installed one.
+        return {
+            "PYTHONPATH": os.pathsep.join([*folders, str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]),
+            # Operators are compiled against one torch from one release's sources.
+            "TORCH_EXTENSIONS_DIR": str(cache / "operators" / f"stack-{self.name}"),
+            STACK_VARIABLE: self.name,
+            UNVERIFIED_VARIABLE: "1",
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """Of a layer's folder: the digest of the archive it was made from, or why it could not be."""
+
+    sha256: str | None = None
+    problem: str | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.sha256 is not None
+
+
+def layer_state(cache: Path, layer: str) -> LayerState:
+    try:
+        document = read_json(layer_folder(cache, layer) / LAYER_FILE)
+    except RecordError:
+        return LayerState()
+    return LayerState(document.get("sha256"), document.get("problem"))
+
+
+def layer_folder(cache: Path, layer: str) -> Path:
+    return cache / "stacks" / layer
+
+
+@functools.cache
+def stacks() -> dict[str, Stack]:
+    """By name. `today` stacks differ from what is installed in DeepSpeed alone; `then` has more of its time."""
+    top = as_section(read_document(STACK_FILE, Section, _MOST), str(STACK_FILE), ("today", "then"), Section)
+    top.need("today", "then")
+    found = {}
+    if not isinstance(top["today"], list):
+        raise top.refusal("today", "is no list", "list releases of DeepSpeed")
+    for version in top["today"]:
+        found[_version(top, "today", version)] = Stack(version, {"deepspeed": version})
+    then = as_section(top["then"], top.place_of("then"), list(top["then"]), Section)
+    for deepspeed in then:
+        beside = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)
+        own = {package: _version(beside, package, version) for package, version in beside.items()}
+        name = f"{_version(then, deepspeed, deepspeed)}-then"
+        found[name] = Stack(name, {"deepspeed": deepspeed, **own})
+    return found
+
+
+def _version(section: Section, key: str, version: Any) -> str:
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise section.refusal(key, f"is {version!r}", "write a release such as 0.18.9")
+    return version
+
+
+def describe_stack() -> dict[str, Any] | None:
+    """Of this process, for its record: the layers, and the digests of the archives that they were made from."""
+    stack = stacks().get(os.environ.get(STACK_VARIABLE, ""))
+    if stack is None:
+        return None
+    cache = cache_directory()
+    return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).sha256 for layer in stack.layers}}

@@ -1,0 +1,144 @@
+"""What one micro-batch leaves for its backward pass, and what passes make besides: counted from transformers' own code.
+
+A family's row says what autograd keeps of one layer, in tensors of each width. The rows are read off the modelling code
+of transformers 5.17; study/predict/traced.py counts the same on the live code, and the tests compare the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.predict.request import ModelShape, Request
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Tensors of one layer: in fp32 whatever the precision, and in the computing type."""
+
+    hidden: float
+    inner: float
+    # Of all query heads, and of all key heads.
+    query: float = 0.0
+    key: float = 0.0
+    # Under autocast norms put out fp32, and linear layers cast it: so many tensors of the width stay in each type.
+    autocast_wide: int = 0
+    autocast_hidden: float = 0.0
+    # In 16 bits norms of some families compute in fp32.
+    engine_wide: int = 0
+    engine_hidden: float = 0.0
+
+
+# Attention fused.
+_FUSED = {
+    "bert": _Kept(8, 2, 0, 0, 2, 8, 0, 8),
+    "gpt2": _Kept(8, 5, 0, 0, 2, 6, 0, 8),
+    "gpt_neox": _Kept(10, 2, 0, 0, 1, 9, 0, 10),
+    "llama": _Kept(6, 4, 2, 2, 4, 5, 2, 4),
+    "gemma": _Kept(6, 4, 2, 2, 4, 5, 4, 2),
+}
+# Attention by hand keeps its scores, and key heads repeated for every query head.
+_EAGER = {
+    "bert": _FUSED["bert"],
+    "gpt2": _FUSED["gpt2"],
+    "gpt_neo": _Kept(8, 5, 0, 0, 2, 8, 2, 6),
+    "gptj": _Kept(6, 5, 0, 0, 1, 8, 2, 4),
+    "gpt_neox": _Kept(7, 2, 0, 0, 1, 6, 0, 7),
+    "llama": _Kept(6, 4, 4, 0, 4, 5, 2, 4),
+    "gemma": _Kept(6, 4, 4, 0, 4, 5, 4, 2),
+    "gemma2": _Kept(10, 4, 4, 0, 8, 5, 8, 2),
+}
+_ALIKE = {"mistral": "llama", "qwen2": "llama"}
+# Tensors of scores in the computing type, and one more in fp32 where the softmax computes in it.
+_SCORES = {"gemma2": 2.0}
+_SOFTMAX_IN_FP32 = {
+    "bert": (), "gpt2": ("autocast",),
+    **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "llama", "gemma", "gemma2"), ("autocast", "engine")),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch."""
+
+    # Kept by one layer until its backward pass, and of that the scores of its attention.
+    layer: float
+    scores: float
+    # What a layer leaves when it is to be recomputed: its input.
+    checkpoint: float
+    # Kept outside the layers, without the logits.
+    outside: float
+    # The most that backward makes beside what is kept, in one layer.
+    layer_working: float
+    # Log-probabilities in fp32 until the loss is through.
+    logits: float
+    # The most that the loss makes beside them, forward and backward.
+    logits_forward: float
+    logits_backward: float
+    # Copies of the weights in 16 bits that autocast makes: of one layer, and of the head.
+    cast_layer: float
+    cast_head: float
+
+
+def computing_bytes(request: Request) -> int:
+    return 4 if request.precision == "fp32" else 2
+
+
+def is_fused(request: Request) -> bool:
+    return request.attention != "eager" and (_ALIKE.get(request.shape.model_type, request.shape.model_type) in _FUSED)
+
+
+def activations_of(request: Request) -> Activations:
+    shape = request.shape
+    tokens, width = request.micro_batch * request.sequence_length, computing_bytes(request)
+    mode = "fp32" if width == 4 else "engine" if request.precision.endswith("-engine") else "autocast"
+    name = _ALIKE.get(shape.model_type, shape.model_type)
+    fused = is_fused(request)
+    kept = (_FUSED if fused else _EAGER)[name]
+    wide, narrow = {
+        "fp32": (0, kept.hidden), "autocast": (kept.autocast_wide, kept.autocast_hidden),
+        "engine": (kept.engine_wide, kept.engine_hidden),
+    }[mode]  # fmt: skip
+    query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    per_token = 4 * wide * shape.hidden + width * (
+        narrow * shape.hidden + kept.inner * shape.inner + kept.query * query + kept.key * key
+    )
+    scores = _scores(request, name, mode, fused, width)
+    stream = 4 if mode == "autocast" else width
+    head = head_elements(shape) * 2 if mode == "autocast" else 0
+    matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
+    vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
+    capped = width if name == "gemma2" else 0
+    return Activations(
+        layer=tokens * per_token + scores,
+        scores=scores,
+        checkpoint=tokens * shape.hidden * stream,
+        outside=tokens * shape.hidden * (2 * stream + width),
+        layer_working=_working(request, tokens, width, scores, fused, mode),
+        logits=tokens * vocabulary * (4 + capped),
+        # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
+        logits_forward=tokens * vocabulary * (width + (4 if width == 2 else 0) + capped),
+        logits_backward=tokens * vocabulary * 8,
+        cast_layer=matrices * 2 if mode == "autocast" else 0,
+        cast_head=head,
+    )
+
+
+def head_elements(shape: ModelShape) -> int:
+    return shape.vocabulary * shape.hidden if shape.family == "causal-lm" else shape.hidden * shape.hidden
+
+
+def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> float:
+    """By hand: every pair of tokens for every head. Fused: one number for each token and head."""
+    pairs = request.micro_batch * request.shape.heads * request.sequence_length
+    if fused:
+        return 4.0 * pairs
+    each = _SCORES.get(name, 1.0) * width + (4 if mode in _SOFTMAX_IN_FP32[name] else 0)
+    return each * pairs * request.sequence_length
+
+
+def _working(request: Request, tokens: int, width: int, scores: float, fused: bool, mode: str) -> float:
+    """Gradients on their way through a feed-forward block, or through the scores."""
+    shape = request.shape
+    block = tokens * width * (3 * shape.inner + 2 * shape.hidden)
+    pairs = 0 if fused else request.micro_batch * shape.heads * request.sequence_length**2
+    return max(block, pairs * 8)

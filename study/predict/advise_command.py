@@ -1,0 +1,157 @@
+"""`study advise`: which strategy for a model on a box, and its files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from study.host.folders import folder_argument
+from study.predict.advise import Advice, Option, Question, advise, changes, device_bytes, how_sure
+from study.predict.advise_files import Files, write_files
+from study.predict.advise_rules import Rule, rules
+from study.predict.boxes import box_of
+from study.predict.request import Request
+from study.predict.shape import model_shape
+
+# What validation knows of a request's neighbours, in lines for the reader.
+Nearest = Callable[[Request], Sequence[str]]
+EPILOG = """\
+Each strategy of accelerate_configs/ is taken with its settings fitted to the model, with and without gradient
+checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
+without --hub. docs/advice.md says what the errors are and what this cannot know.
+"""
+_ROW = "{:<22} {:>5} {:>6} {:>9} {:>10} {:>9} {:>9} {:>8}  {}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
+    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
+    add("--seq_length", type=_positive, default=2048, metavar="T", help="tokens of a sample")
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, or fp16 where the device has no bf16")
+    add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
+    add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
+    add("--global_batch_size", type=_positive, metavar="B", help="samples of a step; else one micro-batch of each rank")
+    add("--host-memory", type=_gib, metavar="GIB", help="host memory of each node; without it the host is not checked")
+    add("--price-per-gpu-hour", type=_gib, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
+    add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
+    add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
+    add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 10_000_000):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no whole number from 1 to 10000000")
+    return int(text)
+
+
+def _gib(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
+    return number
+
+
+def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
+    advice = advise(_question(options))
+    best = advice.best
+    files = write_files(best, options.output, options.nvme_path) if best and options.output else None
+    told = list(nearest(best.request)) if nearest and best else []
+    others, guides = list(changes(advice)), rules(advice)
+    if options.json:
+        print(json.dumps(_document(advice, others, guides, told, files), indent=2))
+    else:
+        print("\n".join(_page(advice, others, guides, told, files)))
+    return 0 if best else 1
+
+
+def _question(options: argparse.Namespace) -> Question:
+    box = box_of(options.hardware)
+    if options.host_memory is not None:
+        box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
+    has_bf16 = box.device.peak_tflops.get("bf16") is not None or not box.device.peak_tflops.get("fp16")
+    return Question(
+        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), box=box,
+        sequence_length=options.seq_length, precision=options.precision or ("bf16" if has_bf16 else "fp16"),
+        gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
+        attention=options.attn_implementation, global_batch=options.global_batch_size,
+        price_per_gpu_hour=options.price_per_gpu_hour,
+    )  # fmt: skip
+
+
+def _document(
+    advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None
+) -> dict[str, Any]:
+    question, best, other = advice.question, advice.best, advice.runner_up
+    return {
+        "model": question.shape.name, "parameters": question.shape.parameters, "hardware": question.box.name,
+        "ranks": question.ranks, "sequence_length": question.sequence_length, "precision": question.precision,
+        "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
+        "changes": others, "nearest": told, "guides": [dataclasses.asdict(rule) for rule in guides],
+        "strategies": [_row(option) for option in advice.options],
+        "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
+    }  # fmt: skip
+
+
+def _row(option: Option) -> dict[str, Any]:
+    request, memory, time = option.request, option.memory, option.time
+    return {
+        "strategy": option.name, "fits": option.fits, "why": option.why,
+        "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
+        "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
+        "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
+        "device_parts": dict(memory.device_parts),
+        "host_bytes_per_node": dataclasses.asdict(memory.host_peak), "nvme_bytes_per_node": memory.nvme,
+        "tokens_per_s": option.tokens_per_s, "step_s": time and dataclasses.asdict(time.step_s),
+        "mfu": time and time.mfu, "cost_per_million_tokens": option.cost_per_million_tokens if option.fits else None,
+        "deepspeed": request.strategy.deepspeed,
+    }  # fmt: skip
+
+
+def _page(advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None) -> Iterator[str]:
+    question, best, other = advice.question, advice.best, advice.runner_up
+    yield (
+        f"{question.shape.name} ({question.shape.parameters / 1e9:.3g} B parameters) on {question.box.name}:"
+        f" {question.ranks} x {question.box.device.name}, {question.sequence_length} tokens, {question.precision}\n"
+    )
+    yield _ROW.format("strategy", "micro", "again", "peak GiB", "tokens/s", "host GiB", "NVMe GiB", "cost/M", "")
+    for option in advice.options:
+        yield _line(option)
+    if best is None:
+        yield "\nnothing fits: more GPUs, fewer tokens a sample, or a smaller model"
+    else:
+        yield f"\ntake {best.name}: {how_sure(advice)}"
+        if other is not None:
+            slower = 1 - other.tokens_per_s / best.tokens_per_s
+            yield f"next best {other.name}, {slower:.0%} slower"
+    yield from others
+    for rule in guides:
+        yield f"{rule.document}, {rule.says}: {rule.choice}" + (
+            f", which misleads here: {rule.misleads}" * bool(rule.misleads)
+        )
+    yield from told
+    if files is not None and best is not None:
+        request = best.request
+        yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
+        again = "on" if request.gradient_checkpointing else "off"
+        yield f"  {files.command}    (batches of {request.micro_batch}, gradient checkpointing {again})"
+        yield f"  {files.of_study}"
+    yield "\nagain: gradient checkpointing. Host and NVMe are of one node, tokens/s of all ranks. GiB are 2**30 bytes."
+
+
+def _line(option: Option) -> str:
+    request, memory = option.request, option.memory
+    cost = option.cost_per_million_tokens
+    return _ROW.format(
+        option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
+        f"{device_bytes(memory) / 2**30:.1f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
+        f"{memory.host_peak.value / 2**30:.0f}", f"{memory.nvme / 2**30:.0f}" if memory.nvme else "-",
+        f"{cost:.3f}" if cost is not None and option.fits else "-", option.why,
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""What two published guides would choose, beside what is predicted for each of their choices.
+
+S0 is the decision tree of "ZeRO Optimization Strategies for Large-Scale Model Training", and its rule by size; S1 the
+rules of "DeepSpeed ZeRO-3 Architecture". docs/claims.md judges their claims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.predict.advise import Advice, Option
+
+# Billions of parameters.
+_S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
+_S1_OFFLOAD_BELOW = 1.5
+# A choice that is so much slower misleads; what is closer nobody can tell apart here.
+_MUCH = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    document: str
+    says: str
+    choice: str
+    # Empty where it does as well as what is advised.
+    misleads: str
+
+
+def rules(advice: Advice) -> list[Rule]:
+    count = advice.question.shape.parameters
+    size = f"{count / 1e9:.3g} B parameters"
+    asked = [
+        ("S0", "the decision tree: stage 0 if that fits, else stage 2, else stage 3", _tree(advice)),
+        ("S0", f"by size: {size}", "zero0" if count <= _S0_SMALL else "zero2" if count <= _S0_MIDDLE else "zero3"),
+        ("S1", f"by size: {size}", "zero3_cpu" if count > _S1_LARGE else "zero2"),
+    ]
+    weights = 2 * count
+    if advice.question.box.device.memory_gib * 2**30 < _S1_OFFLOAD_BELOW * weights:
+        asked.append(("S1", "offload where a GPU has less than 1.5 times the model", "zero3_cpu"))
+    return [Rule(document, says, choice, _misleads(advice, choice)) for document, says, choice in asked]
+
+
+def _tree(advice: Advice) -> str:
+    """Its first question is of plain data parallelism, which it calls stage 0."""
+    for name in ("zero0", "zero2"):
+        option = advice.option(_here(advice, name))
+        if option is not None and option.fits:
+            return name
+    return "zero3"
+
+
+def _here(advice: Advice, name: str) -> str:
+    """On one rank, or where stage 0 cannot be, plain training is what they mean by it."""
+    return name if name != "zero0" or advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
+
+
+def _misleads(advice: Advice, choice: str) -> str:
+    option, best = advice.option(_here(advice, choice)), advice.best
+    if option is None or best is None:
+        return ""
+    if not option.fits:
+        return f"does not fit: {option.why}"
+    if option.tokens_per_s < (1 - _MUCH) * best.tokens_per_s:
+        return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
+    return ""
+
+
+def _because(option: Option, best: Option) -> str:
+    ours, theirs = best.request, option.request
+    if theirs.micro_batch < ours.micro_batch:
+        return f": a micro-batch of {theirs.micro_batch} where {ours.micro_batch} would fit"
+    if theirs.gradient_checkpointing and not ours.gradient_checkpointing:
+        return ": it must make its activations again"
+    return ""

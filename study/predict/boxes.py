@@ -1,0 +1,151 @@
+"""Boxes by name: `8xH100`, `4x8xH100` for four nodes of eight, `A100-40`, or `this` for the box it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy
+
+from study.errors import UserError, brief
+from study.host.box import matmul_rates, this_box, visible_gpus
+from study.host.cgroups import available_cores
+from study.host.memory import host_memory
+from study.predict.request import Box
+from study.spec.strategies import REPOSITORY
+from study.theory.hardware import Device, find_device, known_devices
+
+try:
+    import pynvml
+except ModuleNotFoundError:
+    pynvml = None
+
+# What people call the devices of hardware.yaml, and the network of one device to other nodes where several are common,
+# GB/s: eight cards of 400 Gbit/s for eight H100, of 200 for eight A100 (DGX), four of 100 for eight V100 (DGX-1).
+_NAMES: dict[str, tuple[str, float]] = {
+    "T4": ("T4", 6.25),
+    "L4": ("L4", 6.25),
+    "A10G": ("A10G", 6.25),
+    "4090": ("RTX 4090", 6.25),
+    "V100": ("V100 SXM2 32GB", 6.25),
+    "V100-16": ("V100 SXM2 16GB", 6.25),
+    "V100-32": ("V100 SXM2 32GB", 6.25),
+    "V100-PCIE-16": ("V100 PCIe 16GB", 6.25),
+    "V100-PCIE-32": ("V100 PCIe 32GB", 6.25),
+    "A100": ("A100 SXM 80GB", 25.0),
+    "A100-40": ("A100 SXM 40GB", 25.0),
+    "A100-80": ("A100 SXM 80GB", 25.0),
+    "A100-PCIE-40": ("A100 PCIe 40GB", 25.0),
+    "A100-PCIE-80": ("A100 PCIe 80GB", 25.0),
+    "H100": ("H100 SXM", 50.0),
+    "H100-PCIE": ("H100 PCIe", 25.0),
+    "H200": ("H200 SXM", 50.0),
+}
+BOX_NAMES = (*_NAMES, "this")
+# DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's blog
+# deepnvme, 08-2024).
+_NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S = 10.0, 5.0
+# Of a host of two sockets: an assumption, for which `this` measures.
+_HOST_MEMORY_GB_PER_S = 150.0
+_LARGEST_COUNT = 65536
+
+
+def box_of(name: str) -> Box:
+    """What a name means; refused with names like it where it means nothing."""
+    count = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w-]*|\d+)", name.strip())
+    if count is None:
+        raise _unknown(name)
+    numbers = [int(number) for number in count.groups()[:2] if number is not None]
+    nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
+    if not (0 < nodes <= _LARGEST_COUNT and 0 < per_node <= _LARGEST_COUNT):
+        raise UserError(f"{brief(name)} is no box: a count is out of range", f"use 1 to {_LARGEST_COUNT}")
+    if count[3].lower() == "this":
+        if numbers:
+            raise UserError(f"{brief(name)} is no box: `this` is one box as it is", "leave the number out")
+        return _this()
+    if (known := _NAMES.get(_spelled(count[3]))) is None:
+        raise _unknown(name)
+    device = next(device for device in known_devices() if device.name == known[0])
+    return Box(
+        name, device, per_node, nodes, network_gb_per_s=known[1], host_memory_gb_per_s=_HOST_MEMORY_GB_PER_S,
+        nvme_read_gb_per_s=_NVME_READ_GB_PER_S, nvme_write_gb_per_s=_NVME_WRITE_GB_PER_S,
+    )  # fmt: skip
+
+
+def _spelled(text: str) -> str:
+    return text.upper().removesuffix("GB").removesuffix("G").replace("_", "-").removeprefix("RTX-").removeprefix("RTX")
+
+
+def _unknown(name: str) -> UserError:
+    last = name.strip().lower().rpartition("x")[2]
+    near = difflib.get_close_matches(last.upper(), BOX_NAMES, n=3, cutoff=0.4)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    return UserError(
+        f"unknown box {brief(name)}", f"{guess}devices: {', '.join(BOX_NAMES)}; as 8xH100, or 4x8xH100 for four nodes"
+    )
+
+
+def _this() -> Box:
+    """The GPUs that a run would see, or, without any, its cores: a core is a device there, as `study` trains."""
+    host_gib = host_memory().total_gib
+    if gpus := visible_gpus():
+        names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in gpus}
+        if len(names) > 1:
+            raise UserError(f"this box has several kinds of GPU: {', '.join(sorted(names))}", "name one, as 2xA100-40")
+        device = _measured(names.pop(), this_box().gpu_memory_gib[0])
+        return Box("this", device, len(gpus), host_gib_per_node=host_gib, host_memory_gb_per_s=_copy_gb_per_s())
+    cores, copied = available_cores(), _copy_gb_per_s()
+    rates = _rates_of_a_core()
+    device = Device(
+        name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
+        memory_bandwidth_gb_per_s=copied / cores, memory_gib=0, matmul_tflops=rates,
+        # Ranks meet in the host's memory: each byte is read and written by the sender, the kernel and the receiver.
+        pcie_gb_per_s=copied / 6,
+    )  # fmt: skip
+    return Box("this", device, cores, host_gib_per_node=host_gib, host_memory_gb_per_s=copied)
+
+
+def _measured(name: str, memory_gib: float) -> Device:
+    device = find_device(name)
+    if device is None:
+        raise UserError(f"this box's {name} is not in study/theory/hardware.yaml", "add its data sheet's figures there")
+    rates = matmul_rates(this_box()).get("tflops", {})
+    return dataclasses.replace(device, memory_gib=memory_gib, matmul_tflops=device.matmul_tflops | rates)
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def _rates_of_a_core() -> dict[str, float]:
+    """Measured in a process of its own, as `study doctor` does, on one thread."""
+    command = [sys.executable, "-m", "study.measure.matmul"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        return dict(json.loads(answer.stdout.splitlines()[-1])["tflops"])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        raise UserError(
+            f"this box's rate could not be measured ({type(error).__name__})", "run `study doctor`, or name a box"
+        ) from error
+
+
+def _copy_gb_per_s(mebibytes: int = 256) -> float:
+    """Read plus written, the best of three."""
+    source = numpy.ones(mebibytes * 2**17)
+    target, best = numpy.zeros_like(source), math.inf
+    for _ in range(3):
+        started = time.perf_counter()
+        numpy.copyto(target, source)
+        best = min(best, time.perf_counter() - started)
+    return 2 * source.nbytes / best / 1e9

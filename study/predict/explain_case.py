@@ -1,0 +1,217 @@
+"""A user's file for a model on a number of ranks, with everything settled that the file leaves open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from study.errors import UserError
+from study.predict.request import Box, ModelShape, Request, Tensor
+from study.predict.settings import EngineSettings, engine_settings
+from study.predict.state import State, state_of, weight_bytes
+from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
+from study.spec.config import Precision
+from study.spec.strategies import Strategy
+from study.theory.hardware import Device
+
+# A machine of forums; which device it is does not matter to bytes.
+_RANKS_PER_NODE = 8
+_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 80.0)
+
+# Accelerate fills these in from the model's width.
+_FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What a program decides, and not its settings."""
+
+    sequence_length: int = 1024
+    # Where the file leaves it to the program.
+    micro_batch: int = 1
+    gradient_checkpointing: bool = False
+    # Of --precision: no, bf16 or fp16.
+    mixed_precision: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    file: UserFile
+    # With defaults, and without "auto"; empty without DeepSpeed.
+    zero: Mapping[str, Any]
+    top: Mapping[str, Any]
+    request: Request
+    findings: tuple[Finding, ...]
+
+    @property
+    def stage(self) -> int:
+        return int(self.zero.get("stage", 0))
+
+    @property
+    def ranks(self) -> int:
+        return self.request.box.ranks
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.request.shape
+
+    @property
+    def settings(self) -> EngineSettings:
+        return engine_settings(self.request.strategy, self.shape.hidden)
+
+    @property
+    def state(self) -> State:
+        return state_of(self.request)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of one weight, and of its gradient."""
+        return weight_bytes(self.request)
+
+    @property
+    def largest(self) -> Tensor:
+        return max(self.shape.tensors, key=lambda tensor: tensor.elements)
+
+    def at(self, ranks: int | None = None, **zero: Any) -> Case:
+        """The same with other settings, or as one of another number of ranks."""
+        changed = {**self.zero, **zero}
+        strategy, box = self.request.strategy, self.request.box if ranks is None else _box(ranks)
+        if strategy.deepspeed is not None:
+            strategy = _strategy(self.file, self.top, changed)
+        request = dataclasses.replace(self.request, strategy=strategy, box=box)
+        return dataclasses.replace(self, zero=changed, request=request)
+
+    def offload(self, what: str) -> Mapping[str, Any] | None:
+        section: Mapping[str, Any] | None = self.zero.get(what)
+        return section if section and section["device"] != "none" else None
+
+
+def _box(ranks: int) -> Box:
+    nodes, rest = divmod(ranks, _RANKS_PER_NODE)
+    return Box("any", _DEVICE, ranks, 1) if rest or not nodes else Box("any", _DEVICE, _RANKS_PER_NODE, nodes)
+
+
+def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
+    return Strategy(file.name, "DEEPSPEED", {**top, ZERO: dict(zero)})
+
+
+def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> Case:
+    """Fill in what the file leaves to defaults and to "auto"; UserError where nothing says it."""
+    precision = work.mixed_precision
+    ranks = ranks or file.num_processes
+    if ranks is None:
+        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
+    findings = list(file.findings)
+    if file.deepspeed is None:
+        computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
+        name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
+        request = _request(shape, Strategy(name, file.distributed_type), ranks, computed, {}, work)
+        return Case(file, {}, {}, request, tuple(findings))
+    zero, top = _without_old_names(file, findings), dict(file.deepspeed)
+    chosen = _precision(file, precision, findings)
+    for place, section in _sections(zero):
+        for key, value in list(section.items()):
+            if value == "auto":
+                section[key] = _filled(file, shape, f"{place}{key}", key, findings)
+    known = known_settings()
+    full = {key: entry["default"] for key, entry in known[ZERO].items() if "default" in entry} | zero
+    if full["overlap_comm"] is None:
+        full["overlap_comm"] = full["stage"] == 3
+    for what in OFFLOADS:
+        if full[what] is not None:
+            defaults = {key: entry["default"] for key, entry in known[f"{ZERO}.{what}"].items()}
+            full[what] = {**defaults, **full[what]}
+    request = _request(shape, _strategy(file, top, full), ranks, chosen, top, work)
+    return Case(file, full, top, request, tuple(findings))
+
+
+def _request(
+    shape: ModelShape, strategy: Strategy, ranks: int, precision: Precision, top: Mapping[str, Any], work: Workload
+) -> Request:
+    micro, steps = top.get("train_micro_batch_size_per_gpu"), top.get("gradient_accumulation_steps")
+    return Request(
+        shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
+        micro_batch=micro if type(micro) is int and micro > 0 else work.micro_batch,
+        accumulation=steps if type(steps) is int and steps > 0 else 1, precision=precision,
+        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa",
+    )  # fmt: skip
+
+
+def _sections(zero: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    nested = [(f"{ZERO}.{what}.", zero[what]) for what in OFFLOADS if isinstance(zero.get(what), dict)]
+    return [(f"{ZERO}.", zero), *nested]
+
+
+def _without_old_names(file: UserFile, findings: list[Finding]) -> dict[str, Any]:
+    """DeepSpeed's short and old names under today's."""
+    assert file.deepspeed is not None
+    known, zero = known_settings()[ZERO], {}
+    given: dict[str, Any] = file.deepspeed.get(ZERO, {})
+    for key, value in given.items():
+        name = key if key in known else f"stage3_{key}"
+        now = known[name].get("is_now")
+        if now is None:
+            zero[name] = dict(value) if isinstance(value, dict) else value
+            continue
+        if now in given:
+            findings.append(Finding("refused", f"{ZERO}.{key}", f"the engine refuses it beside {now}, its new name"))
+        else:
+            findings.append(Finding("ignored", f"{ZERO}.{key}", f"is deprecated, and read as {now}"))
+            # The old switches of offloading.
+            zero[now] = ({"device": "cpu"} if value else None) if now in OFFLOADS else value
+    return zero
+
+
+def _precision(file: UserFile, asked: str | None, findings: list[Finding]) -> Precision:
+    """What the weights are in: the JSON's own types, and Accelerate's where the JSON leaves it open."""
+    assert file.deepspeed is not None
+    on = {}
+    for kind in ("bf16", "fp16"):
+        section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
+        on[kind] = section.get("enabled", False)
+    of_launcher = asked or file.mixed_precision
+    for kind, value in on.items():
+        if value == "auto":
+            if of_launcher is None:
+                findings.append(Finding("filled", f"{kind}.enabled", "auto: taken for what --precision says, bf16"))
+            on[kind] = (of_launcher or "bf16") == kind
+    if on["bf16"] is True and on["fp16"] is True:
+        findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
+    if of_launcher in ("bf16", "fp16") and file.deepspeed.get(of_launcher) is None:
+        other = "fp16" if of_launcher == "bf16" else "bf16"
+        if on[other] is True:
+            says = f"Accelerate refuses mixed_precision: {of_launcher} beside it"
+            findings.append(Finding("refused", f"{other}.enabled", says))
+        on[of_launcher] = True
+    autocast = file.deepspeed.get("torch_autocast") or {}
+    if autocast.get("enabled"):
+        if on["bf16"] or on["fp16"]:
+            says = "the weights have 16 bits already, so it has nothing to cast"
+            findings.append(Finding("conflict", "torch_autocast", says))
+        else:
+            return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
+    return "bf16-engine" if on["bf16"] else "fp16-engine" if on["fp16"] else "fp32"
+
+
+def _filled(file: UserFile, shape: ModelShape, key: str, name: str, findings: list[Finding]) -> Any:
+    rule = _FROM_THE_WIDTH.get(name)
+    if rule is not None:
+        value = rule(shape.hidden)
+        says = f"auto: Accelerate and the Trainer make it {value}, from a width of {shape.hidden}"
+        if file.launcher == "deepspeed":
+            says += "; deepspeed.initialize alone drops it and takes its default"
+        findings.append(Finding("filled", key, says))
+        return value
+    section = key.removesuffix(f".{name}")
+    default = known_settings()[section][name]["default"]
+    if key in known_settings()["filled_by_accelerate"]:
+        findings.append(Finding("filled", key, f"auto: taken for {default}, which is what nothing else says"))
+        return default
+    says = f"auto: Accelerate refuses it here; the Trainer and the engine take the default, {default}"
+    findings.append(Finding("refused" if file.launcher == "accelerate" else "filled", key, says))
+    return default

@@ -1,0 +1,97 @@
+"""`study explain CONFIG MODEL`: a user's own settings, read against a model and a number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from study.predict.explain import Cost, costs
+from study.predict.explain_case import Case, Workload, settle
+from study.predict.explain_findings import findings
+from study.predict.explain_whys import Answer, answers, gib
+from study.predict.memory import predict_memory
+from study.predict.request import Memory
+from study.predict.shape import model_shape
+from study.predict.user_settings import ZERO, read_user_file
+
+_LARGEST_WORLD = 1_000_000
+EPILOG = """\
+CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
+run, and nothing is fetched without --hub. GiB are 2**30 bytes.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
+    add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
+    add("--world-size", type=_count, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
+    add("--precision", choices=("no", "bf16", "fp16"), help="what mixed precision is where the file leaves it open")
+    add("--micro-batch", type=_count, default=1, metavar="B", help="samples of one pass, where the file says auto")
+    add("--seq-length", type=_count, default=1024, metavar="T", help="tokens of a sample")
+    add("--gradient-checkpointing", action="store_true", help="the program makes activations again")
+    add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_WORLD):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number from 1 to {_LARGEST_WORLD}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    file = read_user_file(options.config)
+    work = Workload(options.seq_length, options.micro_batch, options.gradient_checkpointing, options.precision)
+    case = settle(file, model_shape(options.model, ask_hub=options.hub), options.world_size, work)
+    case = dataclasses.replace(case, findings=tuple(findings(case)))
+    asked, whole, settings = answers(case), predict_memory(case.request), costs(case)
+    if options.json:
+        print(json.dumps(_document(case, settings, asked, whole), indent=2))
+    else:
+        print("\n".join(_page(case, settings, asked, whole)))
+    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+
+
+def _document(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) -> dict[str, Any]:
+    return {
+        "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
+        "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
+        "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
+        "settings": [dataclasses.asdict(cost) for cost in settings],
+        "findings": [dataclasses.asdict(finding) for finding in case.findings],
+        "answers": [dataclasses.asdict(answer) for answer in asked], "memory": dataclasses.asdict(whole),
+    }  # fmt: skip
+
+
+def _page(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) -> Iterator[str]:
+    engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else case.request.strategy.name
+    yield f"{case.file.name}: {engine}, {case.request.precision}, one of {case.ranks} ranks"
+    yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest.elements:,}"
+    if settings:
+        yield "\nwhat each setting costs a rank (device, host, drive; - is none; * your file does not say it)"
+    for cost in settings:
+        sizes = "  ".join(f"{_size(size):>10}" for size in (cost.device, cost.host, cost.nvme))
+        name = cost.key.removeprefix(f"{ZERO}.")
+        yield f"  {sizes}  {name}={json.dumps(cost.value)}{'' if cost.is_said else '*'}: {cost.says}"
+    if case.findings:
+        yield "\nwhat does not do what it says"
+    for finding in case.findings:
+        yield f"  {finding.kind:<8}  {finding.key}: {finding.says}"
+    yield "\nwhat a rank holds together, at its peak"
+    for part, size in sorted(whole.device_parts.items(), key=lambda item: -item[1]):
+        if size > 2**20:
+            yield f"  {gib(size):>10}  {part}"
+    yield f"  {gib(whole.peak_allocated.value):>10}  allocated at the peak, {gib(whole.peak_reserved.value)} reserved"
+    yield f"  {gib(whole.host_peak.value):>10}  of host memory on its machine"
+    yield from (f"  {note}" for note in whole.notes)
+    for answer in asked:
+        yield f"\n{answer.question}\n  {answer.short}"
+        yield from (f"  - {line}" for line in answer.because)
+
+
+def _size(size: float) -> str:
+    return "-" if abs(size) < 2**20 / 2 else gib(size) if abs(size) >= 2**29 else f"{size / 2**20:.0f} MiB"

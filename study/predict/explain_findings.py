@@ -1,0 +1,129 @@
+"""Settings that do nothing here, that nobody hears, that are in each other's way, or that end a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from study.predict.explain_case import Case
+from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
+
+_OPTIMIZER = f"{ZERO}.offload_optimizer"
+
+
+def findings(case: Case) -> list[Finding]:
+    """With those of reading the file."""
+    if case.file.deepspeed is None:
+        return list(case.findings)
+    return [*case.findings, *_unheard(case), *_optimizer(case), *_zero(case), *_batch(case)]
+
+
+def _unheard(case: Case) -> Iterator[Finding]:
+    known = known_settings()
+    for key in case.file.given:
+        section, _, name = key.rpartition(".")
+        of_section = known.get(section or "top", {})
+        entry = of_section.get(name) or of_section.get(f"stage3_{name}")
+        if entry is None or not _is_on(case, key):
+            continue
+        stages = entry.get("stages", range(4))
+        if "refused" in entry:
+            yield Finding("refused", key, f"the engine ends with an error: {entry['refused']}")
+        elif "nothing" in entry:
+            yield Finding("nothing", key, entry["nothing"])
+        elif case.stage not in stages:
+            heard = " and ".join(map(str, stages))
+            yield Finding("nothing", key, f"stage {case.stage} does not heed it; stage {heard} would")
+        elif (needs := entry.get("needs")) and not _has(case, needs):
+            yield Finding("nothing", key, f"it is heeded with {needs.replace('=', ' = ')} alone")
+
+
+def _is_on(case: Case, key: str) -> bool:
+    """What is off does nothing anywhere, and nobody expects it to."""
+    first = key.removeprefix(f"{ZERO}.").split(".")[0]
+    if first in OFFLOADS and case.offload(first) is None:
+        return False
+    return key != f"{ZERO}.{first}" or case.zero.get(first) is not False
+
+
+def _has(case: Case, needs: str) -> bool:
+    if needs == "nvme":
+        return any((case.offload(what) or {}).get("device") == "nvme" for what in OFFLOADS)
+    key, _, wanted = needs.partition("=")
+    what, _, name = key.partition(".")
+    return str((case.zero.get(what) or {}).get(name)).lower() == wanted
+
+
+def _optimizer(case: Case) -> Iterator[Finding]:
+    top, in_accelerate = case.top, case.file.launcher == "accelerate"
+    if "optimizer" in top and in_accelerate:
+        says = "Accelerate refuses it beside an optimizer of the program: make that an accelerate.utils.DummyOptim"
+        yield Finding("conflict", "optimizer", says)
+    if "scheduler" in top and "optimizer" not in top and in_accelerate:
+        says = "Accelerate refuses it beside a schedule of the program: make that an accelerate.utils.DummyScheduler"
+        yield Finding("conflict", "scheduler", says)
+    optimizer = case.offload("offload_optimizer")
+    if optimizer is None:
+        return
+    if case.stage == 0:
+        yield Finding("nothing", _OPTIMIZER, "stage 0 keeps its optimizer on the device")
+    forced = top.get("zero_force_ds_cpu_optimizer", True)
+    if forced is False:
+        says = "false lets torch's own AdamW step on the host, which is slower than DeepSpeed's"
+        yield Finding("conflict", "zero_force_ds_cpu_optimizer", says)
+    elif not in_accelerate and "optimizer" not in top:
+        says = (
+            "deepspeed.initialize refuses torch's AdamW beside an offload; Accelerate and the Trainer take DeepSpeed's"
+        )
+        yield Finding("noted", "zero_force_ds_cpu_optimizer", says)
+    if optimizer["device"] == "nvme" and case.stage in (1, 2):
+        says = f"nvme: stage {case.stage} has no drive, and keeps the state in host memory"
+        yield Finding("ignored", f"{_OPTIMIZER}.device", says)
+    if optimizer["ratio"] < 1 and case.stage != 3:
+        yield Finding("refused", f"{_OPTIMIZER}.ratio", "the engine refuses a ratio below 1 without stage 3")
+
+
+def _zero(case: Case) -> Iterator[Finding]:
+    zero, stage = case.zero, case.stage
+    for what in OFFLOADS:
+        section = case.offload(what)
+        if section and section["device"] == "nvme" and section["nvme_path"] is None and stage == 3:
+            yield Finding("missing", f"{ZERO}.{what}.nvme_path", "the engine ends with an error without this folder")
+    has_offload = case.offload("offload_optimizer") is not None
+    if stage in (1, 2) and not zero["contiguous_gradients"]:
+        if has_offload:
+            yield Finding("ignored", f"{ZERO}.contiguous_gradients", "an offload turns it on")
+        elif zero["overlap_comm"]:
+            says = "without contiguous_gradients each bucket's gradients stay until the next bucket is reduced"
+            yield Finding("conflict", f"{ZERO}.overlap_comm", says)
+    if stage in (1, 2) and zero["round_robin_gradients"] and not has_offload:
+        yield Finding("nothing", f"{ZERO}.round_robin_gradients", "it is for gradients that go to the host")
+    if not zero["compute_grad_norm"] and stage not in (1, 2):
+        yield Finding("refused", f"{ZERO}.compute_grad_norm", "the engine refuses false without stage 1 or 2")
+    if zero["legacy_stage1"]:
+        yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
+    live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
+    if stage == 3 and f"{ZERO}.stage3_max_live_parameters" in case.file.given and not ahead:
+        yield Finding("nothing", f"{ZERO}.stage3_max_live_parameters", "it bounds prefetching alone, which is off")
+    elif stage == 3 and live < case.shape.parameters <= zero["stage3_max_reuse_distance"]:
+        says = f"{live:,.0f} does not bound what is whole: stage3_max_reuse_distance keeps every parameter"
+        yield Finding("conflict", f"{ZERO}.stage3_max_live_parameters", says)
+
+
+def _batch(case: Case) -> Iterator[Finding]:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, steps = (case.top.get(key) for key in keys)
+    wrong = [
+        key for key, value in zip(keys, (whole, micro, steps), strict=True)
+        if value not in (None, "auto") and (type(value) is not int or value < 1)
+    ]  # fmt: skip
+    if wrong:
+        yield Finding("refused", wrong[0], "the engine wants a whole number from 1 up")
+    elif type(whole) is int and type(micro) is int:
+        if type(steps) is int and whole != micro * steps * case.ranks:
+            product = f"{micro} x {steps} x {case.ranks} ranks is {micro * steps * case.ranks}, and not {whole}"
+            yield Finding("refused", "train_batch_size", f"the engine ends with an error: {product}")
+        elif steps is None and whole % (micro * case.ranks):
+            yield Finding("refused", "train_batch_size", f"{whole} is no multiple of {micro} x {case.ranks} ranks")
+    if whole is None and micro is None and case.file.launcher == "deepspeed":
+        says = "the engine ends with an error without it or train_batch_size"
+        yield Finding("missing", "train_micro_batch_size_per_gpu", says)

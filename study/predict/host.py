@@ -1,0 +1,61 @@
+"""Host memory of one node and bytes on its drive: while the model is loaded, in training, and while it is saved."""
+
+from __future__ import annotations
+
+from study.host.memory import GIB
+from study.predict.request import Request
+from study.predict.settings import engine_settings
+from study.predict.state import State, part_elements, state_of, sub_groups, weight_bytes
+
+# Interpreter, torch, DeepSpeed and their libraries, of each process.
+LIBRARIES_BYTES = 1.2 * GIB
+
+
+def pinned_bytes(size: float) -> float:
+    """torch's pinned allocator rounds up to a power of two (CachingHostAllocator)."""
+    return float(1 << (int(size) - 1).bit_length()) if size >= 1 else 0.0
+
+
+def host_of(request: Request, state: State | None = None) -> tuple[dict[str, float], float]:
+    """By part, of all ranks of one node, and the drive's bytes."""
+    state = state or state_of(request)
+    strategy, ranks = request.strategy, request.box.gpus_per_node
+    weight, parameters = weight_bytes(request), request.shape.parameters
+    stage = strategy.zero_stage
+    buffers = pinned = 0.0
+    if stage is not None and stage > 0:
+        settings = engine_settings(strategy, request.shape.hidden)
+        part = part_elements(request) if stage == 3 else -(-parameters // request.box.ranks)
+        largest = max(tensor.elements for tensor in request.shape.tensors)
+        locked: list[float] = []
+        if settings.optimizer is not None and stage < 3:
+            locked += [part * 4.0, part * 4.0, float(part * weight), float(largest * weight)]
+            buffers += part * weight + largest * weight
+        elif settings.optimizer is not None:
+            locked.append(part * float(weight))
+            if settings.optimizer.device == "cpu":
+                locked += [group * 4.0 for group in sub_groups(request, settings)]
+            else:
+                group = max(sub_groups(request, settings))
+                buffers += settings.optimizer.buffers * 4 * group
+                locked.append(settings.optimizer.buffers * 4.0 * group)
+        if settings.parameters is not None:
+            locked.append(state.params_host)
+            if settings.parameters.device == "nvme":
+                buffers += settings.parameters.buffers * settings.parameters.buffer_size * weight
+                locked.append(float(settings.parameters.buffers * settings.parameters.buffer_size * weight))
+        pins = [offload.pinned for offload in (settings.optimizer, settings.parameters) if offload is not None]
+        if any(pins) and not request.box.in_host_memory:
+            pinned = sum(map(pinned_bytes, locked))
+            buffers += pinned - sum(locked)
+    # Outside stage 3 every process makes the whole model in fp32 first; stage 3 one tensor at a time.
+    loaded = 4.0 * parameters if stage != 3 else 3 * 4.0 * max(tensor.elements for tensor in request.shape.tensors)
+    # rank 0 gathers the weights where the strategy saves whole ones.
+    whole = weight * float(parameters) if strategy.is_fsdp or stage == 3 else 0.0
+    train = ranks * (LIBRARIES_BYTES + state.host + buffers)
+    parts = {
+        "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * LIBRARIES_BYTES,
+        "pinned": ranks * pinned, "load": ranks * (LIBRARIES_BYTES + loaded + state.host), "train": train,
+        "save": train + whole,
+    }  # fmt: skip
+    return parts, ranks * state.nvme

@@ -1,0 +1,24 @@
+"""A figure with the interval that its validation gave it: study/predict/intervals.yaml, written by study/validation."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from study.predict.request import Estimate
+
+FILE = Path(__file__).with_name("intervals.yaml")
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+
+
+def estimate(what: str, value: float) -> Estimate:
+    """`low` and `high` as shares of the value; none where nothing was validated."""
+    row = _table().get(what)
+    return Estimate(value) if row is None else Estimate(value, value * row["low"], value * row["high"])

@@ -1,0 +1,134 @@
+"""What one GPU, one node's host and its drive hold under a strategy: every part, steady and at the peak."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.host.memory import GIB
+from study.predict.activations import Activations, activations_of
+from study.predict.buckets import Moment, bucket_bytes, moments_of
+from study.predict.gathers import Gathers, gathers_of
+from study.predict.host import host_of
+from study.predict.intervals import estimate
+from study.predict.request import Memory, Request
+from study.predict.settings import engine_settings
+from study.predict.state import State, state_of, weight_bytes
+
+# What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
+# read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.6 * GIB, 0.5 * GIB
+# The allocator asks the driver for pieces of 2 MiB, of 20 MiB, and of whole 2 MiB above: what is reserved beyond what
+# is allocated at the peak. Blocks of a training step are mostly of one size and are used again.
+RESERVED_SHARE = 0.04
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """A moment of a step with all that is on the device then."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def predict_memory(request: Request) -> Memory:
+    state, kept = state_of(request), activations_of(request)
+    always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
+    points = [_Point({**always, **parts}) for parts in _points(request, state, kept)]
+    peak = max(points, key=lambda point: point.total)
+    steady = _steady(request, state)
+    host_parts, nvme = host_of(request, state)
+    reserved = peak.total * RESERVED_SHARE
+    parts = {
+        **{name: peak.parts.get(name, 0.0) for name in PARTS},
+        "context": CONTEXT_BYTES + (COMMUNICATOR_BYTES if request.box.ranks > 1 else 0.0),
+        "fragmentation": reserved,
+    }
+    return Memory(
+        device_parts=parts,
+        steady_allocated=estimate("state", steady),
+        peak_allocated=estimate("peak", peak.total),
+        peak_reserved=estimate("peak", peak.total + reserved),
+        host_parts=host_parts,
+        host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
+        nvme=nvme,
+        notes=(),
+    )
+
+
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
+
+
+def _steady(request: Request, state: State) -> float:
+    """Between two steps: weights, optimizer, and buffers that stay."""
+    return state.params_device + state.optimizer_device + _standing(request, state)
+
+
+def _standing(request: Request, state: State) -> float:
+    """Buffers, and gradients, that are there in the forward pass as well."""
+    strategy = request.strategy
+    if strategy.name == "ddp":
+        return float(request.shape.parameters * 4)
+    stage = strategy.zero_stage
+    if stage is None or stage == 0:
+        return 0.0
+    settings = engine_settings(strategy, request.shape.hidden)
+    standing = 0.0
+    if stage == 3:
+        standing = bucket_bytes(request, settings)
+    elif settings.optimizer is not None:
+        standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
+    return standing
+
+
+def _points(request: Request, state: State, kept: Activations) -> list[dict[str, float]]:
+    strategy, layers = request.strategy, request.shape.layers
+    gathers = Gathers()
+    if strategy.zero_stage == 3:
+        gathers = gathers_of(request, engine_settings(strategy, request.shape.hidden))
+    weight = weight_bytes(request)
+    moments = moments_of(request)
+    standing = _standing(request, state)
+    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage not in (3,) else 0.0
+    points = []
+    # The end of the forward pass, where the logits are made into a loss.
+    stored = _stored(request, kept, layers)
+    forward_live = max(gathers.live_forward.values(), default=0) * weight
+    points.append({
+        **stored, "gradients": earlier, "buffers": standing + forward_live,
+        "logits": kept.logits + kept.logits_forward,
+    })  # fmt: skip
+    first = moments[0] if moments else Moment(None, 0.0, standing)
+    points.append({
+        **stored, "gradients": max(earlier, 0.0), "buffers": max(standing, first.buffers) + forward_live,
+        "logits": kept.logits + kept.logits_backward,
+    })  # fmt: skip
+    in_head = True
+    for moment in moments:
+        in_head = in_head and moment.layer is None
+        live = gathers.live_backward.get(moment.layer, 0) * weight
+        if moment.step:
+            points.append({"gradients": moment.grads, "buffers": max(standing, moment.buffers)})
+            continue
+        remaining = layers if in_head else 0 if moment.layer is None else moment.layer + 1
+        stored = _stored(request, kept, remaining, working=moment.layer is not None)
+        points.append({**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live})
+    return points
+
+
+def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
+    """What so many first layers keep, and what the last of them makes in its backward pass."""
+    recomputed = request.gradient_checkpointing
+    each = kept.checkpoint if recomputed else kept.layer - kept.scores
+    scores = 0.0 if recomputed else layers * kept.scores
+    # Autocast's copies live as long as the graph; recomputed layers make theirs again.
+    casts = kept.cast_layer * (0 if recomputed else layers) + kept.cast_head
+    activations = layers * each + kept.outside + casts
+    if working:
+        activations += kept.layer_working
+        if recomputed:
+            activations += kept.layer - kept.scores + kept.cast_layer
+            scores += kept.scores
+    return {"activations": activations, "attention": scores}

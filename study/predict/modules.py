@@ -1,0 +1,96 @@
+"""The modules of each family as they are called: stage 3 gathers ahead at every one of them, also where it has no
+parameters of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from study.predict.request import ModelShape
+from study.predict.state import Piece, pieces_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A module that runs, with its own parameters."""
+
+    layer: int | None
+    pieces: tuple[Piece, ...]
+
+
+# A name is a module with parameters, "-" one without; a list is a module around others.
+_Tree = list["str | _Tree"]
+_LLAMA_BLOCK: _Tree = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_LLAMA_MLP: _Tree = ["gate_proj", "-", "up_proj", "down_proj"]
+_LLAMA: tuple[_Tree, _Tree, _Tree] = (
+    ["embed_tokens", "-"], ["norm_0", _LLAMA_BLOCK, "norm_1", _LLAMA_MLP], ["norm"],
+)  # fmt: skip
+# What is called in the model before the layers, a layer, and after them in the model.
+_CALLED: dict[str, tuple[_Tree, _Tree, _Tree]] = {
+    "bert": (
+        [["word_embeddings", "token_type_embeddings", "position_embeddings", "embeddings.LayerNorm", "-"], "-"],
+        [[["query", "key", "value"], ["attention.output", "-", "attention.LayerNorm"]], ["intermediate", "-"],
+         ["output", "-", "output.LayerNorm"]],
+        [["pooler", "-"]],
+    ),
+    "gpt2": (
+        ["wte", "wpe", "-"],
+        ["ln_1", ["c_attn", "attn.c_proj", "-"], "ln_2", ["c_fc", "-", "mlp.c_proj", "-"]], ["ln_f"],
+    ),
+    "gpt_neo": (
+        ["wte", "wpe", "-"],
+        ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]], ["ln_f"],
+    ),
+    "gptj": (
+        ["wte", "-"],
+        ["ln_1", ["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"], ["fc_in", "-", "fc_out", "-"]], ["ln_f"],
+    ),
+    "gpt_neox": (
+        ["embed_in", "-", "-"],
+        ["input_layernorm", ["query_key_value", "attention.dense"], "-", "post_attention_layernorm",
+         ["dense_h_to_4h", "-", "dense_4h_to_h"], "-"],
+        ["final_layer_norm"],
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _LLAMA),
+    "gemma2": (_LLAMA[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    call: Call
+    children: tuple[_Node, ...] = ()
+
+    def calls(self, backward: bool = False) -> list[Call]:
+        """A module around others comes before them in both directions."""
+        children = self.children[::-1] if backward else self.children
+        return [self.call, *(call for child in children for call in child.calls(backward))]
+
+
+@functools.lru_cache(maxsize=64)
+def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """Forward and backward. A layer that is recomputed runs forward again before its backward pass."""
+    owned: dict[tuple[int | None, str], list[Piece]] = {}
+    for piece in pieces_of(shape):
+        owned.setdefault((piece.layer, piece.name.rpartition(".")[0]), []).append(piece)
+
+    def node(tree: str | _Tree, layer: int | None) -> _Node:
+        if isinstance(tree, str):
+            return _Node(Call(layer, tuple(owned.get((layer, tree), ()))))
+        return _Node(Call(layer, ()), tuple(node(child, layer) for child in tree))
+
+    before, layer, after = _CALLED[shape.model_type]
+    layers = tuple(node(layer, number) for number in range(shape.layers))
+    inside = (*(node(tree, None) for tree in before), *layers, *(node(tree, None) for tree in after))
+    if shape.family == "sequence-classification":
+        heads: tuple[_Node, ...] = (node("-", None), node("classifier", None))
+    else:
+        # A tied head is the embedding once more.
+        heads = (node("lm_head" if (None, "lm_head") in owned else str(before[0]), None),)
+    root = _Node(Call(None, ()), (_Node(Call(None, ()), inside), *heads))
+    backward = root.calls(backward=True)
+    if recomputes:
+        first = {number: one.calls()[0] for number, one in enumerate(layers)}
+        again = {id(call): layers[number].calls() for number, call in first.items()}
+        backward = [each for call in backward for each in (*again.get(id(call), ()), call)]
+    return tuple(root.calls()), tuple(backward)

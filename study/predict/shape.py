@@ -1,0 +1,259 @@
+"""A model as far as memory, traffic and time depend on it: every tensor by its name, in the order the engines see.
+
+Free of torch and transformers: that this is what transformers makes is tested, for every family.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError, first_line
+from study.models.presets import PRESETS, Preset, find_preset, refuse_depth
+from study.predict.request import ModelShape, Tensor
+
+# What transformers takes where config.json leaves a key out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bert": {"max_position_embeddings": 512, "type_vocab_size": 2},
+    "gpt2": {"n_positions": 1024},
+    "gpt_neo": {"max_position_embeddings": 2048},
+    "gptj": {"tie_word_embeddings": False},
+    "gpt_neox": {"tie_word_embeddings": False},
+    "gemma": {"head_dim": 256, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
+}
+# Keys of transformers for the same thing, the most common one first.
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "type")
+_Sizes = Mapping[str, Any]
+# Name, shape.
+_Named = list[tuple[str, tuple[int, ...]]]
+
+
+def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
+    """Of a preset, of a folder or file that holds config.json, of words; of a hub id only where that is allowed."""
+    preset = find_preset(name)
+    if preset is not None:
+        return shape_of_preset(preset)
+    if "=" in name:
+        return _shape_of_words(name)
+    path = Path(name).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return _shape_of_document(_read(file), name)
+    if ask_hub and name.count("/") == 1:
+        from study.models.hub import load_from
+
+        return _shape_of_document(load_from(name, _hub_config, "config"), name)
+    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
+    raise UserError(
+        f"unknown model {name!r}",
+        (f"did you mean {' or '.join(near)}? " if near else "")
+        + f"{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
+        " layers=32,hidden=4096,heads=32,vocabulary=32000",
+    )
+
+
+def shape_of_preset(preset: Preset) -> ModelShape:
+    return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
+
+
+def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str, Any]) -> ModelShape:
+    """From the keys that transformers gives the architecture; UserError names those that are missing."""
+    if model_type not in _FAMILIES:
+        near = difflib.get_close_matches(model_type, _FAMILIES, n=3, cutoff=0.4)
+        said = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"{name}: no arithmetic for model_type {model_type!r}", said + f"known: {', '.join(_FAMILIES)}")
+    get = {**_DEFAULTS.get(model_type, {}), **{key: value for key, value in architecture.items() if value is not None}}
+    needed = {field: next((get[key] for key in keys if key in get), None) for field, keys in _KEYS.items()}
+    inner_is_free = model_type in ("gpt2", "gptj", "gpt_neo")
+    inner = (
+        get.get("n_inner") or get.get("intermediate_size") or (4 * (needed["hidden"] or 0) if inner_is_free else None)
+    )
+    missing = [f"{field} ({' or '.join(_KEYS[field])})" for field, value in needed.items() if value is None]
+    missing += ["inner (intermediate_size)"] if inner is None else []
+    if missing:
+        raise UserError(f"{name} does not say its {', '.join(missing)}", "add what is missing")
+    sizes = {key: _whole(name, key, value) for key, value in {**needed, "inner": inner}.items()}
+    refuse_depth(sizes["layers"], name)
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    key_value_heads = _whole(name, "num_key_value_heads", get.get("num_key_value_heads") or heads)
+    head_dim = _whole(name, "head_dim", get.get("head_dim") or hidden // heads)
+    if hidden % heads and "head_dim" not in get:
+        raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
+    tied = bool(get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2")))
+    facts: dict[str, Any] = {**sizes, "query": heads * head_dim, "key_value": key_value_heads * head_dim, "tied": tied}
+    facts |= {"positions": get.get("n_positions") or get.get("max_position_embeddings"), "said": get}
+    before, layer, after = _FAMILIES[model_type](facts)
+    count = sizes["layers"]
+    return ModelShape(
+        name=name, model_type=model_type,
+        family="sequence-classification" if model_type == "bert" else "causal-lm",
+        layers=count, hidden=hidden, inner=sizes["inner"], heads=heads, key_value_heads=key_value_heads,
+        head_dim=head_dim, vocabulary=sizes["vocabulary"], gated=model_type in _GATED,
+        tied=tied and model_type != "bert",
+        tensors=(*_tensors(before, 1, False), *_tensors(layer, count, True), *_tensors(after, 1, False)),
+    )  # fmt: skip
+
+
+def _tensors(named: _Named, count: int, in_layer: bool) -> list[Tensor]:
+    found = []
+    for name, shape in named:
+        elements = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        found.append(Tensor(name, elements, count, in_layer, rows=shape[0]))
+    return found
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool = True) -> _Named:
+    return [(f"{name}.weight", (rows, columns)), *([(f"{name}.bias", (rows,))] if bias else [])]
+
+
+def _norm(name: str, width: int, bias: bool = True) -> _Named:
+    return [(f"{name}.weight", (width,)), *([(f"{name}.bias", (width,))] if bias else [])]
+
+
+def _bert(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    h, inner = sizes["hidden"], sizes["inner"]
+    before: _Named = [
+        ("word_embeddings.weight", (sizes["vocabulary"], h)), ("position_embeddings.weight", (sizes["positions"], h)),
+        ("token_type_embeddings.weight", (sizes["said"]["type_vocab_size"], h)), *_norm("embeddings.LayerNorm", h),
+    ]  # fmt: skip
+    layer = [
+        *_linear("query", h, h), *_linear("key", h, h), *_linear("value", h, h), *_linear("attention.output", h, h),
+        *_norm("attention.LayerNorm", h), *_linear("intermediate", inner, h), *_linear("output", h, inner),
+        *_norm("output.LayerNorm", h),
+    ]  # fmt: skip
+    # The head of this study's task has two classes.
+    return before, layer, [*_linear("pooler", h, h), *_linear("classifier", 2, h)]
+
+
+def _gpt2(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    h, inner = sizes["hidden"], sizes["inner"]
+    before: _Named = [("wte.weight", (sizes["vocabulary"], h)), ("wpe.weight", (sizes["positions"], h))]
+    # Conv1D holds its matrix the other way round.
+    layer: _Named = [
+        *_norm("ln_1", h), ("c_attn.weight", (h, 3 * h)), ("c_attn.bias", (3 * h,)), ("attn.c_proj.weight", (h, h)),
+        ("attn.c_proj.bias", (h,)), *_norm("ln_2", h), ("c_fc.weight", (h, inner)), ("c_fc.bias", (inner,)),
+        ("mlp.c_proj.weight", (inner, h)), ("mlp.c_proj.bias", (h,)),
+    ]  # fmt: skip
+    return before, layer, [*_norm("ln_f", h), *_head(sizes)]
+
+
+def _gpt_neo(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    h, inner = sizes["hidden"], sizes["inner"]
+    before: _Named = [("wte.weight", (sizes["vocabulary"], h)), ("wpe.weight", (sizes["positions"], h))]
+    layer = [
+        *_norm("ln_1", h), *_linear("k_proj", h, h, False), *_linear("v_proj", h, h, False),
+        *_linear("q_proj", h, h, False), *_linear("out_proj", h, h), *_norm("ln_2", h), *_linear("c_fc", inner, h),
+        *_linear("c_proj", h, inner),
+    ]  # fmt: skip
+    return before, layer, [*_norm("ln_f", h), *_head(sizes)]
+
+
+def _gptj(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    h, inner = sizes["hidden"], sizes["inner"]
+    layer = [
+        *_norm("ln_1", h), *_linear("k_proj", h, h, False), *_linear("v_proj", h, h, False),
+        *_linear("q_proj", h, h, False), *_linear("out_proj", h, h, False), *_linear("fc_in", inner, h),
+        *_linear("fc_out", h, inner),
+    ]  # fmt: skip
+    return [("wte.weight", (sizes["vocabulary"], h))], layer, [*_norm("ln_f", h), *_head(sizes, True)]
+
+
+def _gpt_neox(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    h, inner, bias = sizes["hidden"], sizes["inner"], sizes["said"].get("attention_bias", True)
+    layer = [
+        *_norm("input_layernorm", h), *_norm("post_attention_layernorm", h),
+        *_linear("query_key_value", 3 * h, h, bias), *_linear("attention.dense", h, h, bias),
+        *_linear("dense_h_to_4h", inner, h), *_linear("dense_4h_to_h", h, inner),
+    ]  # fmt: skip
+    before: _Named = [("embed_in.weight", (sizes["vocabulary"], h))]
+    return before, layer, [*_norm("final_layer_norm", h), *_head(sizes)]
+
+
+def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple[_Named, _Named, _Named]]:
+    def tensors(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+        h, inner, said = sizes["hidden"], sizes["inner"], sizes["said"]
+        bias, mlp_bias = said.get("attention_bias", query_bias), said.get("mlp_bias", False)
+        layer = [
+            *_linear("q_proj", sizes["query"], h, bias), *_linear("k_proj", sizes["key_value"], h, bias),
+            *_linear("v_proj", sizes["key_value"], h, bias),
+            *_linear("o_proj", h, sizes["query"], bias and not query_bias),
+            *_linear("gate_proj", inner, h, mlp_bias), *_linear("up_proj", inner, h, mlp_bias),
+            *_linear("down_proj", h, inner, mlp_bias),
+            *(pair for number in range(norms) for pair in _norm(f"norm_{number}", h, False)),
+        ]  # fmt: skip
+        before: _Named = [("embed_tokens.weight", (sizes["vocabulary"], h))]
+        return before, layer, [*_norm("norm", h, False), *_head(sizes)]
+
+    return tensors
+
+
+def _head(sizes: _Sizes, bias: bool = False) -> _Named:
+    return [] if sizes["tied"] else _linear("lm_head", sizes["vocabulary"], sizes["hidden"], bias)
+
+
+_FAMILIES: dict[str, Callable[[_Sizes], tuple[_Named, _Named, _Named]]] = {
+    "bert": _bert, "gpt2": _gpt2, "gpt_neo": _gpt_neo, "gptj": _gptj, "gpt_neox": _gpt_neox, "llama": _llama(),
+    "mistral": _llama(), "qwen2": _llama(query_bias=True), "gemma": _llama(), "gemma2": _llama(norms=4),
+}  # fmt: skip
+_GATED = ("llama", "mistral", "qwen2", "gemma", "gemma2")
+
+
+def _whole(name: str, key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name}: {key} is {value!r:.40}", "use a whole number from 1 up")
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not readable as JSON ({first_line(error)})", "give a config.json") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{file} is not a config of transformers", "give a config.json")
+    return document
+
+
+def _hub_config(repo_id: str, **options: Any) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+
+    options.pop("trust_remote_code")
+    return _read(Path(hf_hub_download(repo_id, "config.json", **options)))
+
+
+def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
+    if not isinstance(document.get("model_type"), str):
+        raise UserError(f"{name} does not say its model_type", f"add one of {', '.join(_FAMILIES)}")
+    return shape_of_architecture(name.rstrip("/").rsplit("/", 1)[-1], document["model_type"], document)
+
+
+def _shape_of_words(text: str) -> ModelShape:
+    """layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama where it has `inner` or fewer key heads."""
+    words = dict(part.partition("=")[::2] for part in text.split(","))
+    unknown = [word for word in words if word not in _WORDS]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], _WORDS, n=1)
+        said = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"{unknown[0][:40]!r} is no size of a model", f"{said}known: {', '.join(_WORDS)}")
+    missing = [word for word in _KEYS if word not in words]
+    if missing:
+        raise UserError(f"{text[:80]} does not say its {', '.join(missing)}", "add what is missing")
+    model_type = words.pop("type", "llama" if {"inner", "key_value_heads"} & words.keys() else "gpt2")
+    numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
+    keys = {word: keys[0] for word, keys in _KEYS.items()}
+    keys |= {"inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions"}
+    architecture = {keys[word]: value for word, value in numbers.items()}
+    if model_type in ("llama", "mistral", "qwen2", "gemma", "gemma2"):
+        architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)
+    return shape_of_architecture(text, model_type, architecture)

@@ -1,0 +1,240 @@
+"""Model state of one rank by the engines' own rules, byte for byte: weights, gradients, optimizer, and what pads them.
+
+Rank 0's, which has as much as any. The rules are those of deepspeed 0.19, torch's DDP and FSDP2; where each stands is
+written beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+from study.predict.request import ModelShape, Request
+from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
+
+FP32_BYTES = 4
+# One number of torch's AdamW for each tensor that it steps: the count of steps.
+STEP_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One tensor of the model, in the order in which the engines meet them."""
+
+    name: str
+    elements: int
+    rows: int
+    # None outside the layers.
+    layer: int | None
+
+    @property
+    def module(self) -> str:
+        """The module that owns it: what stage 3 gathers at once."""
+        return f"{self.layer}.{self.name.rpartition('.')[0]}"
+
+
+@functools.lru_cache(maxsize=64)
+def pieces_of(shape: ModelShape) -> tuple[Piece, ...]:
+    return tuple(_pieces(shape))
+
+
+def _pieces(shape: ModelShape) -> Iterator[Piece]:
+    inside = [tensor for tensor in shape.tensors if tensor.in_layer]
+    seen = False
+    for tensor in shape.tensors:
+        if not tensor.in_layer:
+            yield Piece(tensor.name, tensor.elements, tensor.rows, None)
+        elif not seen:
+            seen = True
+            for layer in range(shape.layers):
+                yield from (Piece(one.name, one.elements, one.rows, layer) for one in inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Bytes of one rank by kind and place. Gradients: as they are when the backward pass has ended."""
+
+    params_device: float
+    grads_device: float
+    optimizer_device: float
+    params_host: float = 0.0
+    grads_host: float = 0.0
+    optimizer_host: float = 0.0
+    params_nvme: float = 0.0
+    grads_nvme: float = 0.0
+    optimizer_nvme: float = 0.0
+
+    @property
+    def device(self) -> float:
+        return self.params_device + self.grads_device + self.optimizer_device
+
+    @property
+    def host(self) -> float:
+        return self.params_host + self.grads_host + self.optimizer_host
+
+    @property
+    def nvme(self) -> float:
+        return self.params_nvme + self.grads_nvme + self.optimizer_nvme
+
+
+def weight_bytes(request: Request) -> int:
+    """Autocast leaves the weights as they are; DeepSpeed's own 16 bits do not."""
+    return 2 if request.precision.endswith("-engine") else 4
+
+
+def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
+    """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers beside them (bitsandbytes)."""
+    if request.optimizer == "adamw_8bit":
+        return 2 * (1 + 4 / 256)
+    return 4.0 if settings is not None and settings.bf16_moments else 8.0
+
+
+def state_of(request: Request) -> State:
+    strategy = request.strategy
+    if strategy.zero_stage in (None, 0):
+        return _unsharded(request)
+    settings = engine_settings(strategy, request.shape.hidden)
+    return _stage3(request, settings) if settings.stage == 3 else _stage12(request, settings)
+
+
+def _unsharded(request: Request) -> State:
+    """single, DDP, FSDP2 (each tensor cut along its rows) and DeepSpeed's stage 0."""
+    pieces, weight, ranks = pieces_of(request.shape), weight_bytes(request), request.box.ranks
+    held = request.shape.parameters
+    if request.strategy.is_fsdp:
+        held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
+    master = FP32_BYTES if weight == 2 else 0
+    # FP16_UnfusedOptimizer steps masters in fp32, whose gradients are in fp32 as well.
+    gradients = weight + (FP32_BYTES if weight == 2 else 0)
+    optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
+    return State(held * weight, held * gradients, optimizer)
+
+
+def _stage12(request: Request, settings: EngineSettings) -> State:
+    """stage_1_and_2.py: one flat buffer, padded to two numbers for each rank, and a part of it."""
+    weight, ranks = weight_bytes(request), request.box.ranks
+    part = flat_elements(request) // ranks
+    held = part * (master_bytes(settings) + moments_bytes(request, settings))
+    params = float(flat_elements(request) * weight)
+    if settings.optimizer is not None:
+        return State(params, 0.0, 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
+    kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
+    if settings.stage == 1:
+        return State(params, float(request.shape.parameters * kept), held + STEP_BYTES)
+    # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
+    waiting, last = last_bucket(request, settings)
+    reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last)
+    return State(params, float(max(part * kept, (reduced + waiting) * weight)), held + STEP_BYTES)
+
+
+def own_pieces(request: Request) -> list[Piece]:
+    """Those of which rank 0 keeps some: stages 1 and 2 cut the flat buffer, not each tensor."""
+    part, at, found = flat_elements(request) // request.box.ranks, 0, []
+    for piece in pieces_of(request.shape):
+        if at < part:
+            found.append(piece)
+        at += piece.elements
+    return found
+
+
+def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
+    """What still waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
+    filled, last = 0, list[Piece]()
+    for piece in reversed(pieces_of(request.shape)):
+        if filled + piece.elements > settings.reduce_bucket:
+            filled, last = 0, []
+        filled += piece.elements
+        last.append(piece)
+    large = sum(piece.elements for piece in last if piece.elements > settings.reduce_bucket)
+    return large, {id(piece) for piece in last}
+
+
+def master_bytes(settings: EngineSettings) -> int:
+    return 2 if settings.bf16_masters else FP32_BYTES
+
+
+def flat_elements(request: Request) -> int:
+    step = 2 * request.box.ranks
+    return math.ceil(request.shape.parameters / step) * step
+
+
+def part_elements(request: Request) -> int:
+    """Of stage 3, which cuts and pads each tensor by itself."""
+    return sum(math.ceil(piece.elements / request.box.ranks) for piece in pieces_of(request.shape))
+
+
+def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
+    """parameter_offload.py, mark_persistent_parameters: small ones are gathered once and stay."""
+    found, total = [], 0
+    for piece in pieces_of(request.shape):
+        if piece.elements + total > settings.model_persistence_threshold:
+            continue
+        if piece.elements <= settings.persistence_threshold:
+            found.append(piece)
+            total += piece.elements
+    return found
+
+
+def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
+    """stage3.py, _create_fp16_sub_groups: elements of this rank's part in each."""
+    groups, current = [], 0
+    for piece in pieces_of(request.shape):
+        current += math.ceil(piece.elements / request.box.ranks)
+        if current >= settings.sub_group:
+            groups.append(current)
+            current = 0
+    return [*groups, current] if current else groups
+
+
+def _stage3(request: Request, settings: EngineSettings) -> State:
+    weight, part = weight_bytes(request), part_elements(request)
+    groups = sub_groups(request, settings)
+    whole = sum(piece.elements for piece in kept_whole(request, settings)) * weight if request.box.ranks > 1 else 0
+    moments = master_bytes(settings) + moments_bytes(request, settings)
+    kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
+    parts = dict.fromkeys(("params_host", "grads_host", "optimizer_host", "params_nvme", "grads_nvme"), 0.0)
+    parts["optimizer_nvme"] = 0.0
+    waiting, _ = last_bucket(request, settings)
+    grads_device, optimizer_device = float(part * kept), part * moments + STEP_BYTES * len(groups)
+    if settings.optimizer is not None:
+        # The first groups stay on the device where `ratio` says so (_create_fp32_partitions).
+        staying = sum(groups[: int((1 - settings.optimizer.ratio) * len(groups))])
+        grads_device, optimizer_device = float(staying * FP32_BYTES), staying * moments
+        _offloaded_optimizer(request, settings, parts, part, groups, staying, kept)
+    params_device = float(part * weight + whole)
+    if settings.parameters is not None:
+        params_device = float(whole)
+        parts["params_host"] = float(part * weight)
+        if settings.parameters.device == "nvme":
+            sizes = [math.ceil(piece.elements / request.box.ranks) * weight for piece in pieces_of(request.shape)]
+            swapped = sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES)
+            parts["params_nvme"] = float(swapped)
+            parts["params_host"] -= swapped
+    return State(params_device, grads_device + waiting * weight, optimizer_device, **parts)
+
+
+def _offloaded_optimizer(
+    request: Request, settings: EngineSettings, parts: dict[str, float], part: int, groups: list[int], staying: int,
+    kept: int,
+) -> None:  # fmt: skip
+    """On the host: gradients as they come, in fp32 for the step, masters, moments. The drive takes the large ones."""
+    assert settings.optimizer is not None
+    moments = master_bytes(settings) + moments_bytes(request, settings)
+    parts["grads_host"] = float(part * kept)
+    if settings.optimizer.device == "cpu":
+        parts["grads_host"] += (part - staying) * FP32_BYTES
+        parts["optimizer_host"] = (part - staying) * moments
+        return
+    for elements in groups:
+        if elements * FP32_BYTES >= SMALLEST_SWAPPED_BYTES:
+            parts["optimizer_nvme"] += aligned(elements * FP32_BYTES) * (moments // FP32_BYTES)
+        else:
+            parts["optimizer_host"] += elements * moments
+    sizes = [math.ceil(piece.elements / request.box.ranks) * FP32_BYTES for piece in pieces_of(request.shape)]
+    parts["grads_nvme"] = float(sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES))
+
+
+def aligned(size: float) -> int:
+    return math.ceil(size / SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES

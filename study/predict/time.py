@@ -1,0 +1,307 @@
+"""Seconds of one optimizer step: a roofline of every part, and what of its communication is left to wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from study.predict import flops
+from study.predict.links import Collective, collective_s
+from study.predict.request import Estimate, Memory, Request, Time
+from study.theory.memory import state_bytes
+
+# --- What was fitted: study/validation/published.yaml, rows with `use: fit`, by `python -m study.validation fit`.
+# Of the best matrix product that was measured, what a long run of many shapes under a power limit keeps.
+SUSTAINED = 0.87
+# What each layer of a sharded model waits for in each pass over it beside the wire: hooks, streams, the allocator.
+SHARDED_LAYER_S = 0.0049
+
+# --- What was read off sources.
+# Best measured product over the data sheet's peak, where nobody published one: A100 0.87, H100 0.80
+# (stas00/ml-engineering, compute/accelerator).
+_MEASURED_OVER_PEAK = 0.80
+# Of the peak, a fused attention forward and backward. FlashAttention-2 reaches 50-73 % on A100 (its paper's abstract,
+# https://arxiv.org/abs/2307.08691) and 35 % on H100 (FlashAttention-3's, https://arxiv.org/abs/2407.08608).
+_FUSED_ATTENTION_SHARE, _FUSED_ATTENTION_SHARE_HOPPER = 0.60, 0.35
+# Its backward pass has five products where the forward has two.
+_FUSED_BACKWARD_OVER_FORWARD = 2.5
+
+# --- What was counted in transformers' layers: reads and writes of one tensor of the hidden width, forward and backward
+# (norms 4 + 8, residuals 6 + 4, dropout 4 + 6, moving heads 6 + 6), of the inner width, and of the attention scores
+# where attention is not fused. Llama's norms go through fp32 and its queries and keys are turned.
+_HIDDEN_PASSES, _HIDDEN_PASSES_GATED = 44, 76
+_INNER_PASSES, _INNER_PASSES_GATED = 5, 10
+_SCORE_PASSES = 18
+# Bytes for each logit: written, widened to fp32, their softmax, and the same backward.
+_LOGIT_BYTES = 30
+# torch's AdamW, one operation after another over lists: 80 bytes for a parameter, and clipping 12.
+_OPTIMIZER_BYTES = 92
+# What autocast reads and writes to make 16-bit copies of fp32 weights and fp32 gradients of 16-bit ones.
+_AUTOCAST_BYTES = 12
+# DeepSpeed's Adam on the host reads gradient, master and two moments, and writes three of them and the new weight.
+_CPU_ADAM_BYTES = 30
+_DDP_BUCKET_BYTES = 25 * 2**20
+_FALLBACK_BUCKET = 500_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What a request is, once, in the units that the parts below need."""
+
+    request: Request
+    weight_bytes: float
+    activation_bytes: int
+    rate: float
+    bandwidth: float
+
+    @property
+    def tokens(self) -> int:
+        return self.request.micro_batch * self.request.sequence_length
+
+    @property
+    def ranks(self) -> int:
+        return self.request.box.ranks
+
+
+def predict_time(request: Request, memory: Memory | None = None) -> Time:
+    """`memory` only tells what does not fit: an out-of-memory run has no time, and its figure here is marked so."""
+    step = _step_of(request)
+    forward, backward = _forward_s(step), _backward_s(step)
+    pieces = request.accumulation
+    optimizer = _optimizer_s(step)
+    compute = pieces * (forward + backward) + optimizer
+    hidden, waited = _communication(step, forward, backward)
+    waited += pieces * _sharding_s(step)
+    parts = {
+        "compute": compute, "communication_exposed": waited, "communication_overlapped": hidden,
+        "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
+    }  # fmt: skip
+    total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
+    peak = request.box.device.peak_tflops.get(_rate_name(request.precision))
+    of_step = None if peak is None else total * peak * 1e12
+    return Time(
+        parts=parts,
+        step_s=Estimate(total),
+        tokens_per_s_per_gpu=Estimate(step.tokens * pieces / total),
+        mfu=None if of_step is None else flops.model_flops(request) / of_step,
+        hfu=None if of_step is None else flops.hardware_flops(request) / of_step,
+        notes=_notes(request),
+    )
+
+
+def _step_of(request: Request) -> _Step:
+    device, name = request.box.device, _rate_name(request.precision)
+    best = device.matmul_tflops.get(name) or _MEASURED_OVER_PEAK * (device.peak_tflops.get(name) or _slowest(request))
+    return _Step(
+        request,
+        weight_bytes=2 if request.precision.endswith("-engine") else 4,
+        activation_bytes=4 if request.precision == "fp32" else 2,
+        rate=SUSTAINED * best * 1e12,
+        bandwidth=device.memory_bandwidth_gb_per_s * 1e9,
+    )
+
+
+def _rate_name(precision: str) -> str:
+    return precision.removesuffix("-engine")
+
+
+def _slowest(request: Request) -> float:
+    """A precision that the device has no units for, as bf16 on V100, runs at fp32's rate at best."""
+    device = request.box.device
+    return device.peak_tflops["fp32"] or device.matmul_tflops["fp32"]
+
+
+def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
+    moved = step.activation_bytes * (rows * inner + inner * out + rows * out)
+    return max(2 * rows * inner * out / step.rate, moved / step.bandwidth)
+
+
+def _layers_forward_s(step: _Step) -> float:
+    matrices = sum(
+        each.count * _product_s(step, step.tokens, each.inner, each.out)
+        for each in flops.products(step.request.shape)
+        if each.in_layer
+    )
+    return matrices + _attention_s(step) + _elementwise_s(step, 1 / 3)
+
+
+def _forward_s(step: _Step) -> float:
+    return _layers_forward_s(step) + _head_s(step, 1) + _logits_s(step) / 3 + _casts_s(step) / 2
+
+
+def _backward_s(step: _Step) -> float:
+    """Each product of the forward pass has two; what is computed again comes first."""
+    matrices = 0.0
+    for each in flops.products(step.request.shape):
+        if each.in_layer:
+            of_weights = _product_s(step, each.out, step.tokens, each.inner)
+            matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
+    again = _layers_forward_s(step) if step.request.gradient_checkpointing else 0.0
+    attention = _attention_s(step) * (2.0 if step.request.attention == "eager" else _FUSED_BACKWARD_OVER_FORWARD)
+    rest = _head_s(step, 2) + _logits_s(step) * 2 / 3 + _casts_s(step) / 2
+    return matrices + attention + _elementwise_s(step, 2 / 3) + rest + again
+
+
+def _head_s(step: _Step, products: int) -> float:
+    shape = step.request.shape
+    outer = [each for each in flops.products(shape) if not each.in_layer]
+    classifier = flops.head_flops(shape) * step.request.micro_batch / step.rate
+    return products * (classifier + sum(_product_s(step, step.tokens, each.inner, each.out) for each in outer))
+
+
+def _attention_s(step: _Step) -> float:
+    """Forward, of all layers."""
+    request, shape = step.request, step.request.shape
+    done = flops.attention_flops(shape, request.sequence_length) * request.micro_batch
+    if request.attention == "eager":
+        scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
+        moved = scores * step.activation_bytes * _SCORE_PASSES / 3
+        return done / step.rate + moved / step.bandwidth
+    causal = 0.5 if shape.family == "causal-lm" else 1.0
+    device = request.box.device
+    peak = device.peak_tflops.get(_rate_name(request.precision))
+    hopper = device.name.startswith(("H100", "H200"))
+    share = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
+    return causal * done / (share * peak * 1e12 if peak else step.rate)
+
+
+def _elementwise_s(step: _Step, share: float) -> float:
+    shape = step.request.shape
+    hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
+    inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
+    widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
+    return share * step.tokens * step.activation_bytes * widths / step.bandwidth
+
+
+def _logits_s(step: _Step) -> float:
+    shape = step.request.shape
+    return _LOGIT_BYTES * step.tokens * shape.vocabulary / step.bandwidth if shape.family == "causal-lm" else 0.0
+
+
+def _casts_s(step: _Step) -> float:
+    """Autocast keeps its copies for one micro-batch."""
+    casts = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
+    return _AUTOCAST_BYTES * step.request.shape.parameters / step.bandwidth if casts else 0.0
+
+
+def _optimizer_s(step: _Step) -> float:
+    """On the device; what the host does of it is elsewhere."""
+    strategy, parameters = step.request.strategy, step.request.shape.parameters
+    shards = step.ranks if strategy.is_fsdp or (strategy.zero_stage or 0) >= 1 else 1
+    on_host = _share_on_host(step.request) if strategy.offload_device("optimizer") else 0.0
+    return (1 - on_host) * _OPTIMIZER_BYTES * parameters / shards / step.bandwidth
+
+
+def _share_on_host(request: Request) -> float:
+    sections = request.strategy.deepspeed or {}
+    return float(sections["zero_optimization"]["offload_optimizer"].get("ratio", 1.0))
+
+
+def _communication(step: _Step, forward: float, backward: float) -> tuple[float, float]:
+    """Seconds that hide behind computing, and seconds that are waited for."""
+    request = step.request
+    strategy, stage = request.strategy, request.strategy.zero_stage
+    parameters, pieces = request.shape.parameters, request.accumulation
+    # DeepSpeed sends what it holds; FSDP2 and DDP under autocast 16-bit weights and fp32 gradients, in turn.
+    weights = parameters * (2.0 if strategy.is_fsdp and request.precision != "fp32" else step.weight_bytes)
+    gradients = weights if strategy.is_fsdp else parameters * step.weight_bytes
+    settings = (strategy.deepspeed or {}).get("zero_optimization", {})
+    bucket = float(settings.get("reduce_bucket_size") or _FALLBACK_BUCKET) * step.weight_bytes
+    if step.ranks == 1 or strategy.name == "single":
+        return 0.0, 0.0
+    if strategy.is_fsdp or stage == 3:
+        layers = request.shape.layers + 1
+        chunk = weights / layers
+        gathered = pieces * _sent_s(step, "all_gather", weights, chunk)
+        scattered = (1 if strategy.is_fsdp else pieces) * _sent_s(step, "reduce_scatter", gradients, chunk)
+        waits = not strategy.is_fsdp and settings.get("overlap_comm") is False
+        first = _sent_s(step, "all_gather", chunk, chunk)
+        ahead = _overlap(gathered, 0.0 if waits else pieces * forward, first)
+        behind = _overlap(gathered + scattered, 0.0 if waits else pieces * backward, first)
+        return ahead[0] + behind[0], ahead[1] + behind[1]
+    if stage in (1, 2):
+        times = pieces if stage == 2 else 1
+        reduced = times * _sent_s(step, "reduce_scatter", gradients, bucket)
+        hides = bool(settings.get("overlap_comm"))
+        hidden, waited = _overlap(reduced, times * backward if hides else 0.0, 0.0)
+        gather = float(settings.get("allgather_bucket_size") or _FALLBACK_BUCKET) * step.weight_bytes
+        return hidden, waited + _sent_s(step, "all_gather", weights, gather)
+    if stage == 0:
+        return 0.0, _sent_s(step, "all_reduce", gradients, bucket)
+    reduced = _sent_s(step, "all_reduce", gradients, _DDP_BUCKET_BYTES)
+    return _overlap(reduced, backward, _sent_s(step, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES))
+
+
+def _sharding_s(step: _Step) -> float:
+    """Forward and backward are one visit of each layer in the fit, and what is computed again is another."""
+    request = step.request
+    if step.ranks == 1 or not (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+        return 0.0
+    return SHARDED_LAYER_S * request.shape.layers * (2 if request.gradient_checkpointing else 1)
+
+
+def _sent_s(step: _Step, collective: Collective, total: float, chunk: float) -> float:
+    """In calls of one chunk."""
+    chunk = min(chunk, total)
+    return total / chunk * collective_s(step.request.box, collective, chunk) if chunk else 0.0
+
+
+def _overlap(sent: float, room: float, last: float) -> tuple[float, float]:
+    """The last call has nothing left to hide behind."""
+    hidden = max(0.0, min(sent - last, room))
+    return hidden, sent - hidden
+
+
+def _offload_s(step: _Step) -> float:
+    """Over PCIe: gradients to the host, new weights back, and weights for every pass where they wait there."""
+    request = step.request
+    strategy = request.strategy
+    link = (request.box.device.pcie_gb_per_s or request.box.device.memory_bandwidth_gb_per_s) * 1e9
+    shard = request.shape.parameters * step.weight_bytes / step.ranks
+    moved = 0.0
+    if strategy.offload_device("optimizer"):
+        moved += _share_on_host(request) * shard * (request.accumulation + 1)
+    if strategy.offload_device("param"):
+        moved += 2 * request.accumulation * shard
+    return moved / link
+
+
+def _cpu_adam_s(step: _Step) -> float:
+    request = step.request
+    if not request.strategy.offload_device("optimizer") or request.box.host_memory_gb_per_s is None:
+        return 0.0
+    on_node = request.shape.parameters / request.box.nodes * _share_on_host(request)
+    return on_node * _CPU_ADAM_BYTES / (request.box.host_memory_gb_per_s * 1e9)
+
+
+def _nvme_s(step: _Step) -> float:
+    """A node's ranks share its drives; half of what an optimizer moves is read, half written."""
+    request, box = step.request, step.request.box
+    state = state_bytes(request.strategy, request.precision, step.ranks)
+    if not state.nvme or box.nvme_read_gb_per_s is None or box.nvme_write_gb_per_s is None:
+        return 0.0
+    of_node = request.shape.parameters * box.gpus_per_node
+    both = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
+    passes = 2 * request.accumulation
+    moved = state.nvme_per_step * both + state.nvme_per_pass * (passes / box.nvme_read_gb_per_s)
+    return of_node * moved / 1e9
+
+
+def _notes(request: Request) -> tuple[str, ...]:
+    device, name = request.box.device, _rate_name(request.precision)
+    said = [
+        "MFU counts every product at the full sequence length: causal masking saves nothing in it, recomputation adds"
+        " nothing to it; HFU adds the layers' second forward pass"
+    ]
+    if device.peak_tflops.get(name) is None and name not in device.matmul_tflops:
+        said.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
+    elif name not in device.matmul_tflops:
+        said.append(f"nobody published {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak")
+    if request.strategy.offload_device("optimizer"):
+        said.append(f"the host's Adam is bound by its memory, taken as {request.box.host_memory_gb_per_s:.0f} GB/s")
+    if request.strategy.uses_nvme:
+        said.append(
+            f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"
+        )
+    if request.box.nodes > 1:
+        said.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")
+    return tuple(said)

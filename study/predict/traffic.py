@@ -1,0 +1,59 @@
+"""What one rank sends in an optimizer step, by collective, as study/measure/traffic.py counts it: the ring's bytes."""
+
+from __future__ import annotations
+
+import math
+
+from study.predict.gathers import gathers_of
+from study.predict.request import Request
+from study.predict.settings import engine_settings
+from study.predict.state import FP32_BYTES, flat_elements, kept_whole, part_elements, pieces_of, weight_bytes
+
+
+def payload_of(request: Request) -> dict[str, float]:
+    """Bytes by collective: an all-reduce counts once, a gather by what it puts out. Without a few bytes of norms."""
+    strategy, ranks = request.strategy, request.box.ranks
+    if ranks == 1:
+        return {}
+    weight, total = weight_bytes(request), request.shape.parameters
+    if strategy.is_fsdp:
+        return _fsdp(request)
+    if strategy.zero_stage is None:
+        # Accelerate's accumulation skips the all-reduce until the last micro-batch.
+        return {"all_reduce": float(total * FP32_BYTES)}
+    if strategy.zero_stage == 0:
+        return {"all_reduce": float(total * weight)}
+    settings = engine_settings(strategy, request.shape.hidden)
+    # Stage 1 reduces once a step, the later ones each micro-batch.
+    times = 1 if settings.stage == 1 else request.accumulation
+    if settings.stage < 3:
+        reduced = float(total * weight * times)
+        how = "all_reduce" if settings.reduces_to_all or not settings.reduce_scatter else "reduce"
+        return {how: reduced, "all_gather": float(flat_elements(request) * weight)}
+    whole = sum(math.ceil(piece.elements / ranks) * ranks for piece in kept_whole(request, settings))
+    # What is kept whole is gathered once, after the optimizer has changed it.
+    gathered = gathers_of(request, settings).elements * request.accumulation + whole
+    scattered = part_elements(request) * ranks * request.accumulation
+    how = "reduce_scatter" if settings.reduce_scatter else "all_reduce"
+    return {"all_gather": float(gathered * weight), how: float(scattered * weight)}
+
+
+def _fsdp(request: Request) -> dict[str, float]:
+    """Each layer is gathered again for its backward pass, and so is an untied embedding: it has a group of its own."""
+    ranks, pieces = request.box.ranks, pieces_of(request.shape)
+    padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
+    again = sum(
+        size
+        for piece, size in zip(pieces, padded, strict=True)
+        if piece.layer is not None or (piece is pieces[0] and not request.shape.tied)
+    )
+    times = request.accumulation
+    return {"all_gather": float((sum(padded) + again) * FP32_BYTES * times),
+            "reduce_scatter": float(sum(padded) * FP32_BYTES * times)}  # fmt: skip
+
+
+def sent_bytes(request: Request) -> float:
+    ranks = request.box.ranks
+    share = (ranks - 1) / ranks
+    factor = {"all_reduce": 2 * share, "reduce": 1.0}
+    return sum(size * factor.get(name, share) for name, size in payload_of(request).items())

@@ -1,0 +1,397 @@
+"""The control of the releases: DeepSpeed without this project's trainer, beside a plain loop of the same numbers.
+
+    python -m study.releases.bare [STACK ...] [--output reports/releases/bare.json]
+
+A small model takes six steps of the same batches on two gloo ranks, each in one micro-step or in four, as three callers
+ask for it: `bare` steps the engine after every backward, as DeepSpeed's guide does; `boundary` says which micro-step is
+the last and steps once, as Accelerate does since 1.8; `accelerate` is the stack's own Accelerate. What is wrong under
+`bare` is the engine's; what is wrong under the others alone is the pairing's. `installed` is the stack that runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from study.host.folders import cache_directory
+from study.host.operators import use_own_build
+from study.host.stacks import stacks
+
+if TYPE_CHECKING:
+    import torch
+
+RANKS, BATCH, STEPS, LEARNING_RATE = 2, 16, 6, 1e-2
+INSTALLED = "installed"
+# `zero1_cpu` is no strategy of this study: it tells what of zero2_cpu is the offload's.
+STRATEGIES = ("zero0", "zero1", "zero2", "zero1_cpu", "zero2_cpu", "zero3", "zero3_cpu_optimizer", "zero3_cpu")
+MARK = "result: "
+# What rounding may do to a loss or a norm. The installed release is off by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
+_ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
+_CASE_LIMIT_S = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    caller: str
+    strategy: str
+    accumulation: int
+    # Where the loss is made: inside the model, which returns it beside its outputs as those of transformers do, or not.
+    loss: str = "inside"
+    # `bf16-fp32` accumulates its gradients in fp32.
+    precision: str = "fp32"
+    clipping: float = 1.0
+
+    @property
+    def stage(self) -> int:
+        return int(self.strategy[4])
+
+    def settings(self) -> dict[str, Any]:
+        """For `deepspeed.initialize`. torch's AdamW everywhere, so that no operator of a release is needed."""
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": self.stage == 3}
+        if "_cpu" in self.strategy:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        if self.strategy == "zero3_cpu":
+            zero["offload_param"] = {"device": "cpu"}
+        if self.stage == 3:
+            # By default a rank keeps parameters of under 1e5 elements whole, which here would be all.
+            zero["stage3_param_persistence_threshold"] = 0
+        settings = {
+            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // RANKS // self.accumulation,
+            "gradient_accumulation_steps": self.accumulation, "gradient_clipping": self.clipping,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero, "bf16": {"enabled": self.precision != "fp32"},
+        }  # fmt: skip
+        return settings | ({"data_types": {"grad_accum_dtype": "fp32"}} if self.precision == "bf16-fp32" else {})
+
+
+def cases() -> Iterator[Case]:
+    for strategy in STRATEGIES:
+        yield Case("bare", strategy, 1)
+        yield Case("bare", strategy, 2)
+        yield Case("bare", strategy, 4)
+        yield Case("bare", strategy, 4, loss="outside")
+        yield Case("bare", strategy, 4, clipping=0.0)
+        yield Case("boundary", strategy, 4)
+        yield Case("accelerate", strategy, 4)
+        yield Case("bare", strategy, 1, precision="bf16")
+        yield Case("bare", strategy, 4, precision="bf16")
+        yield Case("bare", strategy, 4, precision="bf16-fp32")
+
+
+def build_model() -> torch.nn.Module:
+    from torch import manual_seed, nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+            outputs = self.layers(inputs)
+            return outputs if targets is None else {"loss": _loss(outputs, targets), "outputs": outputs}
+
+    manual_seed(0)
+    return Model()
+
+
+def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # So large that the right gradient is clipped, and a quarter of it is not.
+    return torch.nn.functional.mse_loss(outputs.float(), targets) / 8
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        inputs = torch.randn(BATCH, 32, generator=generator) * 3
+        yield inputs, inputs[:, :4] * 4
+
+
+def plain_loop(is_bf16: bool, clipping: float) -> dict[str, Any]:
+    """What every case should come to: one process, the whole batch, torch alone."""
+    import torch
+
+    # Under bf16 an engine computes in it, and keeps and steps weights in fp32.
+    masters, model = build_model(), build_model()
+    kind = torch.bfloat16 if is_bf16 else torch.float32
+    model.to(kind)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=LEARNING_RATE)
+    losses, norms, weights = [], [], []
+    for inputs, targets in batches():
+        pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+        for weight, master in pairs:
+            weight.data.copy_(master.data)
+        model.zero_grad()
+        loss = model(inputs.to(kind), targets)["loss"]
+        loss.backward()
+        for weight, master in pairs:
+            master.grad = None if weight.grad is None else weight.grad.float()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), clipping or float("inf"))))
+        optimizer.step()
+        losses.append(float(loss))
+        weights.append(_flat(masters.parameters()))
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
+    """One case, on this rank of a group of its own."""
+    import deepspeed
+    import torch
+
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    through = _through_accelerate if case.caller == "accelerate" else _through_engine
+    engine, micro_step = through(case, model, optimizer)
+    kind = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    micro = BATCH // RANKS // case.accumulation
+    losses, norms, weights = [], [], []
+    for inputs, targets in batches():
+        total = torch.zeros(())
+        for index in range(case.accumulation):
+            start = (index * RANKS + rank) * micro
+            given, wanted = inputs[start : start + micro].to(kind), targets[start : start + micro]
+
+            def forward(given: Any = given, wanted: Any = wanted) -> torch.Tensor:
+                return engine(given, wanted)["loss"] if case.loss == "inside" else _loss(engine(given), wanted)
+
+            total += micro_step(forward, index == case.accumulation - 1).detach() / case.accumulation / RANKS
+        torch.distributed.all_reduce(total)
+        losses.append(float(total))
+        norm = engine.get_global_grad_norm()
+        norms.append(None if norm is None else float(norm))
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=case.stage == 3):
+            weights.append(_flat(engine.module.parameters()))
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+MicroStep = Callable[[Callable[[], Any], bool], Any]
+
+
+def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.settings())
+
+    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
+        loss = forward()
+        if case.caller == "boundary":
+            engine.set_gradient_accumulation_boundary(is_boundary=is_last)
+        engine.backward(loss)
+        if is_last or case.caller == "bare":
+            engine.step()
+        return loss
+
+    return engine, micro_step
+
+
+def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
+    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+
+    PartialState(cpu=True)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=case.accumulation, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=case.settings())
+    )
+    engine, _ = accelerator.prepare(model, optimizer)
+
+    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
+        with accelerator.accumulate(engine):
+            loss = forward()
+            accelerator.backward(loss)
+        return loss
+
+    return engine, micro_step
+
+
+def _flat(parameters: Iterator[Any]) -> list[float]:
+    import torch
+
+    return list(torch.cat([one.detach().float().cpu().flatten() for one in parameters]).tolist())
+
+
+def start(work: Callable[[], Any], output: Path) -> int:
+    """The work in a fork of this process, which has imported all: it costs no start-up, and harms no other."""
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(output.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        found = work()
+    except BaseException as error:
+        traceback.print_exc()
+        lines = str(error).strip().splitlines() or [""]
+        found = {"error": f"{type(error).__name__}: {lines[0]}"[:200]}
+    # Whole or not there, for who reads it while it is written.
+    output.with_suffix(".part").write_text(json.dumps(found))
+    output.with_suffix(".part").replace(output)
+    os._exit(0)
+
+
+def collect(children: Mapping[int, Path]) -> list[dict[str, Any]]:
+    """What each child left. One that hangs is ended, and so is one whose partner has failed."""
+    deadline, alive = time.monotonic() + _CASE_LIMIT_S, set(children)
+    while alive and time.monotonic() < deadline:
+        alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
+        if any("error" in _read(output) for output in children.values()):
+            deadline = min(deadline, time.monotonic() + 2)
+        time.sleep(0.02)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [_read(output) for output in children.values()]
+
+
+def _read(output: Path) -> dict[str, Any]:
+    return dict(json.loads(output.read_text())) if output.exists() else {}
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """The case beside the plain loop: how far off its losses are, its first norm, and its weights at the end."""
+    is_bf16 = case.precision != "fp32"
+    plain = folder / f"plain-{is_bf16}-{case.clipping}"
+    if not plain.exists():
+        collect({start(lambda: plain_loop(is_bf16, case.clipping), plain): plain})
+    right = _read(plain)
+    name = "-".join(map(str, dataclasses.astuple(case))).replace(".", "_")
+    outputs = [folder / f"{name}-{rank}" for rank in range(RANKS)]
+    work = [functools.partial(train, case, rank, folder / f"{name}-store") for rank in range(RANKS)]
+    ranks = collect({start(each, output): output for each, output in zip(work, outputs, strict=True)})
+    if errors := [rank.get("error", "") for rank in ranks if "losses" not in rank]:
+        return {"error": next(filter(None, errors), "it hung, or ended without a word")}
+    mine, other = ranks
+    return {
+        "losses_off": _short(max(map(_share, mine["losses"], right["losses"]))),
+        "norm": _short(mine["norms"][0], 6), "right_norm": _short(right["norms"][0], 6),
+        "weights_off": _short(_distance(mine["weights"][-1], right["weights"][-1])),
+        # After how many of the steps the two ranks read other weights.
+        "readings_apart": sum(a != b for a, b in zip(mine["weights"], other["weights"], strict=True)),
+    }  # fmt: skip
+
+
+def _share(mine: float, its: float) -> float:
+    return abs(mine - its) / abs(its)
+
+
+def _distance(mine: Sequence[float], its: Sequence[float]) -> float:
+    """Root mean square of the difference, in units of the learning rate: a step of Adam is about 1."""
+    squares = ((a - b) ** 2 for a, b in zip(mine, its, strict=True))
+    return float((sum(squares) / len(its)) ** 0.5 / LEARNING_RATE)
+
+
+def _short(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def child(only: str) -> None:
+    """Every case under the releases that this process imports, a line for each."""
+    import accelerate
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    _import_once()
+    stack = {each.__name__: str(each.__version__) for each in (deepspeed, accelerate, torch)}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases():
+            if only in " ".join(map(str, dataclasses.astuple(case))):
+                row = {**stack, **dataclasses.asdict(case), **measure(case, Path(folder))}
+                print(MARK + json.dumps(row), flush=True)
+
+
+def _import_once() -> None:
+    """What every case would import or load again."""
+    import deepspeed.comm.torch
+    import torch
+
+    torch.optim.AdamW(build_model().parameters())
+    with contextlib.suppress(ImportError):
+        # Later releases import it, and half of torch with it, to look at the optimizer they are given.
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # An operator for inference, which takes half a minute to build.
+    deepspeed.comm.torch.build_shm_op = lambda: None
+
+
+def under(stack: str, only: str, before: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of a stack; `before` is a folder that Python searches before the stack's."""
+    environment = {**os.environ} | ({} if stack == INSTALLED else stacks()[stack].environment(os.environ))
+    if before:
+        environment["PYTHONPATH"] = os.pathsep.join([str(before), environment["PYTHONPATH"]])
+    command = [sys.executable, "-m", "study.releases.bare", "--child", "--only", only]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    rows = []
+    for line in process.stdout:
+        if line.startswith(MARK):
+            rows.append({"stack": stack, **json.loads(line.removeprefix(MARK))})
+            print(" ".join(str(value) for value in rows[-1].values()), flush=True)
+    if process.wait() and not rows:
+        rows = [{"stack": stack, "error": "it cannot be imported"}]
+    return rows
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return list(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else []
+
+
+def is_right(row: Mapping[str, Any]) -> bool | None:
+    """Whether a case came to what the plain loop did, to rounding; None of one that ended in an error."""
+    if row.get("error"):
+        return None
+    most = _ROUNDING["fp32" if row["precision"] == "fp32" else "bf16"]
+    # Stage 0 reports no norm in fp32.
+    norm_off = 0.0 if row["norm"] is None else _share(row["norm"], row["right_norm"])
+    return max(row["losses_off"], norm_off) <= most
+
+
+def write_rows(output: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A row a line, so that a later run shows what changed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    output.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("stacks", nargs="*", metavar="STACK")
+    parser.add_argument("--output", type=Path, default=Path("reports/releases/bare.json"))
+    parser.add_argument("--only", default="", help="cases whose words hold this")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    use_own_build(cache_directory())
+    if options.child:
+        child(options.only)
+        return 0
+    names = options.stacks or [*stacks(), INSTALLED]
+    kept = [row for row in read_rows(options.output) if row["stack"] not in names]
+    for name in names:
+        kept += under(name, options.only)
+        write_rows(options.output, kept)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

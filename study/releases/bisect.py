@@ -1,0 +1,159 @@
+"""`study releases bisect`: between which releases a strategy begins to train wrongly, and where it ends.
+
+The cells are those of the suite `releases`, in its folder: what has a record there is not run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from study.errors import UserError
+from study.host.box import Box, this_box
+from study.host.stacks import stacks
+from study.launch.cell import Cell
+from study.launch.verdict import cell_state
+from study.record.directory import read_run
+from study.releases.causes import read_causes
+from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
+from study.sweep.execute import run_cells
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import find_suite, read_suite
+
+SUITE = "releases"
+THEN = "-then"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Neighbours among the releases that could be judged; None where the range does not have them."""
+
+    last_good: str | None
+    first_bad: str
+    last_bad: str
+    first_good: str | None
+
+    def lines(self) -> list[str]:
+        before = f"; {self.last_good} is good" if self.last_good else ": nothing older in this range is good"
+        after = f"first good again: {self.first_good}; {self.last_bad} is bad" if self.first_good else \
+            f"still bad in {self.last_bad}, the newest of this range that ran"  # fmt: skip
+        return [f"first bad: {self.first_bad}{before}", after]
+
+
+class Bisection:
+    """Asks of releases whether they are good, each once, and runs what has no record."""
+
+    def __init__(self, strategy: str, micro_steps: int, runs: int, root: Path, say: Callable[[str], None]):
+        self._box, self._root, self._say, self._runs = this_box(), root, say, runs
+        self._cell, self._single = _cells(strategy, micro_steps, self._box)
+        self._known: dict[str, bool | None] = {}
+
+    def is_bad(self, stack: str) -> bool | None:
+        """None where the release refuses, crashes or cannot be installed: that is neither good nor bad."""
+        if stack not in self._known:
+            verdicts = self._verdicts(stack)
+            worst = next((each for each in verdicts if each.kind == "different"), verdicts[0])
+            self._known[stack] = {"equal": False, "different": True}.get(worst.kind)
+            self._say(f"{stack}: {worst.says}")
+        return self._known[stack]
+
+    def _verdicts(self, stack: str) -> list[Verdict]:
+        # Refuses a stack that nobody has made yet.
+        stacks()[stack].why_not()
+        single = dataclasses.replace(self._single, stack=stack)
+        cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
+        left = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_answered(retry=False)]
+        if left and run_cells(left, self._root, self._box).stopped:
+            raise KeyboardInterrupt
+        right, *traces = (trace_of(read_run(self._root / cell.id)) for cell in (single, *cells))
+        return [judge(trace, right, tolerance_of("fp32", right, [])) for trace in traces]
+
+
+def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> Found | None:
+    """The nearest good neighbours of a bad release; None where none is bad. `releases` from the oldest on."""
+    bad = next((release for release in _halving(releases) if is_bad(release)), None)
+    if bad is None:
+        return None
+    place = releases.index(bad)
+    last_good, first_bad = _edge(releases[: place + 1][::-1], is_bad)
+    first_good, last_bad = _edge(releases[place:], is_bad)
+    return Found(last_good, first_bad, last_bad, first_good)
+
+
+def _halving(releases: Sequence[str]) -> list[str]:
+    """The ends first, then middles of what is left between those that were asked."""
+    order, spans = [releases[0], releases[-1]], [(0, len(releases) - 1)]
+    while spans:
+        low, high = spans.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(releases[middle])
+            spans += [(low, middle), (middle, high)]
+    return order
+
+
+def _edge(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> tuple[str | None, str]:
+    """From a bad release on: the good one where that ends, and the last bad one before it."""
+    low, high = 0, len(releases) - 1
+    while high > 0 and is_bad(releases[high]) is None:
+        high -= 1
+    if is_bad(releases[high]):
+        return None, releases[high]
+    while True:
+        between = [place for place in _from_the_middle(low, high) if is_bad(releases[place]) is not None]
+        if not between:
+            return releases[high], releases[low]
+        low, high = (between[0], high) if is_bad(releases[between[0]]) else (low, between[0])
+
+
+def _from_the_middle(low: int, high: int) -> list[int]:
+    return sorted(range(low + 1, high), key=lambda place: abs(2 * place - low - high))
+
+
+def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
+    """In fp32 and clipping, as the suite has them: the strategy's, and that of one process."""
+    every = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), box) if isinstance(cell, Cell)]
+    every = [cell for cell in every if cell.config.precision == "fp32" and cell.config.max_grad_norm]
+    mine = [cell for cell in every if cell.strategy == strategy]
+    steps = {cell.config.batch_plan(cell.ranks).gradient_accumulation_steps: cell for cell in mine}
+    if not mine or strategy == "single":
+        names = ", ".join(dict.fromkeys(cell.strategy for cell in every if cell.strategy != "single"))
+        raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {names}")
+    if micro_steps not in steps:
+        raise UserError(
+            f"the suite {SUITE} has no --accumulation {micro_steps}", f"use {' or '.join(map(str, sorted(steps)))}"
+        )
+    return steps[micro_steps], next(cell for cell in every if cell.strategy == "single")
+
+
+def releases_between(ends: Sequence[str] | None) -> list[str]:
+    """Those of study/releases/stacks.yaml beside today's Accelerate and torch, from the oldest on."""
+    known = sorted((name for name in stacks() if not name.endswith(THEN)), key=_order)
+    for end in ends or ():
+        if end not in known:
+            raise UserError(
+                f"--between: no stack is called {end!r}", f"use two of {', '.join(known)}, or add it to stacks.yaml"
+            )
+    first, last = sorted(map(_order, ends)) if ends else (_order(known[0]), _order(known[-1]))
+    found = [name for name in known if first <= _order(name) <= last]
+    if len(found) < 2:
+        raise UserError("--between names one release", "name two")
+    return found
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
+    """What causes.yaml says of the releases where it came and went."""
+    lines = []
+    for cause in read_causes():
+        if cause.shows_in(strategy, micro_steps, "fp32"):
+            for word, change, release in (
+                ("came with", cause.entered, found.first_bad), ("went with", cause.left, found.first_good),
+            ):  # fmt: skip
+                if release and change.release == release:
+                    lines.append(f"{cause.title}: {word} {release} {change.change}".rstrip())
+    return lines

@@ -1,0 +1,235 @@
+"""docs/releases.md, from the records of reports/releases, the bare control beside them, and causes.yaml.
+
+python -m study.releases.page            writes it
+python -m study.releases.page --check    exit status 1 when it is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from study.releases.bare import is_right, read_rows
+from study.releases.causes import PACKAGES, Cause, Change
+from study.releases.verdict import ROUNDING
+from study.report.plots.releases import KINDS, clipped, lettered
+from study.report.questions.releases import QUESTION, avoid_table
+from study.report.records.frames import Records, read_parquet
+from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.workloads import strategy_order
+from study.report.site.page import markdown_text, table_markdown
+from study.spec.strategies import REPOSITORY
+
+PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
+# DeepSpeed without this project's trainer, by study/releases/bare.py.
+BARE = "bare.json"
+_CALLERS = ("bare", "boundary", "accelerate")
+_HEAD = """# Releases: which of them train as one process does
+
+<!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
+
+Some releases of DeepSpeed, alone or together with some releases of Accelerate, train otherwise than plain data
+parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under every
+strategy, with one micro-step in a step and with four, and says which of them compute what one process computes there.
+"""
+_JUDGED = """
+## How a cell is judged
+
+Each run is held against `single` under the same stack, with the same weights and samples. Equal means: at every step
+the loss and the reported norm are within a tolerance. That is what rounding allows, or four times what `ddp` was seen
+to differ by, where that is more. What differs first says what is wrong: the loss of the first step is taken before any
+update, so there the weights or the forward pass are wrong; the first norm tells of the gradient; AdamW's first update
+is the same for a gradient of any scale, so a loss that goes wrong only behind the second update tells of a scale or of
+clipping. A cell that ran several times is wrong where one of its runs is.
+
+A stack called *today* has one release of DeepSpeed, and beside it the Accelerate, torch and transformers that this
+study uses. *Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is
+called a mismatch of releases, and never DeepSpeed's fault.
+"""
+
+
+def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
+    cells = release_cells(records)
+    answer = QUESTION.answer(records)
+    if answer is None:
+        return f"{_HEAD}\n{QUESTION.nothing}\n"
+    letters = lettered(clipped(cells))
+    notes = "".join(f"- {markdown_text(note)}\n" for note in answer.notes)
+    parts = [_HEAD, f"**{markdown_text(answer.sentence)}**\n\n{notes}", _grids(clipped(cells), letters)]
+    parts.append(f"## Releases to avoid\n\n{table_markdown(avoid_table(records))}")
+    parts.append("## Causes\n")
+    parts += [
+        _cause(cause, letter, [cell for cell in cells if cause in cell.causes]) for cause, letter in letters.items()
+    ]
+    parts += [
+        _unexplained(cells),
+        _unclipped(cells),
+        _control(bare),
+        _stacks(cells),
+        _JUDGED.strip() + "\n",
+        _tolerances(),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _grids(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
+    text = (
+        "## The grid\n\n`=` is equal up to rounding, a letter a [cause](#causes) below, `?` a difference whose cause is"
+        " not known, `'` behind it a difference in some runs only, `x` a crash, `-` refused or not installable, a dot"
+        " not run. Left of the bar: one micro-step; right of it: four.\n"
+    )
+    precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
+    for precision in precisions:
+        for of_its_time, words in KINDS.items():
+            mine = [cell for cell in cells if cell.precision == precision and cell.is_of_its_time == of_its_time]
+            if mine:
+                text += f"\n### {precision}, {words}\n\n{table_markdown(_grid(mine, letters))}"
+    return text
+
+
+def _grid(cells: Sequence[Cell], letters: dict[Cause, str]) -> pd.DataFrame:
+    rows = []
+    for release in sorted({cell.release for cell in cells}, key=release_order):
+        row = {"DeepSpeed": release}
+        for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
+            mine = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
+            halves = [[cell for cell in mine if (cell.micro_steps > 1) == several] for several in (False, True)]
+            row[f"`{strategy}`"] = " / ".join(_sign(half, letters) for half in halves)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
+    if not cells:
+        return "\N{MIDDLE DOT}"
+    (cell,) = cells
+    kind = cell.verdict.kind
+    if kind == "different":
+        return ("".join(letters[cause] for cause in cell.causes) or "?") + "'" * cell.differs_sometimes
+    return {"equal": "=", "crashes": "x"}.get(kind, "-")
+
+
+def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
+    seen = ", ".join(dict.fromkeys(cell.stack for cell in cells))
+    strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
+    seen += " (in some runs only)" * cause.sometimes
+    lines = [
+        f"### {letter}: {markdown_text(cause.title)}\n",
+        f"{markdown_text(cause.says)}\n",
+        f"- Whose: {_WHOSE[cause.blame]}",
+        f"- Seen here in {len(cells)} cells: DeepSpeed {seen}; {strategies}"
+        + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
+        *(f"- Read in {each.package} {each.release}, `{each.file}`, lines {each.lines}: {markdown_text(each.says)}"
+          for each in cause.lines),
+        *(f"- {word} {' '.join(filter(None, [change.release, change.change]))}"
+          for word, change in (("Came with", cause.entered), ("Gone in", cause.left)) if change != Change()),
+        *([f"- Shown by: {markdown_text(cause.proof)}"] if cause.proof else []),
+        f"- On a GPU: {_GPU[cause.gpu]}; {markdown_text(cause.gpu_why)}",
+    ]  # fmt: skip
+    lines += [f"- Threads: {', '.join(cause.threads)}"] if cause.threads else []
+    lines += [f"- Instead: {markdown_text(cause.instead)}"] if cause.instead else []
+    return "\n".join(lines) + "\n"
+
+
+_WHOSE = {
+    "engine": "DeepSpeed's; it shows with releases of its own time and without this project's trainer too",
+    "pairing": "a mismatch of releases: DeepSpeed alone does not do it, and with other releases beside it neither",
+    "trainer": "this study's own trainer or audit, with that release",
+    "unknown": "not established",
+}
+_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
+
+
+def _unexplained(cells: Iterable[Cell]) -> str:
+    rows = [
+        {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
+         "Clips at": cell.max_norm or "-", "Says": cell.verdict.says}
+        for cell in cells if cell.verdict.kind == "different" and not cell.causes
+    ]  # fmt: skip
+    return f"## Differences without a known cause\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
+
+
+def _unclipped(cells: Sequence[Cell]) -> str:
+    """Beside each cell without clipping the same one with it."""
+    rows = []
+    with_clipping = {_same(cell): cell for cell in cells if cell.max_norm}
+    for cell in cells:
+        clipping = with_clipping.get(_same(cell))
+        if not cell.max_norm and clipping is not None and "different" in (cell.verdict.kind, clipping.verdict.kind):
+            rows.append({
+                "Stack": cell.stack, "Strategy": cell.strategy, "Micro-steps": cell.micro_steps,
+                f"Clips at {clipping.max_norm:g}": clipping.verdict.says, "Does not clip": cell.verdict.says,
+            })  # fmt: skip
+    text = (
+        "## With clipping and without\n\nWhere the loss is right without clipping, only what is clipped is wrong.\n\n"
+    )
+    return text + table_markdown(pd.DataFrame(rows)) if rows else ""
+
+
+def _same(cell: Cell) -> tuple[object, ...]:
+    return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
+
+
+def _control(bare: Sequence[dict[str, Any]]) -> str:
+    """By stack and strategy what three callers come to, with four micro-steps in fp32."""
+    asked = [row for row in bare if row.get("accumulation") == 4 and row.get("precision") == "fp32"
+             and row.get("loss") == "inside" and row.get("clipping")]  # fmt: skip
+    if not asked:
+        return ""
+    rows = []
+    strategies = list(dict.fromkeys(row["strategy"] for row in asked))
+    for stack in dict.fromkeys(row["stack"] for row in asked):
+        signs = {(row["caller"], row["strategy"]): _sign_of_bare(row) for row in asked if row["stack"] == stack}
+        line = {f"`{name}`": " / ".join(signs.get((caller, name), " ") for caller in _CALLERS) for name in strategies}
+        rows.append({"Stack": stack, **line})
+    head = (
+        "## The bare control\n\nA small model on two ranks, four micro-steps in a step, without this project's trainer:"
+        " `deepspeed.initialize` with a step after each backward pass / the same with one step at the boundary, as"
+        " Accelerate asks for it / through the stack's own Accelerate. `=` is right, `!` wrong, `x` an error.\n\n"
+    )
+    return head + table_markdown(pd.DataFrame(rows))
+
+
+def _sign_of_bare(row: dict[str, Any]) -> str:
+    return {True: "=", False: "!", None: "x"}[is_right(row)]
+
+
+def _stacks(cells: Sequence[Cell]) -> str:
+    versions = {cell.stack: cell.versions for cell in cells}
+    rows = [
+        {"Stack": stack, "Kind": "of its time" if stack.endswith("-then") else "today", **{
+            name: versions[stack][name] or "not known" for name in PACKAGES}}
+        for stack in sorted(versions, key=lambda name: (release_order(name), name))
+    ]  # fmt: skip
+    return f"## The stacks\n\n{table_markdown(pd.DataFrame(rows))}"
+
+
+def _tolerances() -> str:
+    rows = [{"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
+            for name, each in ROUNDING.items()]  # fmt: skip
+    return table_markdown(pd.DataFrame(rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when it is stale")
+    parser.add_argument("--report", type=Path, default=REPORT, help="another folder of records")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    options = parser.parse_args()
+    wanted = page(read_parquet(options.report), read_rows(options.report / BARE))
+    if options.output.is_file() and options.output.read_text(encoding="utf-8") == wanted:
+        return 0
+    if options.check:
+        print(f"{options.output.name} is stale: run `make releases`", file=sys.stderr)
+        return 1
+    options.output.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""`study prepare SUITE`: what a suite's runs need, made before any of them: stacks, operators and initial weights.
+
+Each layer of a stack is one `pip install` into a folder of its own. Its archives are pinned in stacks.lock.json, by
+their digests, when a layer is first made; from then on pip takes no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError
+from study.host.box import this_box
+from study.host.folders import cache_directory, free_bytes
+from study.host.stacks import LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
+from study.launch.cell import Cell
+from study.launch.run import clean_environment
+from study.record.directory import read_json, write_json
+from study.spec.strategies import REPOSITORY, read_strategy
+from study.sweep import command as sweep
+from study.sweep.search import one_of_each_model
+from study.sweep.slices import plan_suite
+
+LOCK_FILE = STACK_FILE.with_name("stacks.lock.json")
+# An older torch comes with CUDA's libraries; anything else is small.
+_ROOM_BYTES = {"torch": 12 * 2**30}
+# Torch brings what it is linked with, transformers the tokenizers and the hub of its time. Of the others only what is
+# named changes: the rest is as installed.
+_WITH_THEIRS = ("torch", "transformers")
+_ALONE = ("--no-deps", "--no-build-isolation")
+_NO_NETWORK = re.compile(
+    r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
+)
+Pins = dict[str, dict[str, str]]
+
+
+class NotInstallable(Exception):
+    """What pip says of a release that it cannot install here: a state of every stack that has it."""
+
+
+def prepare(options: argparse.Namespace) -> int:
+    plan = plan_suite(options.suite, this_box(), options.runs_dir, options.only, rehearse=options.rehearse)
+    cells = [cell for part in plan.slices for item in part.cells for cell in one_of_each_model(item)]
+    named = list(dict.fromkeys(cell.stack for cell in cells if cell.stack))
+    wanted = [stacks()[name] for name in named]
+    not_installable = install(dict.fromkeys(layer for stack in wanted for layer in stack.layers))
+    runnable = [stack for stack in wanted if not not_installable & set(stack.layers)]
+    for stack in runnable:
+        build_operators(stack, (cell for cell in cells if cell.stack == stack.name))
+    if any(cell.stack is None for cell in cells):
+        subprocess.run([sys.executable, "-m", "study.host.operators"], cwd=REPOSITORY, check=False)
+    status = sweep.weights(options)
+    print(f"{len(runnable)} of {len(wanted)} stacks are ready" if wanted else f"{plan.name} runs what is installed")
+    return 1 if not_installable or status else 0
+
+
+def install(layers: Iterable[str]) -> set[str]:
+    """Makes the layers that are not there; returns those that pip could not, whose folders say why."""
+    cache, pins, failed = cache_directory(), read_pins(), set()
+    for layer in layers:
+        folder = layer_folder(cache, layer)
+        if layer_state(cache, layer).is_there:
+            continue
+        try:
+            found = install_layer(layer, folder, pins.get(layer))
+        except NotInstallable as problem:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / LAYER_FILE, {"layer": layer, "problem": str(problem)})
+            print(f"{layer} is not installable: {problem}")
+            failed.add(layer)
+            continue
+        if layer not in pins:
+            pins[layer] = found
+            write_json(LOCK_FILE, dict(sorted(pins.items())))
+            print(f"{layer}: pinned in {LOCK_FILE.name}")
+    return failed
+
+
+def read_pins() -> Pins:
+    return dict(read_json(LOCK_FILE)) if LOCK_FILE.exists() else {}
+
+
+def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the digest of each archive that pip took, by `name==version`."""
+    package, _, version = layer.partition("-")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if (free := free_bytes(folder)) < (room := _ROOM_BYTES.get(package, 2**28)):
+        raise UserError(
+            f"{folder.parent} has {free / 2**30:.1f} GiB free, and {layer} takes {room / 2**30:.1f} GiB",
+            "make room, or let ZERO_STUDY_CACHE name a folder on a larger disk",
+        )
+    print(f"{layer}: installing", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{layer}.") as scratch:
+        target, wanted, told = Path(scratch) / "layer", Path(scratch) / "wanted.txt", Path(scratch) / "report.json"
+        lines = [f"{one} --hash=sha256:{digest}" for one, digest in (pins or {}).items()]
+        wanted.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
+        command = [
+            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target),
+            *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
+            "--report", str(told), "-r", str(wanted),
+        ]  # fmt: skip
+        ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            if _NO_NETWORK.search(ended.stderr):
+                raise UserError(
+                    f"{layer} cannot be installed: pip does not reach its index", "run it where there is a network"
+                )
+            said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
+            raise NotInstallable(said[-1].removeprefix("ERROR: ")[:300])
+        found = _archives(json.loads(told.read_text()))
+        write_json(target / LAYER_FILE, {"layer": layer, "sha256": found[f"{package}=={version}"], "archives": found})
+        shutil.rmtree(folder, ignore_errors=True)
+        target.replace(folder)
+    return found
+
+
+def _archives(report: Mapping[str, Any]) -> dict[str, str]:
+    names = (f"{one['metadata']['name']}=={one['metadata']['version']}" for one in report["install"])
+    digests = (one["download_info"]["archive_info"]["hashes"]["sha256"] for one in report["install"])
+    return dict(zip(names, digests, strict=True))
+
+
+def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
+    """In a process of its own, which imports that stack's libraries."""
+    strategies = {cell.strategy for cell in cells if read_strategy(cell.strategy).deepspeed is not None}
+    # Those of one with an optimizer on the host are those of all, but for NVMe's.
+    needed = {read_strategy(name).uses_nvme: name for name in sorted(strategies, key=_offloads)}
+    if not needed:
+        return
+    environment = clean_environment(cache_directory(), Path(os.devnull)) | stack.environment(os.environ)
+    command = [sys.executable, "-m", "study.host.operators", *needed.values()]
+    print(f"{stack.name}: operators", flush=True)
+    subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
+
+
+def _offloads(strategy: str) -> bool:
+    return read_strategy(strategy).offload_device("optimizer") is not None

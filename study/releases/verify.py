@@ -1,0 +1,225 @@
+"""`study verify`: which strategies compute what DDP computes, in the environment that this command is called in.
+
+Each trains a tiny model for a few steps with this study's loop, with a step in one piece and in four, and is held
+against one process without an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from study.errors import UserError
+from study.host.box import Box, this_box
+from study.host.folders import folder_argument
+from study.host.releases import UNVERIFIED_VARIABLE, package_version
+from study.launch.cell import Cell
+from study.record.directory import find_runs, read_json, read_run
+from study.record.schema import RecordError
+from study.releases.causes import PACKAGES, Cause, causes_of
+from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
+from study.spec.config import Precision, RunConfig, resolved
+from study.spec.strategies import STUDIED_STRATEGIES
+from study.sweep.execute import run_cells
+from study.sweep.plan import RANKS_WITHOUT_A_GPU
+from study.sweep.progress import show_duration
+from study.sweep.tables import print_tables, table_of
+
+MICRO_STEPS = (1, 4)
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-engine")
+# In fp32 every strategy runs; half precision takes other paths through an engine, and a few strategies see them.
+_HALF: dict[Precision, tuple[str, ...]] = {
+    "bf16": ("ddp", "zero0", "zero2", "zero3"), "bf16-engine": ("zero1", "zero2", "zero3"),
+}  # fmt: skip
+# The first loss is before any update, the second behind one of any scale, the third tells of scales; the others show
+# how far it goes. The rate does not warm up, and the norm is above 1 from the start: each step updates, and each clips.
+_RUN: dict[str, Any] = {
+    "task": "gpt-wikitext", "scale": "laptop", "max_steps": 6, "warmup_ratio": 0.0, "dropout": 0.0, "seed": 7,
+    "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1,
+}  # fmt: skip
+_TIME_LIMIT_S = 240.0
+# What engines that cannot run here do is no wrong training.
+_FINE = ("equal", "refuses")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One cell of the matrix, and what came of it."""
+
+    strategy: str
+    precision: Precision
+    micro_steps: int
+    verdict: Verdict
+    causes: tuple[Cause, ...] = ()
+
+    @property
+    def says(self) -> str:
+        known = "; ".join(cause.title for cause in self.causes)
+        return f"{self.verdict.says} (known: {known})" if known else self.verdict.says
+
+    @property
+    def place(self) -> str:
+        return f"{self.precision}, {self.micro_steps} micro-step{'s'[: self.micro_steps > 1]}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="STRATEGY", help="these strategies, beside `single` and `ddp`")
+    add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="these precisions; all by default")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+    add(
+        "--runs-dir", type=folder_argument, metavar="DIR",
+        help="keep the records there, and go on from them; else they are removed",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 0 where all that can run here agree, 1 where one does not, or where the user stopped it."""
+    os.environ[UNVERIFIED_VARIABLE] = "1"
+    strategies, started = _strategies(options.only), time.monotonic()
+    out = sys.stderr if options.json else sys.stdout
+    stack = {name: package_version(name) for name in PACKAGES}
+    rows: list[Row] = []
+    with contextlib.ExitStack() as held:
+        root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
+        _refuse_another_stack(root, stack)
+        matrix = Matrix(root.absolute(), this_box(), options.precision, stack)
+        print(f"{_named(stack)}; {matrix.where}", file=out, flush=True)
+        for number, strategy in enumerate(strategies, start=1):
+            found = list(matrix.rows(strategy))
+            rows += found
+            print(f"[{number}/{len(strategies)}] {_line(strategy, found)}", file=out, flush=True)
+    bad = [name for name in strategies if any(row.strategy == name and not _is_fine(row) for row in rows)]
+    if options.json:
+        print(json.dumps(_document(stack, matrix, rows, bad), indent=2))
+    else:
+        print()
+        print_tables(iter([_table(strategies, rows)]))
+        print(f"\n{_answer(strategies, rows, bad)} ({show_duration(time.monotonic() - started)})")
+    return 1 if bad else 0
+
+
+class Matrix:
+    """Runs the cells of a strategy when it is asked for, and judges each against `single` in its precision."""
+
+    def __init__(self, root: Path, box: Box, precisions: Sequence[Precision], stack: Mapping[str, str | None]):
+        self.root, self.box, self._precisions, self._stack = root, box, precisions, stack
+        self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
+        self.tolerances: dict[Precision, Tolerance] = {}
+
+    @property
+    def where(self) -> str:
+        where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'processor cores'}"
+        return where if self.ranks > 1 else f"{where}, so what goes wrong between ranks is not seen"
+
+    def rows(self, strategy: str) -> Iterator[Row]:
+        asked: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
+        asked += [
+            (precision, MICRO_STEPS[-1]) for precision in self._precisions if strategy in _HALF.get(precision, ())
+        ]
+        self._run([self._cell(strategy, *each) for each in asked])
+        for precision, micro_steps in asked:
+            single, tolerance = self._reference(precision)
+            trace = self._trace(self._cell(strategy, precision, micro_steps))
+            verdict = judge(trace, single, tolerance)
+            known = causes_of(self._stack, strategy, micro_steps, precision, verdict.what or "")
+            yield Row(strategy, precision, micro_steps, verdict, known if verdict.kind == "different" else ())
+
+    def _reference(self, precision: Precision) -> tuple[Trace, Tolerance]:
+        # Without an engine there is no bf16 of an engine.
+        plain: Precision = "bf16" if precision == "bf16-engine" else precision
+        single = self._cell("single", plain, 1)
+        ddp = [self._cell("ddp", plain, steps) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
+        self._run([single, *ddp])
+        if precision not in self.tolerances:
+            self.tolerances[precision] = tolerance_of(precision, self._trace(single), map(self._trace, ddp))
+        return self._trace(single), self.tolerances[precision]
+
+    def _cell(self, strategy: str, precision: Precision, micro_steps: int) -> Cell:
+        ranks = 1 if strategy == "single" else self.ranks
+        # The same samples in every cell, and a micro-step of two on each rank where a step has four.
+        batch = 2 * self.ranks * MICRO_STEPS[-1]
+        asked = RunConfig(
+            **_RUN,
+            precision=precision,
+            global_batch_size=batch,
+            per_device_train_batch_size=batch // ranks // micro_steps,
+        )
+        config = resolved(asked, accelerator_visible=self.box.gpus > 0)
+        return Cell(strategy, ranks, config, asked, repeat=1, time_limit_s=_TIME_LIMIT_S)
+
+    def _run(self, cells: Sequence[Cell]) -> None:
+        """What has no record yet."""
+        if run_cells(cells, self.root, self.box).stopped:
+            raise KeyboardInterrupt
+
+    def _trace(self, cell: Cell) -> Trace:
+        return trace_of(read_run(self.root / cell.id))
+
+
+def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
+    if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES), None):
+        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
+    return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
+
+
+def _refuse_another_stack(root: Path, stack: dict[str, str | None]) -> None:
+    """Records of an earlier call stand for runs that are not made again."""
+    for path in find_runs(root):
+        with contextlib.suppress(RecordError):
+            packages = read_json(path / "environment.json").get("packages", {})
+            if other := {name: packages.get(name) for name in stack if packages.get(name) != stack[name]}:
+                raise UserError(f"{root} holds runs of another stack ({_named(other)})", "name a folder of its own")
+
+
+def _named(stack: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or 'not installed'}" for name, version in stack.items())
+
+
+def _is_fine(row: Row) -> bool:
+    return row.verdict.kind in _FINE
+
+
+def _line(strategy: str, rows: Sequence[Row]) -> str:
+    kinds = {row.verdict.kind for row in rows}
+    if kinds == {"equal"}:
+        return f"{strategy}: computes what one process computes"
+    return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.verdict.kind != "equal")
+
+
+def _table(strategies: Sequence[str], rows: Sequence[Row]) -> Any:
+    places = list(dict.fromkeys(row.place for row in rows))
+    verdicts = {(row.strategy, row.place): row.verdict for row in rows}
+    lines = [
+        [name, *(v.kind if (v := verdicts.get((name, place))) else "-" for place in places)] for name in strategies
+    ]  # fmt: skip
+    return table_of(["strategy", *places], lines)
+
+
+def _answer(strategies: Sequence[str], rows: Sequence[Row], bad: Sequence[str]) -> str:
+    cannot = [name for name in strategies if all(row.verdict.kind == "refuses" for row in rows if row.strategy == name)]
+    not_here = f" {', '.join(cannot)} cannot run here." if cannot else ""
+    if not bad:
+        return f"Every strategy that runs here computes what DDP computes.{not_here}"
+    return f"Do not trust here: {', '.join(bad)}.{not_here}"
+
+
+def _document(stack: dict[str, str | None], matrix: Matrix, rows: Sequence[Row], bad: Sequence[str]) -> dict[str, Any]:
+    return {
+        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "agrees": not bad, "not_trusted": bad,
+        "tolerances": {precision: dataclasses.asdict(each) for precision, each in matrix.tolerances.items()},
+        "rows": [
+            {"strategy": row.strategy, "precision": row.precision, "micro_steps": row.micro_steps,
+             **dataclasses.asdict(row.verdict), "says": row.says, "causes": [cause.id for cause in row.causes]}
+            for row in rows
+        ],
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""What a cell will hold, how long it will take and how it will end, told before it is run; and what cannot fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from study.errors import UserError
+from study.host.box import Box as Host
+from study.host.memory import GIB
+from study.launch.cell import Cell
+from study.predict.advise import device_bytes
+from study.predict.boxes import box_of
+from study.predict.memory import predict_memory
+from study.predict.request import Box, Request
+from study.predict.shape import model_shape
+from study.predict.time import predict_time
+from study.spec.strategies import read_strategy
+from study.sweep.needs import needs_of
+from study.sweep.notes import Durations, expected_s
+from study.sweep.progress import show_duration
+from study.sweep.suite_file import Suite
+from study.theory.hardware import Device
+
+# Where nobody says what it runs on. A device of no memory is a process in the host's.
+_ANY_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Foresight:
+    suite: Suite
+    host: Host
+    durations: Durations
+    # Asked for with --hardware, or the GPUs that are here.
+    box: Box | None
+
+    def device_gib(self, cell: Cell) -> float | None:
+        """What a rank may have: its cap, or a GPU's of the box, or of one that the suite asks for."""
+        if cell.config.device_memory_cap_gib is not None:
+            return cell.config.device_memory_cap_gib
+        if self.box is not None:
+            return self.box.device.memory_gib or None
+        return self.suite.requires.gpu_memory_gib or None
+
+    @property
+    def host_gib(self) -> float:
+        """Of the box that the cells are for."""
+        if self.box is not None and self.box.host_gib_per_node is not None:
+            return self.box.host_gib_per_node
+        is_elsewhere = self.suite.requires.gpus > self.host.gpus
+        return self.suite.requires.host_memory_gib if is_elsewhere else self.host.host_memory_gib
+
+    def told(self, cell: Cell) -> str:
+        """In a few words."""
+        said, request = [], self._request(cell)
+        device, fits = self.device_gib(cell), None
+        if request is not None:
+            memory = predict_memory(request)
+            said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
+            said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
+            held = memory.host_peak.value
+            if device is None:
+                held += cell.world_size * memory.peak_allocated.value
+            # A cap is the allocator's, and does not see the context.
+            is_cap = cell.config.device_memory_cap_gib is not None
+            on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
+            fits = held <= self.host_gib * GIB and (device is None or on_device <= device * GIB)
+        said.append(self._time(cell, request))
+        if is_certain_to_run_out(cell, device, self.host_gib):
+            said.append("certain to run out of memory")
+        elif fits is not None:
+            said.append("fits" if fits else "runs out of memory")
+        return "predicted: " + ", ".join(said)
+
+    def _time(self, cell: Cell, request: Request | None) -> str:
+        """By earlier runs or the suite where they say it: a prediction has no start, evaluation or saving in it."""
+        if seconds := expected_s(cell, self.durations):
+            return f"about {show_duration(seconds)}"
+        if request is None or self.box is None:
+            return "no time without --hardware"
+        step = predict_time(request).step_s.value
+        steps = cell.total_steps
+        return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
+
+    def _request(self, cell: Cell) -> Request | None:
+        """None for a model of which only its name is known."""
+        config, ranks = cell.config, cell.ranks
+        try:
+            shape = model_shape(config.model_name_or_path)
+        except UserError:
+            return None
+        plan = config.batch_plan(ranks)
+        per_node = min(ranks, self.box.gpus_per_node) if self.box else cell.world_size
+        device = dataclasses.replace(_ANY_DEVICE, memory_gib=self.device_gib(cell) or 0.0)
+        box = self.box or Box("any", device, per_node)
+        return Request(
+            shape=shape, strategy=read_strategy(cell.strategy).overridden(config),
+            box=dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-ranks // per_node)),
+            sequence_length=config.seq_length, micro_batch=plan.per_device_train_batch_size,
+            accumulation=plan.gradient_accumulation_steps, precision=config.precision,
+            gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
+        )  # fmt: skip
+
+
+def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Foresight:
+    name = hardware or ("this" if host.gpus else None)
+    return Foresight(suite, host, durations, None if name is None else box_of(name))
+
+
+def is_certain_to_run_out(cell: Cell, device_gib: float | None, host_gib: float) -> bool:
+    """By what no run of it can do without: never said of a cell that fits. Without a GPU the host is the device."""
+    needs = needs_of(cell)
+    if needs is None:
+        return False
+    on_host = needs.host_bytes if device_gib is not None else cell.world_size * needs.device_bytes
+    return on_host > host_gib * GIB or (device_gib is not None and needs.device_bytes > device_gib * GIB)
+
+
+def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
+    """On this very box, of cells that are not there to show it."""
+    for cell in cells:
+        device = cell.config.device_memory_cap_gib or (min(host.gpu_memory_gib) if host.gpus else None)
+        if cell.expect != "oom" and is_certain_to_run_out(cell, device, host.host_memory_gib):
+            needs = needs_of(cell)
+            assert needs is not None
+            yield (
+                f"warning: {cell.id} is certain to run out of memory: a rank needs at least"
+                f" {needs.device_bytes / GIB:.1f} GiB, and the host {needs.host_bytes / GIB:.1f}."
+                " Leave it out with --only, or give it a smaller micro-batch"
+            )

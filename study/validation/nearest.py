@@ -1,0 +1,58 @@
+"""The measurements that are nearest to a request, and how far the prediction is off there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from study.predict.request import Request
+from study.validation.measured import GIB, Measured, impossible, predicted_peak, predicted_step_s
+
+_SHOWN = 3
+# What one difference counts beside another: a model e times as large is as far off as another stage of ZeRO.
+_SIZE, _RANKS, _TOKENS, _STAGE, _OFFLOAD, _DEVICE, _CHECKPOINTING = 1.0, 0.5, 0.3, 1.0, 1.0, 1.0, 0.3
+
+
+def distance(one: Request, other: Request) -> float:
+    def apart(weight: float, first: float, second: float) -> float:
+        return weight * abs(math.log(first / second))
+
+    def stage(request: Request) -> int:
+        return 3 if request.strategy.is_fsdp else request.strategy.zero_stage or 0
+
+    def offloads(request: Request) -> list[str | None]:
+        return [request.strategy.offload_device(what) for what in ("optimizer", "param")]
+
+    return (
+        apart(_SIZE, one.shape.parameters, other.shape.parameters)
+        + apart(_RANKS, one.box.ranks, other.box.ranks)
+        + apart(_TOKENS, one.micro_batch * one.sequence_length, other.micro_batch * other.sequence_length)
+        + _STAGE * (stage(one) != stage(other))
+        + _OFFLOAD * (offloads(one) != offloads(other))
+        + _DEVICE * (one.box.device.name != other.box.device.name)
+        + _CHECKPOINTING * (one.gradient_checkpointing != other.gradient_checkpointing)
+    )
+
+
+def nearest(request: Request, rows: Sequence[Measured], count: int = _SHOWN) -> list[Measured]:
+    """Of those that arithmetic does not refuse and that no constant was fitted on."""
+    usable = [
+        row for row in rows
+        if (row.step_s is not None or row.peak_bytes is not None) and row.use == "score" and impossible(row) is None
+    ]  # fmt: skip
+    return sorted(usable, key=lambda row: distance(request, row.request))[:count]
+
+
+def lines(request: Request, rows: Sequence[Measured]) -> Iterator[str]:
+    for row in nearest(request, rows):
+        said = []
+        if row.peak_bytes is not None:
+            predicted = predicted_peak(row)
+            said.append(f"{row.peak_bytes / GIB:.1f} GiB where {predicted / GIB:.1f} is predicted"
+                        f" ({predicted / row.peak_bytes - 1:+.0%})")  # fmt: skip
+        if row.step_s is not None:
+            predicted = predicted_step_s(row)
+            said.append(
+                f"{row.step_s:.3g} s a step where {predicted:.3g} is predicted ({predicted / row.step_s - 1:+.0%})"
+            )
+        yield f"measured near here: {row.name}: {'; '.join(said)} ({row.url or row.source})"

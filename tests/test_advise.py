@@ -1,0 +1,175 @@
+"""`study advise`: what fits, what it recommends, and files that the real launcher takes as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engines import ROOT
+from study.cli import main
+from study.errors import UserError
+from study.predict.advise import Advice, Question, advise, candidates, changes, fits, how_sure, precision_under
+from study.predict.advise_files import write_files
+from study.predict.advise_rules import rules
+from study.predict.boxes import box_of
+from study.predict.memory import predict_memory
+from study.predict.shape import model_shape
+from study.record.directory import read_run
+from study.spec.strategies import read_strategy
+from study.theory.memory import least_device_bytes, state_bytes
+
+LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
+# What a run on this box's cores is asked for.
+TINY = Question(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
+
+
+@pytest.fixture(scope="module")
+def eight_b() -> Advice:
+    return advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
+
+
+def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_processor() -> None:
+    before = time.process_time()
+    arguments = ["advise", "--model_name_or_path", LLAMA_8B, "--hardware", "8xH100"]
+    assert main(arguments) == 0
+    assert time.process_time() - before < 10
+
+
+def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b: Advice) -> None:
+    question = eight_b.question
+    assert {option.name for option in eight_b.options} == set(candidates(question))
+    assert {option.name for option in eight_b.options if not option.fits} == {"ddp", "zero0"}
+    for option in eight_b.fitting:
+        one_more = dataclasses.replace(option.request, micro_batch=option.request.micro_batch + 1)
+        assert fits(option.memory, question.box)
+        assert not fits(predict_memory(one_more), question.box), option.name
+        assert option.cost_per_million_tokens == pytest.approx(8 * 2.0 / 3600 / option.tokens_per_s * 1e6)
+
+
+def test_nothing_fits_below_what_a_rank_must_hold(eight_b: Advice) -> None:
+    for option in eight_b.fitting:
+        least = least_device_bytes(
+            state_bytes(option.request.strategy, option.request.precision, 8), option.request.shape.parameters, 0
+        )
+        assert least <= option.memory.peak_allocated.value, option.name
+
+
+def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice) -> None:
+    best, other = eight_b.best, eight_b.runner_up
+    assert best is not None
+    assert other is not None
+    assert best.tokens_per_s == pytest.approx(max(option.tokens_per_s for option in eight_b.fitting), rel=0.01)
+    assert best.tokens_per_s >= 0.99 * other.tokens_per_s
+    assert "of the device left" in how_sure(eight_b) or "may not fit" in how_sure(eight_b)
+
+
+def test_where_nothing_fits_it_says_so_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model_name_or_path", "gpt-1t", "--hardware", "T4", "--host-memory", "16", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["recommended"] is None
+    assert not any(row["fits"] for row in said["strategies"])
+    assert all("GiB" in row["why"] for row in said["strategies"])
+
+
+def test_host_memory_is_checked_where_it_is_said() -> None:
+    question = Question(model_shape("gpt-7.5b"), box_of("L4"), 512, "bf16", gradient_checkpointing=True)
+    without = {option.name for option in advise(question).fitting}
+    small = dataclasses.replace(question, box=dataclasses.replace(question.box, host_gib_per_node=32.0))
+    assert without
+    assert not [option for option in advise(small).fitting if option.memory.host_peak.value > 32 * 2**30]
+    assert len(advise(small).fitting) < len(without)
+
+
+def test_another_question_is_told_where_the_answer_changes() -> None:
+    # Plain data parallelism of 1.5 B fits one sequence of a kilobyte of tokens on 40 GB, and no longer ones.
+    question = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
+    advice = advise(question)
+    assert advice.best is not None
+    longer = advise(dataclasses.replace(question, sequence_length=2048)).best
+    told = list(changes(advice))
+    assert any("2048 tokens" in line for line in told) == (longer is None or longer.name != advice.best.name)
+
+
+def test_the_guides_are_held_against_the_same_prediction(eight_b: Advice) -> None:
+    told = {(rule.document, rule.says.split(":")[0]): rule for rule in rules(eight_b)}
+    assert told["S0", "the decision tree"].choice == "zero2"
+    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16"))
+    said = {(rule.document, rule.choice): rule.misleads for rule in rules(thirteen)}
+    # More than 10 B: S1 sends optimizer and parameters to the host, which eight GPUs have no need of.
+    assert "slower than" in said["S1", "zero3_cpu"]
+    small = advise(Question(model_shape("gpt-13b"), box_of("8xA100-40"), 2048, "bf16"))
+    by_size = next(rule for rule in rules(small) if rule.document == "S0" and rule.says.startswith("by size"))
+    assert (by_size.choice, by_size.misleads.split(":")[0]) == ("zero2", "does not fit")
+
+
+def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model_name_or_path", "gpt2", "--hardware", "V100-16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["precision"] == "fp16"
+    assert {row["precision"] for row in said["strategies"]} == {"fp16", "fp16-engine"}
+    assert precision_under(read_strategy("fsdp2"), "fp16") == "fp16"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3", "zero2_cpu"])
+def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
+    option = advise(TINY).option(name)
+    assert option is not None
+    assert option.request.micro_batch == 2
+    files = write_files(option, tmp_path / "files", "nvme_offload")
+    words = files.of_study.split()
+    assert words[:2] == ["accelerate", "launch"]
+    own = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",
+           "--train_samples", "16", "--eval_samples", "4", "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words[2:], *own]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = read_run(tmp_path / "run")
+    assert run.status["state"] == "ok"
+    assert run.config["per_device_train_batch_size"] == 2
+    if option.request.strategy.deepspeed is not None:
+        asked = option.request.strategy.deepspeed["zero_optimization"]
+        assert run.engine["strategy"].startswith(f"{name}-fitted-")
+        assert run.engine["buckets"]["reduce_bucket_size"] == asked["reduce_bucket_size"] < 5e8
+        assert run.engine["engine_precision"] == "bf16-engine"
+
+
+def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
+    best = advise(TINY).best
+    assert best is not None
+    first = write_files(best, tmp_path, "nvme_offload")
+    assert write_files(best, tmp_path, "nvme_offload") == first
+    first.accelerate.write_text("mine: 1\n")
+    with pytest.raises(UserError, match="something else"):
+        write_files(best, tmp_path, "nvme_offload")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_files(best, tmp_path / "file", "nvme_offload")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model_name_or_path", "gtp2", "--hardware", "H100"], "did you mean gpt2"),
+        (["--model_name_or_path", "gpt2", "--hardware", "8xH10O"], "did you mean H100"),
+        (["--model_name_or_path", "layers=2,hidden=64", "--hardware", "H100"], "does not say its heads, vocabulary"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "0"], "no whole number"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--price-per-gpu-hour", "free"], "no number above 0"),
+        (["--model_name_or_path", "gpt2"], "--hardware"),
+    ],
+)
+def test_a_wrong_question_ends_in_one_line_and_status_2(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", *arguments]) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out

@@ -1,0 +1,85 @@
+"""What a dry run predicts of each cell, and the warning of what cannot fit before any time is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from study.cli import main
+from study.host.box import Box
+from study.launch.cell import Cell
+from study.sweep.foresee import foresight, is_certain_to_run_out, warnings
+from study.sweep.needs import needs_of
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
+from sweeps import TINY, write_suite
+
+GIB = 2**30
+GPU_SUITES = [
+    suite for file in sorted(SUITE_DIRECTORY.glob("*.yaml")) if (suite := read_suite(file)).requires.gpus
+]  # fmt: skip
+
+
+def cells_of(suite: Suite) -> list[Cell]:
+    wanted = suite.requires
+    box = Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib)
+    return [cell for cell in plan_cells(suite, box) if isinstance(cell, Cell)]
+
+
+def test_a_dry_run_tells_memory_time_and_outcome_of_each_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_suite(tmp_path, {"strategy": ["ddp", "zero3_cpu"], "model_name_or_path": ["gpt-tiny", "gpt2"]})
+    arguments = ["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]
+    assert main(arguments) == 0
+    here = capsys.readouterr().out.splitlines()
+    assert len(here) == 4
+    for line in here:
+        assert " GiB a rank, " in line.split("  # predicted: ")[1]
+        assert line.endswith("no time without --hardware, fits")
+    assert main([*arguments, "--hardware", "2xT4"]) == 0
+    there = capsys.readouterr().out.splitlines()
+    assert all(" of 16, " in line and " s a step, " in line and line.endswith(", fits") for line in there)
+    assert [line.split("  # ")[0] for line in there] == [line.split("  # ")[0] for line in here]
+
+
+def test_hardware_is_for_a_dry_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_suite(tmp_path, {"strategy": ["ddp"]})
+    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--hardware", "T4"]) == 2
+    assert "add --dry-run" in capsys.readouterr().err
+    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run", "--hardware", "T5"]) == 2
+    assert "did you mean T4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
+def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(suite: Suite) -> None:
+    box = Box((suite.requires.gpu_memory_gib,) * suite.requires.gpus, suite.requires.host_memory_gib)
+    for cell in cells_of(suite):
+        device = cell.config.device_memory_cap_gib or suite.requires.gpu_memory_gib
+        is_certain = is_certain_to_run_out(cell, device, suite.requires.host_memory_gib)
+        assert is_certain == (cell.expect == "oom"), cell.id
+    assert not list(warnings(cells_of(suite), box))
+
+
+@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
+def test_a_prediction_is_never_below_what_is_certain(suite: Suite) -> None:
+    ahead = foresight(suite, Box((), 16.0), {}, None)
+    for cell in cells_of(suite):
+        needs = needs_of(cell)
+        assert needs is not None
+        predicted = float(ahead.told(cell).removeprefix("predicted: ").split(" GiB")[0])
+        assert predicted >= 0.99 * needs.device_bytes / GIB, cell.id
+
+
+def test_a_sweep_warns_of_what_cannot_fit_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = {**TINY, "model_name_or_path": "gpt-175b"}
+    file = write_suite(tmp_path, {"strategy": ["single", "zero3"]}, fixed)
+    # No time for any cell: the warnings come all the same.
+    assert main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--time-budget", "0s"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(said) == 2
+    assert all("is certain to run out of memory: a rank needs at least" in line for line in said)
+    expected = write_suite(tmp_path, {"strategy": ["single"]}, {**fixed, "expect": "oom"})
+    assert main(["run", str(expected), "--runs-dir", str(tmp_path / "runs"), "--time-budget", "0s"]) == 0
+    assert "warning: " not in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Several nodes: what they hold together, what a job's environment says, and the job file for rented machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engines import ROOT
+from runs import FLAGS, RunFactory
+from study.errors import UserError
+from study.host.box import Box
+from study.host.memory import OomCounts
+from study.host.node import networks
+from study.host.slurm import Job, _least_cores, this_job
+from study.launch.lock import only_sweep
+from study.launch.step import on_nodes, supervised
+from study.launch.verdict import Evidence, judge
+from study.record.directory import read_run
+from study.record.lock import Held
+from study.sweep.plan import plan_cells
+from study.sweep.slices import missing_here
+from study.sweep.suite_file import Requirements, Suite, read_suite
+from sweeps import write_suite
+
+TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
+JOB = Job("42", ("gpu-1", "gpu-2"), 96)
+# What srun 22.05 prints.
+PREEMPTED = """\
+slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T10:26:55 ***
+srun: error: gpu-2: task 1: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=7.1
+"""
+ONE_TASK_FAILED = """\
+srun: error: gpu-2: task 1: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=7.1
+slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 ***
+"""
+TIME_IS_UP = "slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 DUE TO TIME LIMIT ***\n"
+KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
+
+
+@pytest.mark.parametrize(
+    ("box", "ranks", "nodes"),
+    [
+        (TWO_OF_EIGHT, 16, 2), (TWO_OF_EIGHT, 8, 1), (TWO_OF_EIGHT, 1, 1), (TWO_OF_EIGHT, 12, 2),
+        (TWO_OF_EIGHT, 15, None), (TWO_OF_EIGHT, 32, None), (Box((80.0,) * 8, 1.0), 16, None),
+        (Box((), 16.0, nodes=2), 2, 2), (Box((), 16.0, nodes=2), 3, 1), (Box((), 16.0), 64, 1),
+    ],
+)  # fmt: skip
+def test_a_run_takes_as_few_nodes_as_have_its_gpus_and_without_gpus_as_many_as_divide_it(box, ranks, nodes) -> None:
+    assert box.nodes_for(ranks) == nodes
+
+
+def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_node(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, {"strategy": "zero3"}, {"task": "gpt-wikitext", "global_batch_size": 16})
+    cells = plan_cells(read_suite(suite), TWO_OF_EIGHT)
+    assert [cell.world_size for cell in cells] == [16]  # type: ignore[union-attr]
+    wanted = Suite("many", "", Requirements(gpus=16, gpus_per_node=16))
+    assert missing_here(dataclasses.replace(wanted, requires=Requirements(16, 8)), TWO_OF_EIGHT) is None
+    refusal = missing_here(wanted, TWO_OF_EIGHT)
+    assert refusal is not None
+    assert refusal.problem == "many needs 16 GPUs on each node, and here are 2 nodes of 8 GPUs"
+
+
+def test_one_step_starts_a_launcher_on_each_node_and_on_each_somebody_who_ends_what_it_leaves(monkeypatch) -> None:
+    monkeypatch.setattr("study.launch.step.address_of", lambda node: f"{node}.example")
+    command = on_nodes(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
+    *srun, shell, _, line = command
+    assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
+    assert "--cpus-per-task=96" in srun
+    place = r"--num_machines 2 --main_process_ip gpu-1\.example --main_process_port (\d+)"
+    found = re.fullmatch(
+        rf"exec accelerate launch {place} --machine_rank \"\$SLURM_NODEID\" study/train.py --data 'my file'", line
+    )
+    assert found, line
+    started = supervised(command)
+    assert started[: len(srun)] == srun
+    assert started[len(srun) + 3 :] == ["--on-a-node", shell, "-c", line]
+    with socket.create_server(("", int(found[1]))):
+        # A port that somebody has is not asked for.
+        assert f"--main_process_port {found[1]} " not in on_nodes(JOB, 2, ["accelerate", "launch"], [])[-1]
+
+
+def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_there(monkeypatch) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    assert this_job({}) is None
+    assert this_job(job) is None
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="scontrol is not on PATH"):
+        this_job(job | {"SLURMD_NODENAME": "login"})
+    assert [_least_cores(text) for text in ("96", "96(x2)", "128(x2),64", "")] == [96, 96, 64, 1]
+
+
+@pytest.mark.parametrize(
+    ("printed", "state", "says"),
+    [
+        (PREEMPTED, "interrupted", "Slurm ended it"),
+        (TIME_IS_UP, "interrupted", "Slurm ended it: time limit"),
+        (ONE_TASK_FAILED + TIME_IS_UP, "failed", "exit status 1"),
+        (ONE_TASK_FAILED, "failed", "exit status 1"),
+        (f"{KILLED}zero-study: out of memory on node 1: 1 3\n{ONE_TASK_FAILED}", "oom", "the cgroup's memory limit"),
+        (f"{KILLED}zero-study: out of memory on node 1: 1 0\n{ONE_TASK_FAILED}", "oom", "killed a process on node 1"),
+        ("srun: error: gpu-2: task 1: Out Of Memory\n", "oom", "the memory limit of the Slurm job"),
+        (
+            "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.1. Some of your processes may",
+            "oom", "the memory limit of the Slurm job",
+        ),
+    ],
+)  # fmt: skip
+def test_what_slurm_and_other_nodes_say_tells_how_a_run_ended(printed: str, state: str, says: str) -> None:
+    ending = judge(Evidence(1, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
+    assert (ending.state, says in ending.reason) == (state, True), ending
+
+
+def test_tasks_of_one_array_share_a_folder_of_records_and_nobody_else_does(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    with only_sweep(tmp_path), only_sweep(tmp_path):
+        monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
+        with pytest.raises(Held):
+            only_sweep(tmp_path)
+
+
+def test_the_fast_network_is_told_and_without_one_ethernet(tmp_path: Path) -> None:
+    for file, text in {
+        "net/eth0/speed": "100000", "net/eth0/operstate": "up", "net/lo/operstate": "unknown", "net/eth1/speed": "1000",
+        "net/eth1/operstate": "down",
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert networks(tmp_path) == ["eth0 100 Gb/s"]
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    (port / "state").write_text("4: ACTIVE\n")
+    assert networks(tmp_path) == ["mlx5_0 400 Gb/sec (4X NDR)"]
+
+
+SKY = ROOT / "cluster" / "study.sky.yaml"
+
+
+def sky_task() -> dict[str, Any]:
+    return yaml.safe_load(SKY.read_text())
+
+
+def test_the_file_for_skypilot_asks_what_skypilot_knows() -> None:
+    """https://docs.skypilot.co/en/latest/reference/yaml-spec.html; by SkyPilot itself where it is installed."""
+    task = sky_task()
+    kinds = {
+        "name": str, "num_nodes": int, "workdir": str, "setup": str, "run": str, "envs": dict, "resources": dict,
+    }  # fmt: skip
+    assert {key: type(value) for key, value in task.items()} == {key: kinds[key] for key in task}
+    assert task["resources"].keys() <= {"accelerators", "disk_size", "infra", "use_spot", "network_tier"}
+    # SkyPilot takes no other values: a list of strategies is one text.
+    assert {type(value) for value in task["envs"].values()} == {str}
+    for section in ("setup", "run"):
+        subprocess.run(["bash", "-n", "-c", task[section]], check=True)
+    try:
+        from sky import Task  # type: ignore[import-not-found]
+    except ImportError:
+        return
+    assert Task.from_yaml(str(SKY)).num_nodes == 1
+
+
+def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
+    tmp_path: Path, run_of: RunFactory
+) -> None:
+    flags = " ".join([*FLAGS, "--task", "gpt-wikitext"])
+    own = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
+    assert own.keys() == sky_task()["envs"].keys()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = os.environ | own | {
+        "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1", "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+    }  # fmt: skip
+    machines = [
+        subprocess.Popen(["bash", "-c", sky_task()["run"]], cwd=ROOT, env=given | {"SKYPILOT_NODE_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [machine.wait(240) for machine in machines] == [0, 0]
+    run, expected = read_run(tmp_path / "sky" / "ddp"), run_of("ddp", "--task", "gpt-wikitext")
+    assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)
+    assert len(run.environment["other_machines"]) == 1

@@ -1,0 +1,172 @@
+"""A report of releases says which of them train as one process does, whose a fault is, and where it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.releases.causes import read_causes
+from study.releases.page import page
+from study.report.plots.releases import fault_curves, release_grid
+from study.report.questions import answers
+from study.report.questions.releases import QUESTION, avoid_table, verdict_table
+from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.report.records.stacks import Cell, release_cells
+from synthetic_records import write_run
+
+CAUSES = """
+causes:
+  - id: divided-twice
+    title: the gradient is divided <b>twice</b>
+    blame: engine
+    strategies: [zero1]
+    accumulation: several
+    differs: gradient
+    deepspeed: "==0.18.6"
+    says: Both divide.
+    lines: [{package: deepspeed, release: 0.18.6, file: deepspeed/runtime/engine.py, lines: "10-12", says: divides}]
+    left: {release: 0.19.8, change: https://github.com/deepspeedai/DeepSpeed/pull/1}
+    gpu: shows
+    gpu_why: the same Python runs there
+"""
+SHIFT = {"loss_shift": 0.1, "norm": 0.25}
+
+
+def write(
+    root: Path, stack: str, strategy: str, micro_steps: int = 1, *, repeat: int = 1, norm: float = 1.0, **more: Any
+) -> None:
+    """A run under a stack whose norms are this one; `loss_shift` shows from the second step on."""
+    versions = {
+        "torch": "2.8.0" if stack.endswith("-then") else "2.13.0",
+        "accelerate": "1.15.0",
+        "transformers": "5.23.0",
+    }
+    own = {"gradient_accumulation_steps": micro_steps, "deepspeed": stack.removesuffix("-then")}
+    path = write_run(
+        root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4, sealed=False,
+        config={"warmup_ratio": 0.0, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
+        engine=own | more.pop("engine", {}), environment={"packages": versions}, **more,
+    )  # fmt: skip
+    steps = path / "steps.jsonl"
+    rows = [json.loads(line) | {"grad_norm": norm} for line in steps.read_text().splitlines()]
+    steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "sweep.json").write_text(json.dumps({"stack": stack, "strategy": strategy, "attempts": []}))
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    root = tmp_path_factory.mktemp("releases")
+    for stack in ("0.18.6", "0.18.6-then", "0.19.8"):
+        write(root, stack, "single")
+        write(root, stack, "ddp", 4)
+    write(root, "0.18.6", "zero1")
+    write(root, "0.18.6", "zero1", 4, **SHIFT)
+    write(root, "0.18.6-then", "zero1", 4, **SHIFT)
+    write(root, "0.18.6", "zero2", 4, **SHIFT)
+    write(root, "0.18.6-then", "zero2", 4)
+    write(root, "0.18.6", "zero3", 4)
+    write(root, "0.18.6", "zero3", 4, repeat=2, loss_shift=0.2)
+    write(root, "0.18.6", "zero3_cpu", 4, state="failed", reason="AttributeError: <i>no such</i> key")
+    write(root, "0.18.6", "zero2_cpu", 4, state="unsupported", reason="deepspeed-0.18.6 is not installable: no wheel")
+    write(root, "0.19.8", "zero1", 4)
+    # No `single` of its own: another stack of the same torch and Accelerate has one.
+    write(root, "0.19.2", "zero1", 4)
+    write_parquet(read_runs(root), root / "kept")
+    return read_parquet(root / "kept")
+
+
+@pytest.fixture(autouse=True)
+def causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    file = tmp_path / "causes.yaml"
+    file.write_text(CAUSES)
+    monkeypatch.setattr("study.releases.causes.FILE", file)
+    read_causes.cache_clear()
+    yield
+    read_causes.cache_clear()
+
+
+def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> Cell:
+    found = [cell for cell in release_cells(records)
+             if (cell.stack, cell.strategy, cell.micro_steps) == (stack, strategy, micro_steps)]  # fmt: skip
+    assert len(found) == 1
+    return found[0]
+
+
+def test_each_cell_is_held_against_one_process_under_its_own_stack(records: Records) -> None:
+    kinds = {(cell.stack, cell.strategy, cell.micro_steps): cell.verdict.kind for cell in release_cells(records)}
+    assert kinds == {
+        **{(stack, "ddp", 4): "equal" for stack in ("0.18.6", "0.18.6-then", "0.19.8")},
+        ("0.18.6", "zero1", 1): "equal", ("0.18.6", "zero1", 4): "different", ("0.18.6-then", "zero1", 4): "different",
+        ("0.18.6", "zero2", 4): "different", ("0.18.6-then", "zero2", 4): "equal",
+        ("0.18.6", "zero3", 4): "different", ("0.18.6", "zero3_cpu", 4): "crashes",
+        ("0.18.6", "zero2_cpu", 4): "not installable", ("0.19.8", "zero1", 4): "equal", ("0.19.2", "zero1", 4): "equal",
+    }  # fmt: skip
+    assert cell_of(records, "0.18.6", "zero1").single.startswith("single-0.18.6-1")
+    assert cell_of(records, "0.18.6-then", "zero1").single.startswith("single-0.18.6-then")
+
+
+def test_a_fault_that_goes_with_the_stack_of_its_time_is_a_mismatch_and_no_fault_of_the_engine(
+    records: Records,
+) -> None:
+    engines, pairings = cell_of(records, "0.18.6", "zero1"), cell_of(records, "0.18.6", "zero2")
+    assert (engines.of_its_time, engines.is_mismatch) == ("different", False)
+    assert (pairings.of_its_time, pairings.is_mismatch) == ("equal", True)
+    assert [cause.id for cause in engines.causes] == ["divided-twice"]
+    assert pairings.causes == ()
+
+
+def test_a_cell_of_which_one_run_is_wrong_is_wrong_and_says_that_it_is_luck(records: Records) -> None:
+    lucky = cell_of(records, "0.18.6", "zero3")
+    assert (lucky.verdict.kind, lucky.differs_sometimes, len(lucky.runs)) == ("different", True, 2)
+    assert lucky.worst_run.endswith("r2")
+    assert not cell_of(records, "0.18.6", "zero1").differs_sometimes
+
+
+def test_the_answer_names_the_good_release_and_a_report_of_stacks_asks_nothing_of_their_speed(records: Records) -> None:
+    answer = QUESTION.answer(records)
+    assert answer is not None
+    assert answer.sentence.startswith("Not in 1 of 3 releases")
+    assert "train: 0.19.2, 0.19.8." in answer.sentence
+    assert "Of 2 cells that are wrong today" in answer.notes[1]
+    assert "1 are right there" in answer.notes[1]
+    assert {question.name for question in answers(records)} == {"releases", "runs"}
+    table = avoid_table(records).set_index("Strategy")
+    assert table.loc["zero1"].tolist() == ["none", "0.18.6", "0.18.6"]
+    assert table.loc["zero2", "Accumulating, with Accelerate and torch of its time"] == "none"
+    said = verdict_table(records).set_index(["Release", "Beside", "Strategy", "Micro-steps"])
+    assert said.loc[("0.18.6", "today", "zero1", 4), "Cause"] == "a the gradient is divided <b>twice</b>"
+    assert said.loc[("0.18.6", "today", "zero3", 4), "Verdict"] == "different, sometimes"
+
+
+def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_each_cause(records: Records) -> None:
+    today, then = release_grid(records)
+    axes = today.figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0.19.8", "0.19.2", "0.18.6"]
+    assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "?", "a"]
+    assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
+    labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
+    assert "another training, by a mismatch of releases" in labels
+    assert "a  the gradient is divided <b>twice</b>" in labels
+    assert "0.18.6: zero1" in then.alt
+    (curves,) = fault_curves(records)
+    wrong = {line.get_linestyle() for axes in curves.figure.axes for line in axes.lines}
+    assert wrong == {"-", "--"}
+    assert "0.18.6 zero3 off by" in curves.alt
+
+
+def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(records: Records) -> None:
+    asked = {"stack": "0.18.6", "strategy": "zero1", "accumulation": 4, "precision": "fp32", "loss": "inside",
+             "clipping": 1.0, "norm": 1.0, "right_norm": 1.0, "losses_off": 1e-7}  # fmt: skip
+    bare = [asked | {"caller": "bare", "losses_off": 0.1}, asked | {"caller": "boundary"},
+            asked | {"caller": "accelerate", "error": "it hung"}]  # fmt: skip
+    text = page(records, bare)
+    assert "### a: the gradient is divided &lt;b&gt;twice&lt;/b&gt;" in text
+    assert "`deepspeed/runtime/engine.py`, lines 10-12" in text
+    assert "Gone in 0.19.8 https://github.com/deepspeedai/DeepSpeed/pull/1" in text
+    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | \N{MIDDLE DOT} / ?' | " in text
+    assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
+    assert "| 0.18.6 | ! / = / x |" in text
+    assert "<i>" not in text

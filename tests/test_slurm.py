@@ -1,0 +1,320 @@
+"""A real Slurm of two nodes on this machine, for as long as these tests need it: no root, no munge, no systemd."""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from runs import FLAGS, RunFactory
+from study.record.directory import Run, read_json, read_run, read_status
+from sweeps import ENDLESS, ROOT, TINY, processes_of, ranks_of, wait_until, write_suite
+
+pytestmark = [
+    # A dozen processes on the cores that other tests train on.
+    pytest.mark.alone,
+    pytest.mark.skipif(not (which("slurmctld") and which("slurmd")), reason="apt-get install slurm-wlm"),
+]
+SBATCH = ROOT / "cluster" / "study.sbatch"
+USER = getpass.getuser()
+# As the job file asks it, eight GPUs on each node: Slurm counts them, and a run finds none.
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+MinJobAge=600
+KillWait=5
+ReturnToService=2
+SchedulerParameters=sched_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} Gres=gpu:8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} Gres=gpu:8
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=240 State=UP PriorityTier=1 GraceTime=20
+PartitionName=first Nodes=n1,n2 MaxTime=60 State=UP PriorityTier=2
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slurm:
+    environment: dict[str, str]
+    # Where the second node and whatever runs on it counts its memory; None where this machine lets nobody limit it.
+    second_node_cgroup: Path | None
+    # A folder that is another one on the second node; None where nobody may mount one.
+    seen_by_the_first_node_alone: Path | None
+
+    def ask(self, *command: str) -> str:
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
+
+    def submit(self, folder: Path, *arguments: str, script: Path = SBATCH) -> Job:
+        """`arguments` are sbatch's, `--`, and the script's."""
+        output, at = folder / "job.out", arguments.index("--")
+        answer = subprocess.run(
+            ["sbatch", "--parsable", f"--output={output}", *arguments[:at], str(script), *arguments[at + 1 :]],
+            env=self.environment, cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert answer.returncode == 0, answer.stderr
+        return Job(self, answer.stdout.strip(), output)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    slurm: Slurm
+    id: str
+    output: Path
+
+    def said(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def fact(self, name: str) -> str:
+        found = re.search(rf"\b{name}=(\S+)", self.slurm.ask("scontrol", "show", "job", self.id))
+        assert found, name
+        return found[1]
+
+    def ended(self) -> str:
+        """Its last state. `sbatch --wait` would look every ten seconds."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+        return str(wait_until(lambda: state if (state := self.fact("JobState")) in states else None, 240))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir()
+    sockets = [socket.create_server(("", 0)) for _ in range(3)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    host = socket.gethostname().partition(".")[0]
+    filled = CONF.format(host=host, ports=ports, user=USER, folder=folder, cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(filled)
+    for number in range(8):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+        "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }  # fmt: skip
+    cgroup = _memory_cgroup()
+    second, unshared = ["slurmd", "-D", "-N", "n2"], folder / "unshared"
+    unshared.mkdir()
+    apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
+    can_mount = subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0
+    commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], [*apart, *second] if can_mount else second)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    daemons = [subprocess.Popen(command, env=environment, **quiet) for command in commands]
+    if cgroup is not None:
+        (cgroup / "cgroup.procs").write_text(str(daemons[-1].pid))
+    cluster = Slurm(environment, cgroup, unshared if can_mount else None)
+    try:
+        wait_until(lambda: cluster.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * 2, 20)
+        yield cluster
+    finally:
+        subprocess.run(["scancel", "-f", "-u", USER], env=environment, check=False)
+        time.sleep(0.5)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(20)
+        if cgroup is not None:
+            for pid in (cgroup / "cgroup.procs").read_text().split():
+                psutil.Process(int(pid)).kill()
+            wait_until(lambda: not (cgroup / "cgroup.procs").read_text(), 10)
+            cgroup.rmdir()
+
+
+def _memory_cgroup() -> Path | None:
+    for parent in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        cgroup = parent / f"zero-study-test-{os.getpid()}"
+        try:
+            cgroup.mkdir()
+        except OSError:
+            continue
+        if _limit_of(cgroup).exists():
+            return cgroup
+        cgroup.rmdir()
+    return None
+
+
+def _limit_of(cgroup: Path) -> Path:
+    first, second = cgroup / "memory.limit_in_bytes", cgroup / "memory.max"
+    return first if first.exists() else second
+
+
+def records(runs: Path) -> dict[str, Run]:
+    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
+    return {read_json(run.path / "sweep.json")["strategy"]: run for run in found}
+
+
+def as_fixed(flags: tuple[str, ...]) -> dict[str, Any]:
+    """Flags of study/train.py as a suite has them."""
+    return {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(flags[::2], flags[1::2], strict=True)}
+
+
+def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_do(
+    slurm: Slurm, tmp_path: Path, run_of: RunFactory
+) -> None:
+    fixed = {**as_fixed(FLAGS), "task": "gpt-wikitext", "time_limit_s": 300}
+    suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, fixed), tmp_path / "runs"
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    assert job.ended() == "COMPLETED", job.said()
+    found = records(runs)
+    for strategy in ("ddp", "zero3"):
+        run, expected = found[strategy], run_of(strategy, "--task", "gpt-wikitext")
+        for key in ("loss", "lr", "samples_hash"):
+            values, others = ([row[key] for row in each.steps] for each in (run, expected))
+            assert values == (pytest.approx(others, rel=1e-6) if key == "loss" else others)
+        # One rank on each node, each with a log of its own, and the record knows of both.
+        assert len(run.memory["ranks"]) == 2
+        assert len(run.environment["other_machines"]) == 1
+        assert all((run.path / name).read_text() for name in ("log.txt", "log.1.txt"))
+        (attempt,) = read_json(run.path / "sweep.json")["attempts"]
+        assert len(set(attempt["nodes"])) == 2
+        assert "n2" not in str(attempt["nodes"]), "a folder that is handed on names no host"
+    assert not list((runs / "tiny").glob(".launch-*"))
+
+
+def training(runs: Path) -> bool:
+    return any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl"))
+
+
+def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
+    fixed, runs = {**TINY, "max_steps": 400, "logging_steps": 1}, tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, fixed)
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    wait_until(lambda: training(runs))
+    (tmp_path / "other").mkdir()
+    script = tmp_path / "other.sh"
+    script.write_text("#!/bin/bash\n")
+    other = slurm.submit(tmp_path / "other", "--partition=first", "--nodes=2", "--exclusive", "--", script=script)
+    assert other.ended() == "COMPLETED"
+    # Nothing of the second cell was begun in what time was left.
+    (status,) = [read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")]
+    assert status["state"] == "interrupted"
+    assert "stopped: Slurm ends this job\n2 of 2 cells are left" in job.said()
+    # Slurm itself would wait for two minutes.
+    wait_until(lambda: job.fact("JobState") == "PENDING", 20)
+    slurm.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
+    assert job.ended() == "COMPLETED", job.said()
+    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
+    assert [run.state for run in found] == ["ok", "ok"]
+    assert sorted(run.status["attempt"] for run in found) == [1, 2]
+
+
+def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, {**ENDLESS, "time_limit_s": 12})
+    job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
+    wait_until(lambda: "timeout after" in job.said())
+    (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
+    assert read_status(first)["reason"] == "ended after its 12 s"
+    assert not [process for process in processes_of(runs / "tiny") if first.name in " ".join(process.cmdline())]
+    # What Slurm sends when --signal says that the job's time is nearly up.
+    wait_until(lambda: len(list((runs / "tiny").glob("*/steps.jsonl"))) == 2)
+    slurm.ask("scancel", "--batch", "--signal=TERM", job.id)
+    wait_until(lambda: job.fact("JobState") == "PENDING", 30)
+    assert job.fact("Restarts") == "1"
+    assert "1 of 2 cells are left" in job.said()
+    (second,) = [file.parent for file in (runs / "tiny").glob("*/status.json") if file.parent != first]
+    assert read_status(second)["reason"] == "the sweep was stopped while it ran"
+    slurm.ask("scancel", job.id)
+    assert processes_of(runs / "tiny") == []
+
+
+def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm, tmp_path: Path) -> None:
+    if slurm.second_node_cgroup is None:
+        pytest.skip("nobody but root may limit a node's memory here")
+    limit, runs = _limit_of(slurm.second_node_cgroup), tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS)
+    before = limit.read_text()
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    try:
+        # The second node's rank has begun, and takes more than this while it imports torch.
+        wait_until(lambda: ranks_of(runs))
+        limit.write_text(str(200 * 2**20))
+        ended = job.ended()
+    finally:
+        limit.write_text(before)
+    assert ended == "FAILED"
+    (run,) = [read_run(file.parent) for file in (runs / "tiny").glob("*/status.json")]
+    assert run.state == "oom", run.status
+    assert run.status["reason"] == "the cgroup's memory limit was reached, and the kernel killed a process on node 1"
+    assert processes_of(runs / "tiny") == []
+
+
+def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_tells_of_its_nodes(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    suite = write_suite(tmp_path, {"strategy": "ddp"})
+    study = f"{sys.executable} -m study.cli"
+    script = tmp_path / "job.sh"
+    script.write_text(f"""#!/bin/bash
+cd {ROOT}
+{study} doctor --json > {tmp_path}/doctor.json
+{study} run {suite} --runs-dir {slurm.seen_by_the_first_node_alone}; echo "status $?"
+srun --ntasks=2 {study} run {suite} --runs-dir {tmp_path}/runs
+{study} run {suite} --runs-dir {tmp_path}/runs --dry-run
+""")
+    job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
+    assert job.ended() == "COMPLETED", job.said()
+    checks = {check["name"]: check for check in json.loads((tmp_path / "doctor.json").read_text())["checks"]}
+    assert checks["slurm"]["found"] == f"job {job.id} has 2 nodes; each run is one step over them"
+    assert checks["nodes"]["found"].startswith("n1, n2: no GPU")
+    assert [checks[f"shared {what}"]["state"] for what in ("repository", "runs", "cache")] == ["ok"] * 3
+    assert re.fullmatch(r"\d+ on each node", checks["operators of nodes"]["found"])
+    if slurm.seen_by_the_first_node_alone is not None:
+        assert f"error: n2 does not see {slurm.seen_by_the_first_node_alone}/tiny" in job.said()
+        assert "status 2" in job.said()
+        assert not list(slurm.seen_by_the_first_node_alone.glob("tiny/*/status.json"))
+    assert job.said().count("error: this is one of 2 tasks that srun started") == 2
+    assert "--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port 1" in job.said()
+
+
+def test_tasks_of_an_array_fill_one_folder_at_the_same_time(slurm: Slurm, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, {**TINY, "max_steps": 100})
+    flags = ("--array=1-2", "--nodes=1", f"--output={tmp_path}/%a.out")
+    job = slurm.submit(tmp_path, *flags, "--", str(suite), "--runs-dir", str(runs), "--only", "seed=%a")
+    wait_until(lambda: len(list((runs / "tiny").glob("*/.zero-study-run.lock"))) == 2)
+    assert len(processes_of(runs / "tiny")) >= 4
+    wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job.id, "-t", "PD,R,CG").strip())
+    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
+    said = "".join(file.read_text() for file in tmp_path.glob("*.out"))
+    assert [run.state for run in found] == ["ok", "ok"], said
+    assert sorted(run.config["seed"] for run in found) == [1, 2]

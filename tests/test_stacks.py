@@ -1,0 +1,257 @@
+"""Stacks: other releases in folders of their own, made once from pinned archives, and cells that run under them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from study import cli
+from study.errors import UserError
+from study.host import stacks as stacks_module
+from study.host.box import Box, this_box
+from study.host.folders import cache_directory
+from study.host.releases import VERIFIED
+from study.host.stacks import STACK_VARIABLE, describe_stack, layer_folder, layer_state, stacks
+from study.launch.cell import Cell
+from study.launch.run import run_cell
+from study.record.directory import read_json, read_run
+from study.releases import prepare
+from study.sweep.execute import run_cells
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import find_suite, read_suite
+from sweeps import TINY, write_suite
+
+NO_GPU = Box((), 16.0)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
+    return cache_directory()
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch) -> Path:
+    """All that pip knows then: a folder with one release, which holds a single file."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_release(folder, "0.17.6")
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(folder), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setattr(prepare, "LOCK_FILE", tmp_path / "lock.json")
+    return folder
+
+
+def write_release(folder: Path, version: str, content: str = "") -> None:
+    metadata = f"deepspeed-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"deepspeed-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("deepspeed/__init__.py", f"__version__ = {version!r}\n{content}")
+        wheel.writestr(f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+        wheel.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{metadata}/RECORD", "")
+
+
+def test_the_stacks_have_every_minor_since_0_14_and_each_archive_is_pinned():
+    releases = [stack.releases["deepspeed"] for stack in stacks().values() if not stack.name.endswith("-then")]
+    assert len(releases) >= 10
+    assert {release.rsplit(".", 1)[0] for release in releases} == {f"0.{minor}" for minor in range(14, 20)}
+    assert VERIFIED[-1][1] in releases
+    pins = prepare.read_pins()
+    for stack in stacks().values():
+        for package, version in stack.releases.items():
+            assert re.fullmatch("[0-9a-f]{64}", pins[f"{package}-{version}"][f"{package}=={version}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("today: [0.17.6, newest]\nthen: {}\n", 1, "is 'newest'"),
+        ("today: [0.17]\nthen: {}\n", 1, "is 0.17"),
+        ("today: 0.17.6\nthen: {}\n", 1, "is no list"),
+        ("today: []\nthen:\n  0.17.6: {numpy: 1.26.0}\n", 3, "unknown key 'numpy'"),
+        ("today: []\n", 1, "then is missing"),
+    ],
+)
+def test_a_wrong_line_of_the_stack_file_is_refused_with_its_place(tmp_path, monkeypatch, text, line, says):
+    file = tmp_path / "stacks.yaml"
+    file.write_text(text)
+    monkeypatch.setattr(stacks_module, "STACK_FILE", file)
+    with pytest.raises(UserError) as refusal:
+        stacks.__wrapped__()
+    assert refusal.value.problem.startswith(f"{file}:{line}: ")
+    assert says in refusal.value.problem
+
+
+def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):
+    cells = plan_cells(read_suite(write_suite(tmp_path, {"strategy": ["single", "zero1"], "stack": "today"})), NO_GPU)
+    today = [name for name in stacks() if not name.endswith("-then")]
+    assert sorted((cell.strategy, cell.stack) for cell in cells) == sorted(
+        (strategy, stack) for strategy in ("single", "zero1") for stack in today
+    )
+    assert len({cell.id for cell in cells}) == len(cells)
+    assert all(f"-{cell.strategy}-ds{cell.stack}-" in cell.id for cell in cells)
+    # The cells of a stack follow one another: what has its libraries serves them all.
+    changes = sum(one.stack != other.stack for one, other in itertools.pairwise(cells))
+    assert changes == len(today) - 1
+
+
+def test_a_stack_that_nobody_listed_is_refused_with_its_place(tmp_path):
+    with pytest.raises(UserError, match=r"tiny\.yaml:\d+: stack is '0\.1\.0'"):
+        read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": "0.1.0"}))
+
+
+def test_a_layer_is_made_once_and_from_then_on_from_the_pinned_archive_alone(index, cache, capsys):
+    assert prepare.install(["deepspeed-0.17.6"]) == set()
+    folder = layer_folder(cache, "deepspeed-0.17.6")
+    digest = layer_state(cache, "deepspeed-0.17.6").sha256
+    assert prepare.read_pins() == {"deepspeed-0.17.6": {"deepspeed==0.17.6": digest}}
+    marked = folder / "marked"
+    marked.touch()
+    prepare.install(["deepspeed-0.17.6"])
+    assert marked.exists(), "what is there is left alone"
+    shutil.rmtree(folder)
+    prepare.install(["deepspeed-0.17.6"])
+    assert layer_state(cache, "deepspeed-0.17.6").sha256 == digest
+    shutil.rmtree(folder)
+    write_release(index, "0.17.6", "# Another archive under the same name.\n")
+    assert prepare.install(["deepspeed-0.17.6"]) == {"deepspeed-0.17.6"}
+    assert "HASHES" in capsys.readouterr().out
+    assert "HASHES" in str(layer_state(cache, "deepspeed-0.17.6").problem)
+
+
+def test_without_a_network_prepare_ends_in_one_line(tmp_path, cache, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "LOCK_FILE", tmp_path / "lock.json")
+    for name, value in {"INDEX_URL": "http://127.0.0.1:9/simple", "RETRIES": "0", "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    file = write_suite(tmp_path, {"strategy": "single", "stack": "0.17.6"})
+    assert cli.main(["prepare", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: deepspeed-0.17.6 cannot be installed: pip does not reach its index. To fix it: ")
+    assert said.count("\n") == 1
+    assert layer_state(cache, "deepspeed-0.17.6").problem is None
+
+
+def test_a_suite_that_is_not_there_is_refused_by_prepare(capsys):
+    assert cli.main(["prepare", "no-such-suite"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no suite is called 'no-such-suite'")
+    assert said.count("\n") == 1
+
+
+def cells_under(tmp_path: Path, stack: str) -> list[Cell]:
+    found = plan_cells(read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": stack})), NO_GPU)
+    assert all(isinstance(cell, Cell) for cell in found)
+    return found  # type: ignore[return-value]
+
+
+def test_a_release_that_pip_cannot_install_is_an_unsupported_cell_that_says_why(tmp_path, index, cache):
+    assert prepare.install(["deepspeed-0.18.0"]) == {"deepspeed-0.18.0"}
+    cells = cells_under(tmp_path, "0.18.0")
+    run_cells(cells, tmp_path / "runs", NO_GPU)
+    status = read_json(tmp_path / "runs" / cells[0].id / "status.json")
+    assert status["state"] == "unsupported"
+    assert status["reason"].startswith("deepspeed-0.18.0 is not installable: No matching distribution")
+
+
+def test_a_stack_that_nobody_made_is_refused_with_the_command_that_makes_it(tmp_path, cache):
+    cells = cells_under(tmp_path, "0.18.0")
+    sweep = run_cells(cells, tmp_path / "runs", NO_GPU)
+    assert sweep.refused == 1
+    assert not (tmp_path / "runs" / cells[0].id / "status.json").exists()
+    with pytest.raises(UserError, match=r"lacks deepspeed-0\.18\.0 -> run: study prepare releases"):
+        stacks()["0.18.0"].why_not()
+
+
+def test_a_process_under_a_stack_describes_it_for_its_record(index, cache, monkeypatch):
+    assert describe_stack() is None
+    prepare.install(["deepspeed-0.17.6"])
+    for name, value in stacks()["0.17.6"].environment({}).items():
+        monkeypatch.setenv(name, value)
+    told = describe_stack()
+    assert told == {"name": "0.17.6", "sha256": {"deepspeed-0.17.6": layer_state(cache, "deepspeed-0.17.6").sha256}}
+    printed = subprocess.run(
+        [sys.executable, "-c", "import deepspeed; print(deepspeed.__version__, deepspeed.__file__)"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert printed.startswith("0.17.6 ")
+    assert str(cache) in printed
+    assert STACK_VARIABLE in stacks()["0.17.6"].environment({})
+
+
+def make(stack: str) -> None:
+    """In this box's own cache: the network is asked once."""
+    assert cli.main(["prepare", "releases", "--only", f"stack={stack}"]) == 0
+
+
+@pytest.fixture(scope="module")
+def made() -> None:
+    make(VERIFIED[-1][1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stack", ["0.14.5", "0.16.9"])
+def test_under_an_older_release_the_trainer_runs_and_what_cannot_be_told_is_null(tmp_path, stack):
+    make(stack)
+    for precision in ("fp32", "bf16"):
+        axes = {"strategy": ["single", "zero2"], "stack": stack}
+        cells = plan_cells(read_suite(write_suite(tmp_path, axes, {**TINY, "precision": precision})), NO_GPU)
+        run_cells(cells, tmp_path / "runs", this_box())
+        runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells if isinstance(cell, Cell)}
+        if precision == "bf16":
+            assert runs["zero2"].state == "unsupported"
+            assert f"DeepSpeed {stack} does not have" in runs["zero2"].status["reason"]
+            continue
+        assert {run.state for run in runs.values()} == {"ok"}
+        engine = runs["zero2"].engine
+        assert engine["deepspeed"] == stack
+        assert engine["precision"] == "fp32"
+        assert "use_multi_rank_bucket_allreduce" in engine["buckets"]
+        assert [rank["state"] for rank in runs["zero2"].memory["ranks"]] == [None, None]
+        assert runs["single"].memory["ranks"][0]["state"] is not None
+        single, arm = ([row["loss"] for row in runs[name].steps] for name in ("single", "zero2"))
+        assert arm == pytest.approx(single, rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_forked_cell_has_the_losses_and_the_record_of_a_launched_one(tmp_path, made):
+    (cell,) = cells_under(tmp_path, VERIFIED[-1][1])
+    launched = run_cell(cell, tmp_path / "launched")
+    launched.write_end(tmp_path / "launched" / cell.id)
+    run_cells([cell], tmp_path / "forked", this_box())
+    runs = [read_run(tmp_path / how / cell.id) for how in ("launched", "forked")]
+    assert [run.state for run in runs] == ["ok", "ok"]
+    assert [row["loss"] for row in runs[0].steps] == [row["loss"] for row in runs[1].steps]
+    assert runs[0].environment["stack"] == runs[1].environment["stack"]
+    assert runs[0].environment["stack"]["name"] == VERIFIED[-1][1]
+    assert runs[0].environment["packages"] == runs[1].environment["packages"]
+    notes = read_json(tmp_path / "forked" / cell.id / "sweep.json")
+    assert notes["stack"] == VERIFIED[-1][1]
+    assert notes["attempts"][-1]["launcher"] == ("accelerate" if this_box().gpus else "forked")
+    assert notes["command"] == [word.replace("/launched/", "/forked/") for word in launched.command]
+
+
+@pytest.mark.long
+def test_under_the_pinned_release_every_strategy_has_the_losses_of_single(tmp_path, made):
+    suite = read_suite(find_suite("releases"))
+    box = this_box()
+    cells = [cell for cell in plan_cells(suite, box) if isinstance(cell, Cell) and cell.stack == VERIFIED[-1][1]]
+    run_cells(cells, tmp_path, box)
+    losses: dict[tuple[str, float | None], dict[str, list[float]]] = {}
+    for cell in cells:
+        run = read_run(tmp_path / cell.id)
+        assert run.state == "ok", (cell.id, run.status["reason"])
+        rules = cell.config.precision.removesuffix("-engine"), cell.config.max_grad_norm
+        losses.setdefault(rules, {})[cell.id] = [row["loss"] for row in run.steps]
+    for (precision, _), arms in losses.items():
+        (single,) = (each for name, each in arms.items() if "-single-" in name)
+        assert len(arms) > 3
+        for name, each in arms.items():
+            assert each == pytest.approx(single, rel=1e-5 if precision == "fp32" else 2**-9), name

@@ -1,0 +1,236 @@
+"""`study verify` says which strategies compute what one process computes, and a verdict says what differs first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines import ROOT
+from study.errors import UserError
+from study.releases.bisect import bisect
+from study.releases.causes import causes_of, known_faults, read_causes
+from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
+
+PLANTED = ROOT / "tests" / "probes" / "planted"
+FP32 = ROUNDING["fp32"]
+# Two ranks, gpt-wikitext, four micro-steps, of DeepSpeed 0.19.8, which trains as one process does.
+SINGLE = Trace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
+               weights="a", samples=("1", "2", "3", "4"), max_norm=1.0)  # fmt: skip
+
+
+def verify(*flags: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    folders = [str(folder) for folder in (path, ROOT) if folder]
+    return subprocess.run(
+        [sys.executable, "-m", "study.cli", "verify", *flags], cwd=ROOT, text=True, capture_output=True, timeout=400,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+def differing(**changed: object) -> Verdict:
+    return judge(dataclasses.replace(SINGLE, **changed), SINGLE, FP32)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_trains_wrongly_is_found_and_what_it_does_wrong_is_named(tmp_path: Path) -> None:
+    """The installed DeepSpeed with a fault planted at each stage; stage 0 is left as it is."""
+    kept = ("--precision", "fp32", "--runs-dir", str(tmp_path / "runs"))
+    result = verify("--only", "zero0", "zero1", "zero2", "zero3", "--json", *kept, path=PLANTED)
+    assert result.returncode == 1, result.stderr[-3000:]
+    said = json.loads(result.stdout)
+    assert said["not_trusted"] == ["zero1", "zero2", "zero3"]
+    found = {(row["strategy"], row["micro_steps"]): (row["kind"], row["what"]) for row in said["rows"]}
+    equal = ("equal", None)
+    assert found == {
+        ("zero0", 1): equal, ("zero0", 4): equal,
+        ("zero1", 1): equal, ("zero1", 4): ("different", "gradient"),
+        ("zero2", 1): ("different", "clipping"), ("zero2", 4): ("different", "clipping"),
+        ("zero3", 1): equal, ("zero3", 4): ("different", "scale"),
+    }  # fmt: skip
+    ratio = next(row["norm_ratio"] for row in said["rows"] if (row["strategy"], row["micro_steps"]) == ("zero3", 4))
+    assert ratio == pytest.approx(0.25, rel=1e-3)
+    # The same stack goes on from its records; another one is refused.
+    again = verify("--only", "zero0", *kept, path=PLANTED)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "Every strategy that runs here computes what DDP computes" in again.stdout
+    for file in (tmp_path / "runs").glob("*/environment.json"):
+        file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
+    refused = verify("--only", "zero0", *kept)
+    assert refused.returncode == 2
+    assert "holds runs of another stack (deepspeed 9." in refused.stderr
+
+
+@pytest.mark.long
+def test_every_strategy_of_the_pinned_releases_computes_what_one_process_computes() -> None:
+    result = verify("--json")
+    said = json.loads(result.stdout)
+    assert result.returncode == 0, said["not_trusted"]
+    assert {row["kind"] for row in said["rows"]} <= {"equal", "refuses"}
+    assert sum(row["kind"] == "equal" for row in said["rows"]) >= 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"), [(("--only", "zero9"), "no strategy is called 'zero9'"), (("--precision", "fp8"), "fp8")]
+)
+def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem: str) -> None:
+    result = verify(*flags)
+    assert result.returncode == 2
+    assert problem in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_rounding_is_equal_and_says_how_far() -> None:
+    verdict = differing(losses=[5.57902, 5.47629, 5.40563, 5.33390], norms=[None] * 4)
+    assert (verdict.kind, verdict.says) == ("equal", "equal (to 2e-06)")
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "first_step"),
+    [
+        # DeepSpeed 0.17.6, zero3_cpu_optimizer; 0.18.6 zero2_cpu; 0.18.6 zero1; 0.17.6 zero1.
+        ({"losses": [5.58576, 5.5, 5.4, 5.3]}, "weights", 1),
+        ({"losses": [5.57902, 5.53338, 5.51719, 5.4], "norms": [0.313, 0.3, 0.3, 0.3]}, "gradient", 1),
+        ({"losses": [5.57902, 5.47627, 5.44453, 5.4], "norms": [0.467, 0.4, 0.4, 0.4]}, "scale", 1),
+        ({"losses": [5.57902, 5.49649, 5.4, 5.3], "norms": [6.504, 6.0, 6.0, 6.0]}, "gradient", 1),
+        ({"losses": [5.57902, 5.47629, 5.44453, 5.4], "norms": [1.867, 1.742, 1.6, 1.5]}, "clipping", 3),
+        ({"losses": [5.57902, 5.47629, 5.44453, 5.4], "norms": [None] * 4}, "scale", 3),
+        ({"losses": [5.57902, 5.53338, 5.51719, 5.4], "norms": [None] * 4}, "update", 2),
+        ({"norms": [0.467, 0.436, 0.416, 0.383]}, "norm", 1),
+    ],
+)  # fmt: skip
+def test_the_first_figure_that_differs_tells_what_is_wrong(changed: dict, what: str, first_step: int) -> None:
+    verdict = differing(**changed)
+    assert (verdict.kind, verdict.what, verdict.first_step) == ("different", what, first_step)
+    assert f"from step {first_step} on" in verdict.says
+
+
+def test_while_the_rate_is_still_nothing_no_loss_can_tell_of_an_update() -> None:
+    warm = dataclasses.replace(SINGLE, rates=[0.0, 4e-3, 3e-3, 2e-3])
+    wrong = dataclasses.replace(warm, losses=[5.57902, 5.48, 5.4, 5.3])
+    assert judge(wrong, warm, FP32).what == "weights"
+    assert judge(dataclasses.replace(warm, losses=[5.57902, 5.47629, 5.5, 5.3]), warm, FP32).what == "update"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({"state": "unsupported", "reason": "no libaio"}, "refuses"),
+        ({"state": "unsupported", "reason": "torch-2.1 is not installable: no wheel"}, "not installable"),
+        ({"state": "failed", "reason": "AttributeError: x"}, "crashes"),
+        ({"state": "failed", "reason": "the loss is NaN at step 3", "losses": [5.57902, 5.47629]}, "different"),
+        ({"weights": "b"}, "not judged"),
+        ({"samples": ("1", "2", "4", "3")}, "not judged"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_says_why(changed: dict, kind: str) -> None:
+    assert differing(**changed).kind == kind
+
+
+def test_a_loss_that_is_no_number_differs_from_the_step_where_it_was_seen() -> None:
+    verdict = differing(state="failed", reason="the loss is NaN at step 3", losses=[5.57902, 5.47629], norms=[])
+    assert (verdict.first_step, verdict.kind) == (3, "different")
+
+
+def test_a_box_that_sums_in_many_orders_accuses_nobody_and_a_wrong_ddp_is_no_noise() -> None:
+    noisy = dataclasses.replace(SINGLE, losses=[loss * (1 + 5e-5) for loss in SINGLE.losses if loss])
+    assert tolerance_of("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
+    assert tolerance_of("fp32", SINGLE, [noisy]).norm == FP32.norm
+    assert tolerance_of("fp32", SINGLE, [SINGLE]) == FP32
+    wrong = dataclasses.replace(SINGLE, losses=[loss * 1.01 for loss in SINGLE.losses if loss])
+    assert tolerance_of("fp32", SINGLE, [wrong]) == FP32
+    assert judge(wrong, SINGLE, FP32).kind == "different"
+
+
+CAUSES = """
+causes:
+  - id: divided-twice
+    title: divides twice
+    blame: pairing
+    strategies: [zero1, zero2]
+    accumulation: several
+    differs: scale
+    deepspeed: ">=0.18,<0.19.4"
+    accelerate: ">=1.11"
+    says: Both divide.
+    gpu: shows
+    gpu_why: the same Python runs there
+"""
+
+
+def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "causes.yaml"
+    file.write_text(CAUSES)
+    monkeypatch.setattr("study.releases.causes.FILE", file)
+    read_causes.cache_clear()
+    try:
+        here = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
+        (found,) = causes_of(here, "zero2", 4, "fp32", "scale")
+        assert (found.id, found.where) == ("divided-twice", "zero1, zero2, where steps are accumulated")
+        assert causes_of(here, "zero2", 1, "fp32", "scale") == ()
+        assert causes_of(here, "zero3", 4, "fp32", "scale") == ()
+        assert causes_of(here, "zero2", 4, "fp32", "weights") == ()
+        assert known_faults(here, on_gpu=True) == [found]
+        assert known_faults(here | {"accelerate": "1.10.1"}, on_gpu=False) == []
+        assert known_faults(here | {"deepspeed": None}, on_gpu=False) == []
+    finally:
+        read_causes.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ("blame: pairing", "blame: nobody"), ('">=1.11"', "new"), ("[zero1, zero2]", "[zero7]"),
+        ("    gpu: shows\n", ""), ("says:", "sais:"),
+    ],
+)  # fmt: skip
+def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: str) -> None:
+    file = tmp_path / "causes.yaml"
+    assert wrong in CAUSES
+    file.write_text(CAUSES.replace(wrong, problem))
+    with pytest.raises(UserError, match=r"causes\.yaml:\d+"):
+        read_causes(file)
+
+
+def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
+    old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    assert [cause.id for cause in known_faults(old, on_gpu=False)] == ["gather-race"]
+    assert known_faults(old, on_gpu=True) == []
+
+
+def test_the_verified_pair_has_no_known_fault() -> None:
+    pinned = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    assert known_faults(pinned, on_gpu=False) == []
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        # g good, b bad, - neither: one letter for each release from the oldest on.
+        ("ggbbbbgg", ("1", "2", "5", "6")),
+        ("bbbbbbgg", (None, "0", "5", "6")),
+        ("ggggggbb", ("5", "6", "7", None)),
+        ("gg-b-b-g", ("1", "3", "5", "7")),
+        ("-bbbbbg-", (None, "1", "5", "6")),
+        ("gggggbgg", ("4", "5", "5", "6")),
+    ],
+)
+def test_a_bisection_names_the_first_bad_and_the_first_good_release(
+    verdicts: str, expected: tuple[str | None, ...]
+) -> None:
+    asked: list[str] = []
+
+    def is_bad(release: str) -> bool | None:
+        asked.append(release)
+        return {"g": False, "b": True, "-": None}[verdicts[int(release)]]
+
+    found = bisect([str(place) for place in range(len(verdicts))], is_bad)
+    assert found is not None
+    assert (found.last_good, found.first_bad, found.last_bad, found.first_good) == expected
+
+
+def test_a_range_without_a_bad_release_has_nothing_to_bisect() -> None:
+    assert bisect(["0", "1", "2"], lambda _release: False) is None
