@@ -13,7 +13,7 @@ from study.predict.memory import predict_memory
 from study.predict.request import Attention, Box, Memory, ModelShape, Request, Time
 from study.predict.time import predict_time
 from study.spec.config import Precision
-from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
+from study.spec.strategies import STUDIED_STRATEGIES, Strategy, read_strategy
 
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
@@ -103,13 +103,13 @@ def _order(option: Option) -> tuple[bool, float, float]:
 
 
 def candidates(question: Question) -> list[str]:
-    """On one rank plain data parallelism and stage 0 are `single` with something added."""
+    """Of those with formulas. On one rank plain data parallelism and stage 0 are `single` with something added."""
     alone = question.ranks == 1
     left_out = {"ddp", "zero0"} if alone else {"single"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
         left_out |= {"zero0"}
-    return [name for name in STRATEGY_NAMES if name not in left_out]
+    return [name for name in STUDIED_STRATEGIES if name not in left_out]
 
 
 def precision_under(strategy: Strategy, precision: str) -> Precision:
