@@ -149,7 +149,7 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     sizes: dict[int, int] = {}
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
-    ranks, done = request.box.ranks, 0.0
+    ranks, done = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, 0.0
     root = sizes.get(BEFORE, 0) + sizes.get(request.shape.layers, 0)
     kept = request.shape.parameters / ranks * FP32_BYTES if request.accumulation > 1 else 0.0
     for place in reversed(range(request.shape.layers)):

@@ -114,7 +114,9 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    earlier = (
+        state_of(request, waiting=False).grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    )
     # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
     live, small = max(gathers.live_forward.values(), default=(0, 0))
