@@ -240,6 +240,9 @@ def _flat_step(request: Request, kept: float, part: int, staging: float, offload
         largest = min(part, max(piece.elements for piece in own_pieces(request)))
         yield Moment(BEFORE, kept, float(largest * NORM_BYTES), step=True)
         yield Moment(BEFORE, kept, float(part * weight + masters), step=True)
+        if not request.fused_optimizer:
+            # A root and its quotient.
+            yield Moment(BEFORE, 0.0, masters + 2.0 * FP32_BYTES * part, step=True)
     if request.box.gathers_into_copies and request.box.ranks > 1:
         yield Moment(BEFORE, 0.0, float(flat_elements(request) * weight) + staging, step=True)
 

@@ -13,16 +13,17 @@ from typing import Any
 
 import pandas as pd
 
+from study.predict.buckets import kept_by_c_library
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
-from study.predict.state import state_of
+from study.predict.state import state_of, weight_bytes
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
 from study.spec.overrides import override
 from study.spec.strategies import REPOSITORY, read_strategy
 from study.theory.hardware import Device
-from study.validation.measured import GIB, Measured
+from study.validation.measured import GIB, Measured, predicted_peak
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
@@ -81,6 +82,24 @@ def own_rows() -> list[Measured]:
         )
         for run in _runs().itertuples()
     ]  # fmt: skip
+
+
+def peak_errors() -> pd.DataFrame:
+    """Of each record; and whether its tensors are large: of smaller blocks the C library keeps what was freed."""
+    found = []
+    for row in own_rows():
+        request = row.request
+        width = weight_bytes(request)
+        large = sum(
+            tensor.elements * tensor.count for tensor in request.shape.tensors
+            if not kept_by_c_library(float(tensor.elements * width))
+        )  # fmt: skip
+        found.append({
+            "run": row.name, "strategy": request.strategy.name,
+            "error": predicted_peak(row) / row.peak_bytes - 1 if row.peak_bytes else None,
+            "in large blocks": large > 0.9 * request.shape.parameters,
+        })  # fmt: skip
+    return pd.DataFrame(found)
 
 
 def compared() -> Iterator[Compared]:
