@@ -147,7 +147,7 @@ def points_of(request: Request) -> list[Point]:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
             points.append(Point(parts, moment.small))
             continue
-        live, small = gathers.live_backward.get(moment.place, (0, 0))
+        live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
         parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
         points.append(Point(parts, moment.small + small * weight))
