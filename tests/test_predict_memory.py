@@ -28,7 +28,8 @@ SIZES = {
 }  # fmt: skip
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = {
-    **dict.fromkeys(("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox"), SIZES), "qwen2": SIZES | {"num_key_value_heads": 2},
+    **dict.fromkeys(("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox"), SIZES),
+    "qwen2": SIZES | {"num_key_value_heads": 2},
     **dict.fromkeys(("llama", "mistral", "gemma", "gemma2"), GROUPED),
 }  # fmt: skip
 
