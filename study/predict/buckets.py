@@ -273,4 +273,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         largest = math.ceil(max(piece.elements for piece in pieces_of(request.shape)) / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
         group = max(sub_groups(request, settings))
-        yield Moment(BEFORE, grads, standing + group * float(weight + (FP32_BYTES if weight == 2 else 0)), step=True)
+        masters = group * (FP32_BYTES if weight == 2 else 0)
+        yield Moment(BEFORE, grads, standing + group * float(weight) + masters, step=True)
+        if not request.fused_optimizer:
+            yield Moment(BEFORE, grads, standing + masters + 2.0 * FP32_BYTES * group, step=True)
