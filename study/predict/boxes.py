@@ -81,7 +81,8 @@ def box_of(name: str) -> Box:
 
 
 def _spelled(text: str) -> str:
-    return text.upper().removesuffix("GB").removesuffix("G").replace("_", "-").removeprefix("RTX-").removeprefix("RTX")
+    """`a100-80gb` is A100-80, and `RTX_4090` is 4090."""
+    return re.sub(r"^RTX-?|(?<=-\d\d)GB?$", "", text.upper().replace("_", "-"))
 
 
 def _unknown(name: str) -> UserError:

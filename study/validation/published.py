@@ -75,9 +75,11 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         memory = row["memory_mib"] * 2**20
     step_s = _step_s(row, request)
     selective = row["checkpointing"] == "selective"
-    words = ["compiled"] * bool(row.get("compiled")) + ["selective" if selective else "checkpointing"] * bool(
-        row["checkpointing"]
-    )
+    words = [
+        *[request.precision] * (request.precision != "bf16"),
+        *["compiled"] * bool(row.get("compiled")),
+        *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
+    ]
     name = f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}"
     return Measured(
         source=group["id"],
