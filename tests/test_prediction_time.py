@@ -133,7 +133,7 @@ def test_more_work_takes_more_time() -> None:
     step = predict_time(asked()).step_s.value
     for more in (
         {"micro_batch": 8}, {"sequence_length": 4096}, {"accumulation": 2}, {"gradient_checkpointing": True},
-        {"precision": "fp32"}, {"attention": "eager"}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
+        {"precision": "fp32"}, {"attention": "eager"}, {"strategy": read_strategy("zero3_cpu")}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
     ):  # fmt: skip
         assert predict_time(asked(**more)).step_s.value > step, more
 
@@ -141,6 +141,12 @@ def test_more_work_takes_more_time() -> None:
 def test_a_small_micro_batch_waits_for_the_processor() -> None:
     tiny = asked(box=box_of("H100"), strategy=read_strategy("single"), sequence_length=16, micro_batch=1)
     assert predict_time(tiny).parts["compute"] > FITTED.launch_s * 32 * 3
+
+
+def test_compiling_and_a_fused_loss_save_time() -> None:
+    step = predict_time(asked()).step_s.value
+    assert predict_time(asked(compiled=True)).step_s.value < step
+    assert predict_time(asked(fused_loss=True)).step_s.value < step
 
 
 def test_faster_drives_and_links_shorten_their_own_parts_alone() -> None:
