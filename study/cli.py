@@ -15,6 +15,7 @@ from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
 from study.predict import advise_command as advise
+from study.predict import command as predict
 from study.predict import explain_command as explain
 from study.releases import command as releases
 from study.releases import verify
@@ -47,6 +48,7 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "predict": Command("what a strategy would hold, send and take", predict.add_arguments, predict.run, predict.EPILOG),
     "advise": Command(
         "which strategy for a model on a box",
         advise.add_arguments,

@@ -19,11 +19,11 @@ from study.predict.advise import Advice, Question, advise, candidates, changes, 
 from study.predict.advise_files import write_files
 from study.predict.advise_rules import rules
 from study.predict.boxes import box_of
+from study.predict.floor import least_device_bytes, state_bytes
 from study.predict.memory import predict_memory
 from study.predict.shape import model_shape
 from study.record.directory import read_run
 from study.spec.strategies import read_strategy
-from study.theory.memory import least_device_bytes, state_bytes
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
@@ -12,7 +13,7 @@ from study.predict.host import host_of
 from study.predict.intervals import estimate
 from study.predict.request import Memory, Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, state_of, weight_bytes
+from study.predict.state import State, pieces_of, state_of, weight_bytes
 
 # What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
 # read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
@@ -23,7 +24,7 @@ RESERVED_SHARE = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
-class _Point:
+class Point:
     """A moment of a step with all that is on the device then, and how much of it lies in small blocks."""
 
     parts: dict[str, float]
@@ -35,9 +36,9 @@ class _Point:
 
 
 def predict_memory(request: Request) -> Memory:
-    state, kept = state_of(request), activations_of(request)
+    state = state_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
-    points = [_Point({**always, **point.parts}, point.small) for point in _points(request, state, kept)]
+    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
     if request.box.in_host_memory:
         points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
@@ -57,11 +58,30 @@ def predict_memory(request: Request) -> Memory:
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
-        notes=(),
+        notes=tuple(_notes(request, peak)),
     )
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
+
+
+def _notes(request: Request, peak: Point) -> Iterator[str]:
+    """What makes a part as large as it is, where that is not plain."""
+    shape, logits = request.shape, peak.parts.get("logits", 0.0)
+    if logits > 0.2 * peak.total:
+        tokens = request.micro_batch * request.sequence_length
+        yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
+    if not request.strategy.zero_stage:
+        return
+    settings, pieces = engine_settings(request.strategy, shape.hidden), pieces_of(shape)
+    largest = max(pieces, key=lambda piece: piece.elements)
+    if largest.elements > settings.reduce_bucket:
+        yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
+    if shape.tied:
+        yield f"{pieces[0].name} is tied: the head's gradient waits for the embedding's, then both are there and their sum"
+    if settings.stage == 3:
+        most = gathers_of(request, settings).most
+        yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
 
 
 def _steady(request: Request, state: State) -> float:
@@ -86,13 +106,13 @@ def _standing(request: Request, state: State) -> float:
     return standing
 
 
-def _with_what_the_c_library_keeps(request: Request, points: list[_Point]) -> list[_Point]:
+def _with_what_the_c_library_keeps(request: Request, points: list[Point]) -> list[Point]:
     """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
     most, found = 0.0, []
     for point in points:
         small = point.small + _small_activations(request, point.parts)
         most = max(most, small)
-        found.append(_Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
+        found.append(Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
     return found
 
 
@@ -106,7 +126,9 @@ def _small_activations(request: Request, parts: dict[str, float]) -> float:
     return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
 
 
-def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
+def points_of(request: Request) -> list[Point]:
+    """The moments of a step, without the weights and the optimizer, which are always there."""
+    state, kept = state_of(request), activations_of(request)
     strategy, layers = request.strategy, request.shape.layers
     gathers = Gathers()
     if strategy.zero_stage == 3:
@@ -114,7 +136,9 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    earlier = (
+        state_of(request, waiting=False).grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    )
     # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
     live, small = max(gathers.live_forward.values(), default=(0, 0))
@@ -122,18 +146,18 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     # Until the forward pass has ended, autocast keeps its copies of all weights.
     cached = kept.cast_layer * layers if recomputed else 0.0
     points = [
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
              "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
             small * weight,
         ),
         # A layer whose tensors are not kept, the last one.
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
              "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
             small * weight,
         ),
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": begun + live * weight,
              "logits": kept.logits + kept.logits_backward}, small * weight,
         ),
@@ -141,12 +165,12 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     for moment in moments:
         if moment.step:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(_Point(parts, moment.small))
+            points.append(Point(parts, moment.small))
             continue
-        live, small = gathers.live_backward.get(moment.place, (0, 0))
+        live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
         parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
-        points.append(_Point(parts, moment.small + small * weight))
+        points.append(Point(parts, moment.small + small * weight))
     return points
 
 

@@ -15,6 +15,9 @@ from study.spec.strategies import REPOSITORY
 from study.validation import tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
+from study.validation.own import compared as own_compared
+from study.validation.own import own_rows
+from study.validation.own import table as own_table
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import score
 
@@ -28,7 +31,7 @@ _INTERVALS_HEAD = """\
 
 
 def all_rows() -> list[Measured]:
-    return published_rows()
+    return published_rows() + own_rows()
 
 
 def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
@@ -66,6 +69,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         table_markdown(tables.headline(frame)),
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
+        "## State and traffic of own records", table_markdown(own_table()),
         "## By source", table_markdown(tables.by(frame, "source")),
         "## By strategy", table_markdown(tables.by(frame, "strategy")),
         "## By device", table_markdown(tables.by(frame, "device")),
@@ -92,7 +96,13 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": own["peak_gib"] / own["predicted_peak_gib"]}
+    # Peaks of GPUs where there are any; what processes hold is another matter.
+    peaks = published if published["predicted_peak_gib"].notna().any() else own
+    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peaks["peak_gib"] / peaks["predicted_peak_gib"]}
+    compared = list(own_compared())
+    for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
+        some = [one for one in compared if one.figure == figure and one.measured > 1000]
+        ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
     for what, found in ratios.items():
         known = found.dropna()
