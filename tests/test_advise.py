@@ -19,11 +19,11 @@ from study.predict.advise import Advice, Question, advise, candidates, changes, 
 from study.predict.advise_files import write_files
 from study.predict.advise_rules import rules
 from study.predict.boxes import box_of
+from study.predict.floor import least_device_bytes, state_bytes
 from study.predict.memory import predict_memory
 from study.predict.shape import model_shape
 from study.record.directory import read_run
 from study.spec.strategies import read_strategy
-from study.theory.memory import least_device_bytes, state_bytes
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.
@@ -138,7 +138,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
         asked = option.request.strategy.deepspeed["zero_optimization"]
         assert run.engine["strategy"].startswith(f"{name}-fitted-")
         assert run.engine["buckets"]["reduce_bucket_size"] == asked["reduce_bucket_size"] < 5e8
-        assert run.engine["engine_precision"] == "bf16-engine"
+        assert run.engine["precision"] == "bf16-engine"
 
 
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
