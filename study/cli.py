@@ -15,6 +15,7 @@ from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
 from study.predict import advise_command as advise
+from study.predict import command as predict
 from study.predict import explain_command as explain
 from study.releases import command as releases
 from study.releases import verify
@@ -53,6 +54,7 @@ COMMANDS = {
         partial(advise.run, nearest=validation.told),
         advise.EPILOG,
     ),
+    "predict": Command("what one strategy would hold and take", predict.add_arguments, predict.run, predict.EPILOG),
     "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
