@@ -62,6 +62,12 @@ def _optimizer(case: Case) -> Iterator[Finding]:
     if "scheduler" in top and "optimizer" not in top and in_accelerate:
         says = "Accelerate refuses it beside a schedule of the program: make that an accelerate.utils.DummyScheduler"
         yield Finding("conflict", "scheduler", says)
+    if "zero_allow_untested_optimizer" in top:
+        if in_accelerate:
+            yield Finding("ignored", "zero_allow_untested_optimizer", "Accelerate says true, whatever the file does")
+        elif not top["zero_allow_untested_optimizer"]:
+            says = "false: DeepSpeed refuses an optimizer that it does not know, such as torch's SGD"
+            yield Finding("noted", "zero_allow_untested_optimizer", says)
     optimizer = case.offload("offload_optimizer")
     if optimizer is None:
         return
