@@ -104,8 +104,9 @@ def _zero(case: Case) -> Iterator[Finding]:
             yield Finding("conflict", f"{ZERO}.overlap_comm", says)
     if stage in (1, 2) and zero["round_robin_gradients"] and not has_offload:
         yield Finding("nothing", f"{ZERO}.round_robin_gradients", "it is for gradients that go to the host")
-    if not zero["compute_grad_norm"] and stage not in (1, 2):
-        yield Finding("refused", f"{ZERO}.compute_grad_norm", "the engine refuses false without stage 1 or 2")
+    if not zero["compute_grad_norm"] and (stage not in (1, 2) or has_offload):
+        says = "the engine refuses false but at stages 1 and 2 without an offload"
+        yield Finding("refused", f"{ZERO}.compute_grad_norm", says)
     if zero["legacy_stage1"]:
         yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
