@@ -48,13 +48,13 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "predict": Command("what a strategy would hold, send and take", predict.add_arguments, predict.run, predict.EPILOG),
     "advise": Command(
         "which strategy for a model on a box",
         advise.add_arguments,
         partial(advise.run, nearest=validation.told),
         advise.EPILOG,
     ),
-    "predict": Command("what one strategy would hold and take", predict.add_arguments, predict.run, predict.EPILOG),
     "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)

@@ -149,7 +149,7 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     sizes: dict[int, int] = {}
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
-    ranks, done = request.box.ranks, 0.0
+    ranks, done = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, 0.0
     root = sizes.get(BEFORE, 0) + sizes.get(request.shape.layers, 0)
     kept = request.shape.parameters / ranks * FP32_BYTES if request.accumulation > 1 else 0.0
     for place in reversed(range(request.shape.layers)):
@@ -240,6 +240,9 @@ def _flat_step(request: Request, kept: float, part: int, staging: float, offload
         largest = min(part, max(piece.elements for piece in own_pieces(request)))
         yield Moment(BEFORE, kept, float(largest * NORM_BYTES), step=True)
         yield Moment(BEFORE, kept, float(part * weight + masters), step=True)
+        if not request.fused_optimizer:
+            # A root and its quotient.
+            yield Moment(BEFORE, 0.0, masters + 2.0 * FP32_BYTES * part, step=True)
     if request.box.gathers_into_copies and request.box.ranks > 1:
         yield Moment(BEFORE, 0.0, float(flat_elements(request) * weight) + staging, step=True)
 

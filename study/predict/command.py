@@ -22,8 +22,8 @@ from study.spec.config import Precision, RunConfig
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
 
 EPILOG = """\
-Nothing is run, and nothing is fetched without --hub. An interval is that of the validation in docs/prediction.md; a
-figure without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
+Nothing is run, and nothing is fetched without --hub. An interval is that of reports/prediction; a figure
+without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
 that of a ring.
 """
 _WHAT = {

@@ -32,6 +32,9 @@ class Gathers:
     live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
+    # While the gradient of each tensor comes, by the tensor's id.
+    live_at: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
     @property
     def most(self) -> int:
         return max((live for live, _ in [*self.live_forward.values(), *self.live_backward.values()]), default=0)
@@ -142,12 +145,15 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     trace = (*forward, *backward)
     coordinator = _Coordinator(trace, whole, settings, request)
     held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+    live_at: dict[int, tuple[int, int]] = {}
     for at, call in enumerate(trace):
         live = coordinator.call(at)
         where = held[at >= len(forward)]
         where[call.place] = max(where.get(call.place, (0, 0)), (live, coordinator.small))
+        if at >= len(forward):
+            live_at |= dict.fromkeys(map(id, call.pieces), (live, coordinator.small))
         coordinator.release(at)
-    return Gathers(coordinator.gathered, coordinator.calls, *held)
+    return Gathers(coordinator.gathered, coordinator.calls, *held, live_at)
 
 
 def _next_use(sharded: Sequence[Sequence[Piece]]) -> list[dict[int, int]]:

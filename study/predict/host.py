@@ -66,6 +66,6 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
     parts = {
         "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
         "pinned": ranks * pinned, "load": ranks * (libraries + loaded + state.host), "train": train,
-        "save": train + whole,
+        "rank": train / ranks, "save": train + whole,
     }  # fmt: skip
     return parts, ranks * state.nvme

@@ -23,7 +23,7 @@ RESERVED_SHARE = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
-class _Point:
+class Point:
     """A moment of a step with all that is on the device then, and how much of it lies in small blocks."""
 
     parts: dict[str, float]
@@ -35,9 +35,9 @@ class _Point:
 
 
 def predict_memory(request: Request) -> Memory:
-    state, kept = state_of(request), activations_of(request)
+    state = state_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
-    points = [_Point({**always, **point.parts}, point.small) for point in _points(request, state, kept)]
+    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
     if request.box.in_host_memory:
         points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
@@ -86,13 +86,13 @@ def _standing(request: Request, state: State) -> float:
     return standing
 
 
-def _with_what_the_c_library_keeps(request: Request, points: list[_Point]) -> list[_Point]:
+def _with_what_the_c_library_keeps(request: Request, points: list[Point]) -> list[Point]:
     """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
     most, found = 0.0, []
     for point in points:
         small = point.small + _small_activations(request, point.parts)
         most = max(most, small)
-        found.append(_Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
+        found.append(Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
     return found
 
 
@@ -106,7 +106,9 @@ def _small_activations(request: Request, parts: dict[str, float]) -> float:
     return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
 
 
-def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
+def points_of(request: Request) -> list[Point]:
+    """The moments of a step, without the weights and the optimizer, which are always there."""
+    state, kept = state_of(request), activations_of(request)
     strategy, layers = request.strategy, request.shape.layers
     gathers = Gathers()
     if strategy.zero_stage == 3:
@@ -114,7 +116,9 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    earlier = (
+        state_of(request, waiting=False).grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    )
     # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
     live, small = max(gathers.live_forward.values(), default=(0, 0))
@@ -122,18 +126,18 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     # Until the forward pass has ended, autocast keeps its copies of all weights.
     cached = kept.cast_layer * layers if recomputed else 0.0
     points = [
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
              "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
             small * weight,
         ),
         # A layer whose tensors are not kept, the last one.
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
              "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
             small * weight,
         ),
-        _Point(
+        Point(
             {**stored, "gradients": earlier, "buffers": begun + live * weight,
              "logits": kept.logits + kept.logits_backward}, small * weight,
         ),
@@ -141,12 +145,12 @@ def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     for moment in moments:
         if moment.step:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(_Point(parts, moment.small))
+            points.append(Point(parts, moment.small))
             continue
-        live, small = gathers.live_backward.get(moment.place, (0, 0))
+        live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
         parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
-        points.append(_Point(parts, moment.small + small * weight))
+        points.append(Point(parts, moment.small + small * weight))
     return points
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import yaml
 
 from study.predict import flops
+from study.predict.floor import state_bytes
 from study.predict.intervals import estimate
 from study.predict.links import Collective, collective_s
 from study.predict.request import Memory, Request, Time
-from study.theory.memory import state_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ def traced(request: Request) -> Traced:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _model(request)
+        model = model_of(request)
         tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
         labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
         live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
@@ -52,7 +52,7 @@ def traced(request: Request) -> Traced:
         return Traced(kept, forward_peak, live.peak)
 
 
-def _model(request: Request) -> Any:
+def model_of(request: Request) -> Any:
     import torch
     import transformers
 

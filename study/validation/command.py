@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="score|league|fit|report")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="score|own|league|fit|report")
     actions.add_parser("score", help="errors of memory and time, by source and strategy", allow_abbrev=False)
+    actions.add_parser("own", help="state, traffic and peaks of this project's records", allow_abbrev=False)
     actions.add_parser("league", help="the same rows given to other estimators of memory", allow_abbrev=False)
     actions.add_parser("fit", help="fit the constants of study/predict/time.py anew", allow_abbrev=False)
     actions.add_parser("report", help="write reports/prediction and the intervals", allow_abbrev=False)
@@ -38,6 +39,12 @@ def _run(action: str) -> int:
     if action == "report":
         report.write()
         print(report.FOLDER / "summary.md")
+        return 0
+    if action == "own":
+        from study.validation.own import own_rows, table
+
+        _show(table())
+        _show(tables.by(report.scores_frame(own_rows()), "strategy"))
         return 0
     if action == "league":
         frame = report.league_frame(report.all_rows())

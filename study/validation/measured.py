@@ -6,14 +6,15 @@ import dataclasses
 import statistics
 from typing import Literal
 
+from study.predict.floor import state_bytes
 from study.predict.flops import model_flops
 from study.predict.memory import predict_memory
 from study.predict.request import Memory, Request
 from study.predict.time import FITTED, Constants, predict_time
-from study.theory.memory import state_bytes
 
-# What a figure of memory counts: torch's tensors, torch's pool, or all that the driver sees of the process.
-Kind = Literal["allocated", "reserved", "device"]
+# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process, or, without a
+# GPU, the process itself.
+Kind = Literal["allocated", "reserved", "device", "resident"]
 GIB = 2**30
 
 
@@ -60,6 +61,8 @@ def peak_of(memory: Memory, kind: Kind) -> float:
     """The predicted figure of the same kind."""
     if kind == "allocated":
         return memory.peak_allocated.value
+    if kind == "resident":
+        return memory.peak_allocated.value + memory.host_parts["rank"]
     outside = memory.device_parts["context"] if kind == "device" else 0.0
     return memory.peak_reserved.value + outside
 

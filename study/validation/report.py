@@ -15,6 +15,8 @@ from study.spec.strategies import REPOSITORY
 from study.validation import tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
+from study.validation.own import own_rows
+from study.validation.own import table as own_table
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import score
 
@@ -28,7 +30,7 @@ _INTERVALS_HEAD = """\
 
 
 def all_rows() -> list[Measured]:
-    return published_rows()
+    return published_rows() + own_rows()
 
 
 def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
@@ -66,6 +68,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         table_markdown(tables.headline(frame)),
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
+        "## State and traffic of own records", table_markdown(own_table()),
         "## By source", table_markdown(tables.by(frame, "source")),
         "## By strategy", table_markdown(tables.by(frame, "strategy")),
         "## By device", table_markdown(tables.by(frame, "device")),
