@@ -215,8 +215,8 @@ def training(runs: Path) -> bool:
 
 
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
-    fixed, runs = {**TINY, "max_steps": 400, "logging_steps": 1}, tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, fixed)
+    runs, long = tmp_path / "runs", {"where": {"seed": 1}, "fixed": {"max_steps": 400, "logging_steps": 1}}
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, overrides=[long])
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: training(runs))
     (tmp_path / "other").mkdir()
@@ -243,7 +243,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     runs = tmp_path / "runs"
     short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
     suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
-    job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: "timeout after" in job.said())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
     assert read_status(first)["reason"] == "ended after its 8 s"
@@ -266,7 +266,9 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     limit, runs = _limit_of(slurm.second_node_cgroup), tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS)
     before = limit.read_text()
-    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec python -m study.cli run {suite} --runs-dir {runs}\n")
+    job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
     try:
         # The second node's rank has begun, and takes more than this while it imports torch.
         wait_until(lambda: ranks_of(runs))
