@@ -22,6 +22,7 @@ from study.releases.prepare import prepare
 from study.report.site import command as report
 from study.spec.config import Parser
 from study.sweep import command as sweep
+from study.validation import nearest as validation
 from study.virtual import command as virtual
 
 
@@ -46,7 +47,12 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "advise": Command("which strategy for a model on a box", advise.add_arguments, advise.run, advise.EPILOG),
+    "advise": Command(
+        "which strategy for a model on a box",
+        advise.add_arguments,
+        partial(advise.run, nearest=validation.told),
+        advise.EPILOG,
+    ),
     "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)

@@ -138,7 +138,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
         asked = option.request.strategy.deepspeed["zero_optimization"]
         assert run.engine["strategy"].startswith(f"{name}-fitted-")
         assert run.engine["buckets"]["reduce_bucket_size"] == asked["reduce_bucket_size"] < 5e8
-        assert run.engine["engine_precision"] == "bf16-engine"
+        assert run.engine["precision"] == "bf16-engine"
 
 
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:

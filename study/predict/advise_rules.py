@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.host.memory import GIB
 from study.predict.advise import Advice, Option
 
 # Billions of parameters.
@@ -34,8 +35,8 @@ def rules(advice: Advice) -> list[Rule]:
         ("S0", f"by size: {size}", "zero0" if count <= _S0_SMALL else "zero2" if count <= _S0_MIDDLE else "zero3"),
         ("S1", f"by size: {size}", "zero3_cpu" if count > _S1_LARGE else "zero2"),
     ]
-    weights = 2 * count
-    if advice.question.box.device.memory_gib * 2**30 < _S1_OFFLOAD_BELOW * weights:
+    device, weights = advice.question.box.device.memory_gib * GIB, 2 * count
+    if 0 < device < _S1_OFFLOAD_BELOW * weights:
         asked.append(("S1", "offload where a GPU has less than 1.5 times the model", "zero3_cpu"))
     return [Rule(document, says, choice, _misleads(advice, choice)) for document, says, choice in asked]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from study.host.memory import GIB
 from study.predict.explain_case import Case
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
@@ -13,7 +14,7 @@ _OPTIMIZER = f"{ZERO}.offload_optimizer"
 def findings(case: Case) -> list[Finding]:
     """With those of reading the file."""
     if case.file.deepspeed is None:
-        return list(case.findings)
+        return [*case.findings, *_fsdp(case)]
     return [*case.findings, *_unheard(case), *_optimizer(case), *_zero(case), *_batch(case)]
 
 
@@ -107,6 +108,26 @@ def _zero(case: Case) -> Iterator[Finding]:
     elif stage == 3 and live < case.shape.parameters <= zero["stage3_max_reuse_distance"]:
         says = f"{live:,.0f} does not bound what is whole: stage3_max_reuse_distance keeps every parameter"
         yield Finding("conflict", f"{ZERO}.stage3_max_live_parameters", says)
+
+
+def _fsdp(case: Case) -> Iterator[Finding]:
+    said = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in (case.file.fsdp or {}).items()}
+    known = known_settings()["fsdp"]
+    is_second = str(said.get("fsdp_version", 1)) == "2"
+    if case.file.fsdp is not None and not is_second:
+        yield Finding("noted", "fsdp_version", "1, the default: what is told here is of version 2")
+    for key, value in said.items():
+        if key not in known:
+            yield Finding("ignored", key, "Accelerate drops it without a word")
+        elif is_second and (effect := known[key]) is not None and str(value).lower() not in ("false", "none"):
+            kind, _, says = effect.partition(": ")
+            yield Finding(kind, key, says)
+    if is_second and str(said.get("fsdp_reshard_after_forward", True)).lower() == "false":
+        size = case.weight * (case.shape.parameters - case.shape.parameters / case.ranks)
+        says = (
+            f"false: weights stay whole from the forward to the backward pass, up to {size / GIB:.2f} GiB more a rank"
+        )
+        yield Finding("noted", "fsdp_reshard_after_forward", says)
 
 
 def _batch(case: Case) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
-from study.predict.buckets import Moment, bucket_bytes, moments_of
+from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
@@ -24,9 +24,10 @@ RESERVED_SHARE = 0.04
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """A moment of a step with all that is on the device then."""
+    """A moment of a step with all that is on the device then, and how much of it lies in small blocks."""
 
     parts: dict[str, float]
+    small: float = 0.0
 
     @property
     def total(self) -> float:
@@ -36,7 +37,9 @@ class _Point:
 def predict_memory(request: Request) -> Memory:
     state, kept = state_of(request), activations_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
-    points = [_Point({**always, **parts}) for parts in _points(request, state, kept)]
+    points = [_Point({**always, **point.parts}, point.small) for point in _points(request, state, kept)]
+    if request.box.in_host_memory:
+        points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
@@ -77,13 +80,33 @@ def _standing(request: Request, state: State) -> float:
     settings = engine_settings(strategy, request.shape.hidden)
     standing = 0.0
     if stage == 3:
-        standing = bucket_bytes(request, settings)
+        standing = standing_bucket(request, settings)
     elif settings.optimizer is not None:
         standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
     return standing
 
 
-def _points(request: Request, state: State, kept: Activations) -> list[dict[str, float]]:
+def _with_what_the_c_library_keeps(request: Request, points: list[_Point]) -> list[_Point]:
+    """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
+    most, found = 0.0, []
+    for point in points:
+        small = point.small + _small_activations(request, point.parts)
+        most = max(most, small)
+        found.append(_Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
+    return found
+
+
+def _small_activations(request: Request, parts: dict[str, float]) -> float:
+    tokens, shape = request.micro_batch * request.sequence_length, request.shape
+    widths = {
+        "activations": shape.inner,
+        "attention": shape.heads * request.sequence_length,
+        "logits": shape.vocabulary,
+    }
+    return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
+
+
+def _points(request: Request, state: State, kept: Activations) -> list[_Point]:
     strategy, layers = request.strategy, request.shape.layers
     gathers = Gathers()
     if strategy.zero_stage == 3:
@@ -91,30 +114,39 @@ def _points(request: Request, state: State, kept: Activations) -> list[dict[str,
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage not in (3,) else 0.0
-    points = []
-    # The end of the forward pass, where the logits are made into a loss.
+    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
-    forward_live = max(gathers.live_forward.values(), default=0) * weight
-    points.append({
-        **stored, "gradients": earlier, "buffers": standing + forward_live,
-        "logits": kept.logits + kept.logits_forward,
-    })  # fmt: skip
-    first = moments[0] if moments else Moment(None, 0.0, standing)
-    points.append({
-        **stored, "gradients": max(earlier, 0.0), "buffers": max(standing, first.buffers) + forward_live,
-        "logits": kept.logits + kept.logits_backward,
-    })  # fmt: skip
-    in_head = True
+    live, small = max(gathers.live_forward.values(), default=(0, 0))
+    begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
+    # Until the forward pass has ended, autocast keeps its copies of all weights.
+    cached = kept.cast_layer * layers if recomputed else 0.0
+    points = [
+        _Point(
+            {**stored, "gradients": earlier, "buffers": standing + live * weight,
+             "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
+            small * weight,
+        ),
+        # A layer whose tensors are not kept, the last one.
+        _Point(
+            {**stored, "gradients": earlier, "buffers": standing + live * weight,
+             "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
+            small * weight,
+        ),
+        _Point(
+            {**stored, "gradients": earlier, "buffers": begun + live * weight,
+             "logits": kept.logits + kept.logits_backward}, small * weight,
+        ),
+    ]  # fmt: skip
     for moment in moments:
-        in_head = in_head and moment.layer is None
-        live = gathers.live_backward.get(moment.layer, 0) * weight
         if moment.step:
-            points.append({"gradients": moment.grads, "buffers": max(standing, moment.buffers)})
+            parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
+            points.append(_Point(parts, moment.small))
             continue
-        remaining = layers if in_head else 0 if moment.layer is None else moment.layer + 1
-        stored = _stored(request, kept, remaining, working=moment.layer is not None)
-        points.append({**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live})
+        live, small = gathers.live_backward.get(moment.place, (0, 0))
+        stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
+        parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
+        points.append(_Point(parts, moment.small + small * weight))
     return points
 
 

@@ -15,6 +15,8 @@ from study.predict.request import ModelShape, Request
 from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
 
 FP32_BYTES = 4
+# The place of what comes before the layers.
+BEFORE = -1
 # One number of torch's AdamW for each tensor that it steps: the count of steps.
 STEP_BYTES = 4
 
@@ -26,13 +28,8 @@ class Piece:
     name: str
     elements: int
     rows: int
-    # None outside the layers.
-    layer: int | None
-
-    @property
-    def module(self) -> str:
-        """The module that owns it: what stage 3 gathers at once."""
-        return f"{self.layer}.{self.name.rpartition('.')[0]}"
+    # Its layer; -1 for what comes before the layers, and the number of layers for what comes after.
+    place: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +42,7 @@ def _pieces(shape: ModelShape) -> Iterator[Piece]:
     seen = False
     for tensor in shape.tensors:
         if not tensor.in_layer:
-            yield Piece(tensor.name, tensor.elements, tensor.rows, None)
+            yield Piece(tensor.name, tensor.elements, tensor.rows, shape.layers if seen else BEFORE)
         elif not seen:
             seen = True
             for layer in range(shape.layers):
@@ -140,7 +137,7 @@ def own_pieces(request: Request) -> list[Piece]:
 
 
 def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
-    """What still waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
+    """What waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
     filled, last = 0, list[Piece]()
     for piece in reversed(pieces_of(request.shape)):
         if filled + piece.elements > settings.reduce_bucket:

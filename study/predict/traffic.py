@@ -45,7 +45,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     again = sum(
         size
         for piece, size in zip(pieces, padded, strict=True)
-        if piece.layer is not None or (piece is pieces[0] and not request.shape.tied)
+        if 0 <= piece.place < request.shape.layers or (piece is pieces[0] and not request.shape.tied)
     )
     times = request.accumulation
     return {"all_gather": float((sum(padded) + again) * FP32_BYTES * times),
