@@ -210,15 +210,10 @@ def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_
     assert not list((runs / "tiny").glob(".launch-*"))
 
 
-def training(runs: Path) -> bool:
-    return any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl"))
-
-
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
-    runs, long = tmp_path / "runs", {"where": {"seed": 1}, "fixed": {"max_steps": 400, "logging_steps": 1}}
-    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, overrides=[long])
+    suite, runs = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}), tmp_path / "runs"
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
-    wait_until(lambda: training(runs))
+    wait_until(lambda: len(ranks_of(runs)) == 2)
     (tmp_path / "other").mkdir()
     script = tmp_path / "other.sh"
     script.write_text("#!/bin/bash\n")
@@ -226,7 +221,7 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     assert other.ended() == "COMPLETED"
     # Nothing of the second cell was begun in what time was left.
     (status,) = [read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")]
-    assert status["state"] == "interrupted"
+    assert (status["state"], status["reason"]) == ("interrupted", "Slurm ended it")
     assert "stopped: Slurm ends this job\n2 of 2 cells are left" in job.said()
     # Slurm itself would wait for two minutes.
     wait_until(lambda: job.fact("JobState") == "PENDING", 20)
