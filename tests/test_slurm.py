@@ -211,7 +211,8 @@ def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_
 
 
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
-    suite, runs = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}), tmp_path / "runs"
+    # In this order; the second has the first node to itself.
+    suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "single"]}), tmp_path / "runs"
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: len(ranks_of(runs)) == 2)
     (tmp_path / "other").mkdir()
@@ -227,9 +228,11 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     wait_until(lambda: job.fact("JobState") == "PENDING", 20)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     assert job.ended() == "COMPLETED", job.said()
-    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
-    assert [run.state for run in found] == ["ok", "ok"]
-    assert sorted(run.status["attempt"] for run in found) == [1, 2]
+    found = records(runs)
+    assert {strategy: (run.state, run.status["attempt"]) for strategy, run in found.items()} == {
+        "ddp": ("ok", 2), "single": ("ok", 1),
+    }  # fmt: skip
+    assert len(read_json(found["single"].path / "sweep.json")["attempts"][0]["nodes"]) == 1
 
 
 def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
