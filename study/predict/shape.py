@@ -32,7 +32,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
-_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "type")
+_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "tied", "type")
 _Sizes = Mapping[str, Any]
 # Name, shape.
 _Named = list[tuple[str, tuple[int, ...]]]
@@ -252,8 +252,11 @@ def _shape_of_words(text: str) -> ModelShape:
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads"} & words.keys() else "gpt2")
     numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
     keys = {word: keys[0] for word, keys in _KEYS.items()}
-    keys |= {"inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions"}
+    keys |= {
+        "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
+        "tied": "tie_word_embeddings",
+    }  # fmt: skip
     architecture = {keys[word]: value for word, value in numbers.items()}
-    if model_type in ("llama", "mistral", "qwen2", "gemma", "gemma2"):
+    if model_type in ("gpt_neox", "llama", "mistral", "qwen2", "gemma", "gemma2"):
         architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)
     return shape_of_architecture(text, model_type, architecture)
