@@ -150,11 +150,12 @@ _WHOSE = {
 }
 
 
-def _seen_then(cells: Iterable[Cell]) -> str:
+def _seen_then(cells: Sequence[Cell]) -> str:
     """Whether the releases of its own time do it too."""
-    then = list(dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time))
-    return f"seen in {', '.join(then)} with Accelerate and torch of its time too" if then else \
-        "not seen with Accelerate and torch of its time"  # fmt: skip
+    beside = "with Accelerate and torch of its time"
+    if then := list(dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time)):
+        return f"seen in {', '.join(then)} {beside} too"
+    return f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
 
 
 _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
