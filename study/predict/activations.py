@@ -123,13 +123,13 @@ def activations_of(request: Request) -> Activations:
         layer=tokens * per_token + scores,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream,
-        outside=tokens * shape.hidden * (stream + width + (4 if shape.gated else 0))
+        outside=tokens * shape.hidden * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated)
         + _masks(request, name, fused, stream),
         layer_forward=max(tokens * width * (2 * shape.inner + shape.hidden), 2.1 * largest_scores),
         layer_working=max(
             tokens * width * (_PASSING.get(name, 2.0) * shape.inner + shape.hidden),
             # What the feed-forward block kept is gone by then.
-            2 * largest_scores - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
+            largest_scores + pairs * width - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
         ),
         logits=tokens * vocabulary * (width if fused_loss else 4 + capped),
         # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
@@ -155,7 +155,10 @@ def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> 
 
 
 def _masks(request: Request, name: str, fused: bool, stream: int) -> float:
-    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window."""
-    if fused or name == "bert":
+    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window.
+
+    Where layers are recomputed it is one of their inputs, and kept.
+    """
+    if fused or name == "bert" or not request.gradient_checkpointing:
         return 0.0
     return float(request.micro_batch * request.sequence_length**2 * stream * (2 if name == "gemma2" else 1))

@@ -78,7 +78,7 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if largest.elements > settings.reduce_bucket:
         yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
     if shape.tied:
-        yield f"{pieces[0].name} is tied: the head's gradient waits for the embedding's, then both are there and their sum"
+        yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if settings.stage == 3:
         most = gathers_of(request, settings).most
         yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
