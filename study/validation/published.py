@@ -2,7 +2,7 @@
 
 A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
 micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
-takes them; dropout, compiled, fused_loss, fused_optimizer and autocast: false, where FSDP alone computes in 16 bits, are
+takes them; dropout, compiled, fused_loss, fused_optimizer and autocast (false where FSDP alone computes in 16 bits) are
 of the page's trainer. `device` replaces figures of the box's device, network_gb_per_s its network. One of
 tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory,
 and memory_kind what it counts. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with
