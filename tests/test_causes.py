@@ -1,4 +1,4 @@
-"""Each cause of other losses has its proof, and explains the control: no red row without a cause, no cause without one."""
+"""Each cause of other losses has its proof, and tells what is wrong in the control: all of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def causes_of(row: dict[str, Any]) -> list[Cause]:
     ]  # fmt: skip
     shown = {
         # AdamW hides a scale, and stage 0 reports no norm that would tell of it.
-        "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm") is not None),
+        "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm")),
         "unscaled-in-no-sync": row["caller"] == "accelerate",
         "offload-drops-micro-steps": row["accumulation"] > 2,
     }

@@ -20,6 +20,8 @@ from study.run.other_ranks import check_indexes
 GPT = ("--task", "gpt-wikitext")
 # As between strategies: other ranks add the same numbers in another order.
 FP32_RELATIVE = 1e-5
+# Weights that are rounded to 8 bits differ by a rounding here and there: tests/test_equivalence.py.
+BF16_RELATIVE = 2**-9
 SaveAt = Callable[[str, int], tuple[Run, Path]]
 # By kind of checkpoint; the rest is long.
 QUICK = [("ddp", 4, 2), ("zero2", 4, 2), ("zero3", 4, 2), ("fsdp2", 4, 2)]
@@ -47,8 +49,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveAt:
     return save
 
 
-def resume(strategy: str, checkpoint: Path, folder: Path, ranks: int) -> Run:
-    result = train(strategy, folder, *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=ranks)
+def resume(strategy: str, checkpoint: Path, folder: Path, ranks: int, *flags: str) -> Run:
+    result = train(strategy, folder, *GPT, *flags, "--resume_from_checkpoint", str(checkpoint), ranks=ranks)
     log = folder / "log.txt"
     assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
     return read_run(folder)
@@ -76,6 +78,25 @@ def test_other_ranks_go_on_with_the_losses_of_the_uninterrupted_run(
     assert f"resumed: the steps up to 4 ran on {before} ranks" in again.engine["warnings"]
     # What was put together for the engine is gone.
     assert {file.name for file in again.path.iterdir()} <= {file.name for file in whole.path.iterdir()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("strategy", "flag", "relative"),
+    [
+        # Each group counts its own steps.
+        ("zero3", "zero_optimization.sub_group_size=100000", FP32_RELATIVE), ("zero2", "bf16-engine", BF16_RELATIVE),
+        ("zero3", "bf16-engine", BF16_RELATIVE),
+    ],
+)  # fmt: skip
+def test_other_settings_of_an_engine_go_on_too(strategy: str, flag: str, relative: float, tmp_path: Path) -> None:
+    flags = ("--precision" if flag == "bf16-engine" else "--engine_override", flag)
+    result = train(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4", ranks=4)
+    assert result.returncode == 0, result.stderr[-2000:]
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_0000004"
+    whole, again = read_run(tmp_path / "whole"), resume(strategy, checkpoint, tmp_path / "run", 2, *flags)
+    assert [row["loss"] for row in again.steps] == pytest.approx([row["loss"] for row in whole.steps], rel=relative)
 
 
 def test_the_memory_of_saving_and_of_loading_is_a_phase_of_its_own(saved: SaveAt, tmp_path: Path) -> None:

@@ -135,8 +135,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     apart = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
     can_mount = subprocess.run([*apart, "true"], capture_output=True, check=False).returncode == 0
     commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], [*apart, *second] if can_mount else second)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    daemons = [subprocess.Popen(command, env=environment, **quiet) for command in commands]
+    daemons = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
     if cgroup is not None:
         (cgroup / "cgroup.procs").write_text(str(daemons[-1].pid))
     cluster = Slurm(environment, cgroup, unshared if can_mount else None)
@@ -239,11 +241,12 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     slurm: Slurm, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, {**ENDLESS, "time_limit_s": 12})
+    short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
+    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
     job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: "timeout after" in job.said())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
-    assert read_status(first)["reason"] == "ended after its 12 s"
+    assert read_status(first)["reason"] == "ended after its 8 s"
     assert not [process for process in processes_of(runs / "tiny") if first.name in " ".join(process.cmdline())]
     # What Slurm sends when --signal says that the job's time is nearly up.
     wait_until(lambda: len(list((runs / "tiny").glob("*/steps.jsonl"))) == 2)

@@ -94,11 +94,12 @@ def test_the_formula_of_the_cookbook_gives_what_its_script_gives() -> None:
     assert league.eleuther_bytes(asked) == pytest.approx(parameters * 18 / 8 + 3e9 + kept)
 
 
-def test_the_committed_report_is_of_these_rows(tmp_path: Path) -> None:
+def test_the_committed_report_is_of_these_rows() -> None:
+    """What is predicted may have moved since; what was measured, and what counts, may not."""
     committed = tables.read(report.FOLDER)
     frame = report.scores_frame(report.all_rows())
-    columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "predicted_peak_gib", "predicted_step_s"]
-    pd.testing.assert_frame_equal(committed[columns], frame[columns], rtol=1e-3)
+    columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
+    pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
 
 
 def test_intervals_hold_what_they_say() -> None:

@@ -102,7 +102,7 @@ def _order(option: Option) -> tuple[bool, float, float]:
 
 
 def candidates(question: Question) -> list[str]:
-    """On one rank plain data parallelism and stage 0 are `single` with something added."""
+    """Of those with formulas. On one rank plain data parallelism and stage 0 are `single` with something added."""
     alone = question.ranks == 1
     left_out = {"ddp", "zero0"} if alone else {"single"}
     if question.precision == "fp16":

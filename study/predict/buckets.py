@@ -150,14 +150,20 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
     ranks, done = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, 0.0
-    root = sizes.get(BEFORE, 0) + sizes.get(request.shape.layers, 0)
+    # Where FSDP itself computes in 16 bits it gathers them; it reduces in fp32.
+    weight = FP32_BYTES if request.autocast or request.precision == "fp32" else 2
+    # An untied embedding is a group of its own.
+    embedding = sizes.get(BEFORE, 0)
+    root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
     kept = request.shape.parameters / ranks * FP32_BYTES if request.accumulation > 1 else 0.0
     for place in reversed(range(request.shape.layers)):
         size, following = sizes[place], sizes[place - 1] if place else 0
         # The root group stays whole; of a layer the weights, the next one's, its gradients and their copy to scatter.
-        yield Moment(place, kept or done, float(FP32_BYTES * (root + size + following + 2 * size)))
+        buffers = weight * (root + size + following) + (weight + FP32_BYTES) * size
+        yield Moment(place, kept or done, float(buffers))
         done += size / ranks * FP32_BYTES
-    yield Moment(BEFORE, kept or done, float(FP32_BYTES * 3 * root))
+    last = root + (0 if request.shape.tied else embedding)
+    yield Moment(BEFORE, kept or done, float((2 * weight + FP32_BYTES) * last))
 
 
 def _own(request: Request) -> list[tuple[Piece, bool]]:
@@ -273,4 +279,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         largest = math.ceil(max(piece.elements for piece in pieces_of(request.shape)) / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
         group = max(sub_groups(request, settings))
-        yield Moment(BEFORE, grads, standing + group * float(weight + (FP32_BYTES if weight == 2 else 0)), step=True)
+        masters = group * (FP32_BYTES if weight == 2 else 0)
+        yield Moment(BEFORE, grads, standing + group * float(weight) + masters, step=True)
+        if not request.fused_optimizer:
+            yield Moment(BEFORE, grads, standing + masters + 2.0 * FP32_BYTES * group, step=True)

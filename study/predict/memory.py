@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
@@ -12,7 +13,7 @@ from study.predict.host import host_of
 from study.predict.intervals import estimate
 from study.predict.request import Memory, Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, state_of, weight_bytes
+from study.predict.state import State, pieces_of, state_of, weight_bytes
 
 # What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
 # read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
@@ -57,11 +58,30 @@ def predict_memory(request: Request) -> Memory:
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
-        notes=(),
+        notes=tuple(_notes(request, peak)),
     )
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
+
+
+def _notes(request: Request, peak: Point) -> Iterator[str]:
+    """What makes a part as large as it is, where that is not plain."""
+    shape, logits = request.shape, peak.parts.get("logits", 0.0)
+    if logits > 0.2 * peak.total:
+        tokens = request.micro_batch * request.sequence_length
+        yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
+    if not request.strategy.zero_stage:
+        return
+    settings, pieces = engine_settings(request.strategy, shape.hidden), pieces_of(shape)
+    largest = max(pieces, key=lambda piece: piece.elements)
+    if largest.elements > settings.reduce_bucket:
+        yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
+    if shape.tied:
+        yield f"{pieces[0].name} is tied: the head's gradient waits for the embedding's, then both are there and their sum"
+    if settings.stage == 3:
+        most = gathers_of(request, settings).most
+        yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
 
 
 def _steady(request: Request, state: State) -> float:

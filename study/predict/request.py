@@ -64,7 +64,7 @@ class Box:
     # Of one device to other nodes.
     network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
-    # What all ranks of a node read and write together in an optimizer on the host.
+    # What all ranks of a node read and write together in an optimizer on the host, where it was measured.
     host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
@@ -98,6 +98,8 @@ class Request:
     # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are as
     # narrow; this study's never does.
     autocast: bool = True
+    # torch.compile, or kernels written as one: what is no matrix product is read and written less often.
+    compiled: bool = False
     # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
     fused_loss: bool = False
     # torch's AdamW as one kernel, as this study asks for it. False: two temporaries of what it steps at once.

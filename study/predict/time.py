@@ -20,11 +20,18 @@ class Constants:
 
     # Of the best matrix product that was measured, what a long run of many shapes keeps.
     sustained: float
+    # Traffic of everything that is no matrix product, over what is counted below: as transformers' modules run it, one
+    # operation after another, and compiled.
+    eager_traffic: float
+    compiled_traffic: float
     # Of communication that hides behind computing, what computing loses by it.
     hidden_share: float
     # The processor's time for a layer in each pass over it: no step is faster. DeepSpeed's stage 3 adds its hooks.
     launch_s: float
     hooks_s: float
+    # What DeepSpeed's Adam on the host reads and writes, of all ranks of a node. Far below what memory gives: launchers
+    # leave a rank one thread.
+    host_gb_per_s: float
 
 
 def _fitted() -> Constants:
@@ -191,7 +198,9 @@ def _elementwise_s(step: _Step, share: float) -> float:
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
-    return share * step.tokens * _loose_bytes(step) * widths / step.bandwidth
+    constants = step.constants
+    more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
+    return share * more * step.tokens * _loose_bytes(step) * widths / step.bandwidth
 
 
 def _loose_bytes(step: _Step) -> int:
@@ -297,10 +306,11 @@ def _offload_s(step: _Step) -> float:
 
 def _cpu_adam_s(step: _Step) -> float:
     request = step.request
-    if not request.strategy.offload_device("optimizer") or request.box.host_memory_gb_per_s is None:
+    if not request.strategy.offload_device("optimizer"):
         return 0.0
     on_node = request.shape.parameters / request.box.nodes * _share_on_host(request)
-    return on_node * _CPU_ADAM_BYTES / (request.box.host_memory_gb_per_s * 1e9)
+    rate = request.box.host_memory_gb_per_s or step.constants.host_gb_per_s
+    return on_node * _CPU_ADAM_BYTES / (rate * 1e9)
 
 
 def _nvme_s(step: _Step) -> float:
@@ -330,7 +340,8 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     if device.memory_gib and held > device.visible_gib * 2**30:
         said.append(f"this does not fit: the time is that of a {device.name} with more memory")
     if request.strategy.offload_device("optimizer"):
-        said.append(f"the host's Adam is bound by its memory, taken as {request.box.host_memory_gb_per_s:.0f} GB/s")
+        rate = request.box.host_memory_gb_per_s or FITTED.host_gb_per_s
+        said.append(f"the host's Adam reads and writes {rate:.0f} GB/s for all ranks of a node")
     if request.strategy.uses_nvme:
         said.append(
             f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"

@@ -45,7 +45,9 @@ the loss and the reported norm are within a tolerance. That is what rounding all
 to differ by, where that is more. What differs first says what is wrong: the loss of the first step is taken before any
 update, so there the weights or the forward pass are wrong; the first norm tells of the gradient; AdamW's first update
 is the same for a gradient of any scale, so a loss that goes wrong only behind the second update tells of a scale or of
-clipping. A cell that ran several times is wrong where one of its runs is.
+clipping. A cell that ran several times is wrong where one of its runs is. A letter says that these releases have the
+lines of that cause, and that such a cell runs through them; that the lines make the difference is shown by the
+experiment that stands with the cause, not cell by cell.
 
 A stack called *today* has one release of DeepSpeed, and beside it the Accelerate, torch and transformers that this
 study uses. *Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is

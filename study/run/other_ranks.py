@@ -96,12 +96,18 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def load_universal(accelerator: Accelerator, universal: Path) -> None:
+    from study.measure.state import base_optimizer
+
     engine: Any = accelerator.deepspeed_engine_wrapped.engine
     engine._config.load_universal_checkpoint = True
     try:
         engine.load_checkpoint(str(universal), _TAG)
     finally:
         engine._config.load_universal_checkpoint = False
+    # Stage 3 gives all its groups one tensor that counts the steps, on the host: each would count for all.
+    for parameter, state in base_optimizer(engine.optimizer).state.items():
+        if hasattr(state.get("step"), "device"):
+            state["step"] = state["step"].to(parameter.device, copy=True)
 
 
 def put_random_states(states: dict[str, Any], rank: int) -> None:

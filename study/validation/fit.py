@@ -31,7 +31,15 @@ def mean_error(rows: list[Measured], constants: Constants) -> float:
 
 
 # Where the search begins, always, so that it ends in one place.
-_START = Constants(sustained=0.8, hidden_share=0.3, launch_s=0.001, hooks_s=0.002)
+_START = Constants(
+    sustained=0.8,
+    eager_traffic=1.5,
+    compiled_traffic=0.8,
+    hidden_share=0.3,
+    launch_s=0.001,
+    hooks_s=0.002,
+    host_gb_per_s=15.0,
+)
 
 
 def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
@@ -47,7 +55,7 @@ def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
 
     found = minimize(
         lambda factors: mean_error(rows, constants_of(factors)), numpy.ones(len(first)), method="Nelder-Mead",
-        options={"maxiter": 1000, "xatol": 1e-3, "fatol": 1e-5},
+        options={"maxiter": 4000, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
     )  # fmt: skip
     return constants_of(found.x)
 

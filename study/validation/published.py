@@ -2,7 +2,7 @@
 
 A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
 micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
-takes them; autocast: false where FSDP alone computes in 16 bits, and fused_loss, are of the page's trainer. `device`
+takes them; autocast: false where FSDP alone computes in 16 bits, and fused_loss and dropout, are of the page's trainer. `device`
 replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all
 GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory, and memory_kind what it counts. A row with a
 time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` does not count, for that reason.
@@ -31,7 +31,7 @@ _KEYS = {
     "model", "box", "strategy", "precision", "attention", "sequence", "micro_batch", "accumulation", "checkpointing",
     "override", "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib",
     "memory_mib", "memory_kind", "fits", "out_of_memory", "use", "compiled", "url",
-    "refuse", "autocast", "fused_loss",
+    "refuse", "autocast", "fused_loss", "dropout",
 }  # fmt: skip
 
 
@@ -75,9 +75,11 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         memory = row["memory_mib"] * 2**20
     step_s = _step_s(row, request)
     selective = row["checkpointing"] == "selective"
-    words = ["compiled"] * bool(row.get("compiled")) + ["selective" if selective else "checkpointing"] * bool(
-        row["checkpointing"]
-    )
+    words = [
+        *[request.precision] * (request.precision != "bf16"),
+        *["compiled"] * bool(row.get("compiled")),
+        *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
+    ]
     name = f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}"
     return Measured(
         source=group["id"],
@@ -117,6 +119,8 @@ def _request(row: Mapping[str, Any], model: str) -> Request:
         attention=row["attention"],
         autocast=row.get("autocast", True),
         fused_loss=row.get("fused_loss", False),
+        dropout=row.get("dropout", False),
+        compiled=row.get("compiled", False),
     )
 
 

@@ -15,6 +15,7 @@ from study.spec.strategies import REPOSITORY
 from study.validation import tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
+from study.validation.own import compared as own_compared
 from study.validation.own import own_rows
 from study.validation.own import table as own_table
 from study.validation.published import published_rows, refused_sources, sources
@@ -95,7 +96,13 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": own["peak_gib"] / own["predicted_peak_gib"]}
+    # Peaks of GPUs where there are any; what processes hold is another matter.
+    peaks = published if published["predicted_peak_gib"].notna().any() else own
+    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peaks["peak_gib"] / peaks["predicted_peak_gib"]}
+    compared = list(own_compared())
+    for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
+        some = [one for one in compared if one.figure == figure and one.measured > 1000]
+        ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
     for what, found in ratios.items():
         known = found.dropna()

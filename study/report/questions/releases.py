@@ -79,7 +79,11 @@ def avoid_table(records: Records) -> pd.DataFrame:
 def _avoided(cells: Sequence[Cell]) -> str:
     if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
         return "none of them runs"
-    return ", ".join(dict.fromkeys(cell.release for cell in _bad(cells))) or "none"
+    bad: dict[str, bool] = {}
+    for cell in _bad(cells):
+        is_hidden = bool(cell.causes) and all(cause.gpu == "hidden" for cause in cell.causes)
+        bad[cell.release] = bad.get(cell.release, True) and is_hidden
+    return ", ".join(f"{release} (on a CPU)" if is_hidden else release for release, is_hidden in bad.items()) or "none"
 
 
 def verdict_table(records: Records) -> pd.DataFrame:
