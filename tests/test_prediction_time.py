@@ -133,7 +133,8 @@ def test_more_work_takes_more_time() -> None:
     step = predict_time(asked()).step_s.value
     for more in (
         {"micro_batch": 8}, {"sequence_length": 4096}, {"accumulation": 2}, {"gradient_checkpointing": True},
-        {"precision": "fp32"}, {"attention": "eager"}, {"strategy": read_strategy("zero3_cpu")}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
+        {"precision": "fp32"}, {"attention": "eager"},
+        {"strategy": read_strategy("zero3_cpu")}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
     ):  # fmt: skip
         assert predict_time(asked(**more)).step_s.value > step, more
 

@@ -7,6 +7,7 @@ python -m study.releases.page --check    exit status 1 when it is stale
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "re
 # DeepSpeed without this project's trainer, by study/releases/bare.py.
 BARE = "bare.json"
 _CALLERS = ("bare", "boundary", "accelerate")
+_REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
 _HEAD = """# Releases: which of them train as one process does
 
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
@@ -71,6 +73,7 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
     parts += [
         _unexplained(cells),
         _unclipped(cells),
+        _not_run(cells),
         _control(bare),
         _stacks(cells),
         _JUDGED.strip() + "\n",
@@ -154,6 +157,21 @@ def _unexplained(cells: Iterable[Cell]) -> str:
         for cell in cells if cell.verdict.kind == "different" and not cell.causes
     ]  # fmt: skip
     return f"## Differences without a known cause\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
+
+
+def _not_run(cells: Iterable[Cell]) -> str:
+    """By stack and reason, the strategies that it stopped."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        if cell.verdict.kind in ("crashes", "refuses", "not installable"):
+            reason = _OF_A_RANK.sub("", cell.verdict.reason)
+            short = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
+            found.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
+    rows = [
+        {"Stack": stack, "Strategies": ", ".join(dict.fromkeys(names)), "Outcome": kind, "Why": why}
+        for (stack, kind, why), names in found.items()
+    ]
+    return f"## What does not run\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
 
 
 def _unclipped(cells: Sequence[Cell]) -> str:

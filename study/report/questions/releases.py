@@ -81,8 +81,7 @@ def _avoided(cells: Sequence[Cell]) -> str:
         return "none of them runs"
     bad: dict[str, bool] = {}
     for cell in _bad(cells):
-        is_hidden = bool(cell.causes) and all(cause.gpu == "hidden" for cause in cell.causes)
-        bad[cell.release] = bad.get(cell.release, True) and is_hidden
+        bad[cell.release] = bad.get(cell.release, True) and cell.gpu_hides_it
     return ", ".join(f"{release} (on a CPU)" if is_hidden else release for release, is_hidden in bad.items()) or "none"
 
 
