@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality readme claims releases bench clean
+.PHONY: install study test test-long quality readme claims releases prediction bench clean
 
 install: .venv/installed
 
@@ -52,6 +52,11 @@ claims: install
 releases: install
 	$(if $(RUNS),$(BIN)/study report releases --runs-dir $(RUNS))
 	$(BIN)/python -m study.releases.page
+
+# Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.
+prediction: install
+	$(BIN)/python -m study.validation fit
+	$(BIN)/python -m study.validation report
 
 bench: install
 	$(BIN)/python -m study.baselines.bench
