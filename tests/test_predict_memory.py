@@ -63,10 +63,10 @@ def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, prec
         # Weights and optimizer are not counted.
         points = [sum(point.parts.values()) for point in points_of(request)]
         stored = points[0] - kept.logits_forward - (kept.cast_layer * 4 if checkpointing else 0)
-        assert stored == pytest.approx(really.kept, rel=0.04), checkpointing
-        assert max(points[:3]) == pytest.approx(really.forward_peak, rel=0.12), checkpointing
+        assert stored == pytest.approx(really.kept, rel=0.03), checkpointing
+        assert 0.8 <= max(points[:2]) / really.forward_peak <= 1.3, checkpointing
         if precision != "bf16-engine":
-            assert max(points) == pytest.approx(really.backward_peak, rel=0.12), checkpointing
+            assert 0.95 <= max(points) / really.backward_peak <= 1.2, checkpointing
         assert least_activation_bytes(request) <= 1.02 * max(really.forward_peak, really.backward_peak)
 
 
@@ -94,8 +94,9 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
 
 def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
     request = Request(
-        model_shape("gpt-7.5b"), read_strategy("zero3"), box_of("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
-    )
+        model_shape("layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008"), read_strategy("zero3"),
+        box_of("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa",
+    )  # fmt: skip
     default = predict_memory(request).peak_allocated.value
 
     def with_settings(**settings):

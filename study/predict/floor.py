@@ -65,8 +65,11 @@ def least_activation_bytes(request: Request) -> float:
     """What one micro-batch leaves for its backward pass, and the gradient of the logits that begins it."""
     kept = activations_of(request)
     layers = request.shape.layers
-    stored = layers * kept.checkpoint + kept.layer if request.gradient_checkpointing else layers * kept.layer
-    return stored + kept.logits + kept.logits_backward / 2
+    loss = kept.logits + kept.logits_backward / 2
+    if request.gradient_checkpointing:
+        # A layer is made again when the loss is through.
+        return layers * kept.checkpoint + max(kept.layer, loss)
+    return layers * kept.layer + loss
 
 
 def least_device_bytes(state: StateBytes, parameters: int, activations: float) -> float:

@@ -78,7 +78,7 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if largest.elements > settings.reduce_bucket:
         yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
     if shape.tied:
-        yield f"{pieces[0].name} is tied: the head's gradient waits for the embedding's, then both are there and their sum"
+        yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if settings.stage == 3:
         most = gathers_of(request, settings).most
         yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
@@ -144,7 +144,7 @@ def points_of(request: Request) -> list[Point]:
     live, small = max(gathers.live_forward.values(), default=(0, 0))
     begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
     # Until the forward pass has ended, autocast keeps its copies of all weights.
-    cached = kept.cast_layer * layers if recomputed else 0.0
+    cached = kept.cast_layer * layers / request.checkpoint_every if recomputed else 0.0
     points = [
         Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
@@ -177,11 +177,12 @@ def points_of(request: Request) -> list[Point]:
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
     """What so many first layers keep, and what the last of them makes in its backward pass."""
     recomputed = request.gradient_checkpointing
-    each = kept.checkpoint if recomputed else kept.layer - kept.scores
-    scores = 0.0 if recomputed else layers * kept.scores
+    again = layers / request.checkpoint_every if recomputed else 0.0
+    whole = layers - again
+    scores = whole * kept.scores
     # Autocast's copies live as long as the graph; recomputed layers make theirs again.
-    casts = kept.cast_layer * (0 if recomputed else layers) + kept.cast_head
-    activations = layers * each + kept.outside + casts
+    casts = kept.cast_layer * whole + kept.cast_head
+    activations = again * kept.checkpoint + whole * (kept.layer - kept.scores) + kept.outside + casts
     if working:
         activations += kept.layer_working
         if recomputed:
