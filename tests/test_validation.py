@@ -130,4 +130,4 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
         [sys.executable, "-m", "study.validation", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert answer.returncode == 2
-    assert "score|league|fit|report" in answer.stderr
+    assert "score|own|league|fit|report" in answer.stderr
