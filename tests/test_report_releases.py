@@ -32,7 +32,7 @@ causes:
     gpu: shows
     gpu_why: the same Python runs there
 """
-SHIFT = {"loss_shift": 0.1, "norm": 0.25}
+SHIFT: dict[str, Any] = {"loss_shift": 0.1, "norm": 0.25}
 
 
 def write(
