@@ -15,6 +15,7 @@ from study.doctor import command as doctor
 from study.errors import UserError
 from study.host.process import check_process
 from study.predict import advise_command as advise
+from study.predict import command as predict
 from study.predict import explain_command as explain
 from study.releases import command as releases
 from study.releases import verify
@@ -22,6 +23,7 @@ from study.releases.prepare import prepare
 from study.report.site import command as report
 from study.spec.config import Parser
 from study.sweep import command as sweep
+from study.validation import nearest as validation
 from study.virtual import command as virtual
 
 
@@ -46,7 +48,13 @@ COMMANDS = {
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
     "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "advise": Command("which strategy for a model on a box", advise.add_arguments, advise.run, advise.EPILOG),
+    "predict": Command("what a strategy would hold, send and take", predict.add_arguments, predict.run, predict.EPILOG),
+    "advise": Command(
+        "which strategy for a model on a box",
+        advise.add_arguments,
+        partial(advise.run, nearest=validation.told),
+        advise.EPILOG,
+    ),
     "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)

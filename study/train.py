@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.warmup_steps,
             profiled_steps=run.profiled_steps,
             records_profile=launch.is_main,
+            ranks_per_machine=launch.ranks_per_machine,
         )
 
         model = load_initial_model(config, initial)

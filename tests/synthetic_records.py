@@ -43,6 +43,7 @@ def write_run(
     engine: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
     samples: str = "",
+    machines: int = 1,
 ) -> Path:
     """One record that agrees with itself. `config`, `engine` and `environment` replace what is given of them."""
     ranks = ranks or (1 if strategy == "single" else 2)
@@ -53,7 +54,7 @@ def write_run(
     rng = random.Random(f"{path.name}")
     documents: dict[str, Any] = {
         "config.json": run_config.to_dict() | {"output_dir": f"runs/synthetic/{path.name}"},
-        "environment.json": _environment(gpu) | dict(environment or {}),
+        "environment.json": _environment(gpu, 1 if virtual else machines) | dict(environment or {}),
         "engine.json": _engine(run_config, strategy, ranks, virtual) | dict(engine or {}),
     }
     if state == "ok":
@@ -62,6 +63,12 @@ def write_run(
         losses = {row["step"]: 1.01 * (row["loss"] or 1) for row in evaluated}
         evals = [{"step": step, "eval_loss": loss, "perplexity": math.exp(loss)} for step, loss in losses.items()]
         documents |= _measurements(run_config, strategy, ranks, gpu, rows, evals, rng)
+        if machines > 1:
+            # All that this strategy sends but a tenth: what stays within a machine.
+            across = 0.9 * documents["summary.json"]["sent_bytes_per_step"]
+            documents["traffic.json"] |= {
+                "ranks_per_machine": ranks // machines, "across_machines_bytes_per_rank": across,
+            }  # fmt: skip
         for file, lines in (("steps.jsonl", rows), ("evals.jsonl", evals)):
             (path / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
         if run_config.profile_steps:
@@ -108,8 +115,9 @@ def _rows(
         }  # fmt: skip
 
 
-def _environment(gpu: bool) -> dict[str, Any]:
-    return {
+def _environment(gpu: bool, machines: int) -> dict[str, Any]:
+    other = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}] if gpu else []}
+    return ({"other_machines": [other] * (machines - 1)} if machines > 1 else {}) | {
         "python": "3.11.7", "packages": {"torch": "2.13.0", "accelerate": "1.15.0", "transformers": "5.23.0"},
         "git_commit": "0" * 40, "cpu": "Synthetic processor", "cpu_cores": 8, "threads_per_rank": 1,
         "host_memory_gib": 64.0, "devices": [{"name": "Synthetic GPU", "memory_gib": 24.0}] if gpu else [],

@@ -19,11 +19,11 @@ from study.predict.advise import Advice, Question, advise, candidates, changes, 
 from study.predict.advise_files import write_files
 from study.predict.advise_rules import rules
 from study.predict.boxes import box_of
+from study.predict.floor import least_device_bytes, state_bytes
 from study.predict.memory import predict_memory
 from study.predict.shape import model_shape
 from study.record.directory import read_run
 from study.spec.strategies import read_strategy
-from study.theory.memory import least_device_bytes, state_bytes
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.
@@ -100,7 +100,7 @@ def test_another_question_is_told_where_the_answer_changes() -> None:
 def test_the_guides_are_held_against_the_same_prediction(eight_b: Advice) -> None:
     told = {(rule.document, rule.says.split(":")[0]): rule for rule in rules(eight_b)}
     assert told["S0", "the decision tree"].choice == "zero2"
-    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16"))
+    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8))
     said = {(rule.document, rule.choice): rule.misleads for rule in rules(thirteen)}
     # More than 10 B: S1 sends optimizer and parameters to the host, which eight GPUs have no need of.
     assert "slower than" in said["S1", "zero3_cpu"]
@@ -138,7 +138,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
         asked = option.request.strategy.deepspeed["zero_optimization"]
         assert run.engine["strategy"].startswith(f"{name}-fitted-")
         assert run.engine["buckets"]["reduce_bucket_size"] == asked["reduce_bucket_size"] < 5e8
-        assert run.engine["engine_precision"] == "bf16-engine"
+        assert run.engine["precision"] == "bf16-engine"
 
 
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:

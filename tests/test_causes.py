@@ -1,4 +1,4 @@
-"""Each cause of other losses has its proof, and explains the control: no red row without a cause, no cause without one."""
+"""Each cause of other losses has its proof, and tells what is wrong in the control: all of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def causes_of(row: dict[str, Any]) -> list[Cause]:
     ]  # fmt: skip
     shown = {
         # AdamW hides a scale, and stage 0 reports no norm that would tell of it.
-        "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm") is not None),
+        "divided-twice": row["loss"] == "inside" and bool(row["clipping"] or row.get("norm")),
         "unscaled-in-no-sync": row["caller"] == "accelerate",
         "offload-drops-micro-steps": row["accumulation"] > 2,
     }
@@ -61,6 +61,14 @@ def test_a_cause_shows_in_the_control(name: str) -> None:
     # What a pairing does DeepSpeed alone does not.
     if cause.blame == "pairing":
         assert all(bare.is_right(row) for row in mine if row["caller"] == "bare" and row["precision"] == "fp32")
+
+
+def test_stage_0_in_bf16_reports_65536_times_its_norm_where_its_cause_says_so() -> None:
+    rows = [row for row in ROWS if row["strategy"] == "zero0" and row["precision"] == "bf16" and not row.get("error")]
+    found = {row["deepspeed"]: row["norm"] / row["right_norm"] for row in rows}
+    assert {release: round(ratio, -3) for release, ratio in found.items() if ratio > 2} == {
+        row["deepspeed"]: 66_000 for row in rows if CAUSES["stage0-bf16-scale"].is_in(row)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(proof.cause for proof in PROOFS))

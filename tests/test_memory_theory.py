@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-import torch
-from transformers import AutoConfig
 
 from study.cli import main
 from study.host.box import Box
-from study.models.architecture import model_class, shape_of, with_run_settings
+from study.models.architecture import shape_of
 from study.models.presets import PRESETS
+from study.predict.floor import state_bytes
+from study.predict.shape import shape_of_preset
 from study.record.directory import RunWriter
 from study.report.records.frames import read_records
 from study.spec.config import RunConfig, resolved
@@ -22,7 +22,6 @@ from study.sweep.plan import plan_cells
 from study.sweep.search import Search, example_of
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from study.theory.memory import activation_bytes, sizes_of, state_bytes
 from sweeps import ROOT, write_suite
 
 GIB = 2**30
@@ -31,11 +30,6 @@ DRIVE_BYTES_PER_S = 2e9
 # What a card of 80 GB shows, in whole GiB.
 CARD_OF_80_GB_GIB = 79
 
-SMALL = {
-    "vocab_size": 300, "hidden_size": 64, "n_embd": 64, "intermediate_size": 256, "num_attention_heads": 4, "n_head": 4,
-    "num_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "n_layer": 2, "num_layers": 2, "num_hidden_layers": 2,
-    "rotary_dim": 8, "attention_types": [[["global", "local"], 1]], "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
 GPU_SUITES = [
     suite for file in sorted(SUITE_DIRECTORY.glob("*.yaml")) if (suite := read_suite(file)).requires.gpus
 ]  # fmt: skip
@@ -49,43 +43,7 @@ def config_of(preset, name):
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_parameters_are_counted_as_the_model_has_them(name):
     preset = PRESETS[name].with_layers(3)
-    counted = sizes_of(preset.model_type, preset.architecture).parameters
-    assert counted == shape_of(config_of(preset, preset.name)).parameters
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", "gpt-neo-2.7b", "gpt-j-6b", "gemma-2-9b"])
-def test_the_bound_of_activations_is_below_what_autograd_keeps_and_near_it(name, checkpointing):
-    preset = PRESETS[name]
-    architecture = {key: SMALL.get(key, value) for key, value in preset.architecture.items()}
-    config = config_of(preset, name)
-    settings = with_run_settings(AutoConfig.for_model(preset.model_type, **architecture), config)
-    model = model_class(config, settings)(settings).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    tokens = torch.randint(0, 300, (4, 128))
-    labels = torch.zeros(4, dtype=torch.long) if preset.model_type == "bert" else tokens
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels)
-    really = sum(storage.nbytes() for storage in kept.values())
-    sizes = sizes_of(preset.model_type, architecture)
-    bound = activation_bytes(sizes, 4, 128, "fp32", checkpointing)
-    # What only the backward pass makes: the logits' gradient, and a layer that was not kept.
-    bound -= 4 * 128 * 300 * 4 if sizes.predicts_tokens else 0
-    if checkpointing:
-        twice = activation_bytes(sizes, 4, 128, "fp32", False)
-        logits = 4 * 128 * 300 * 8 if sizes.predicts_tokens else 0
-        bound -= (twice - logits) // sizes.layers
-    assert 0.4 * really <= bound <= really
+    assert shape_of_preset(preset).parameters == shape_of(config_of(preset, preset.name)).parameters
 
 
 def test_model_state_is_counted_as_the_engines_kept_it():

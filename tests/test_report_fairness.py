@@ -87,6 +87,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         'another box: device: ["Synthetic GPU", "Other GPU"], baseline ["Synthetic GPU"]; '
         "another box: processor: Synthetic processor + Other, baseline Synthetic processor",
     ),
+    "as many ranks on more machines of its kind": (
+        {"environment": {"other_machines": [{"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}]}]}},
+        "machines: 2, baseline 1",
+    ),
     "torch": ({"engine": {"torch": "2.11.0"}}, "torch: 2.11.0, baseline 2.13.0"),
     "seed": ({"seed": 43}, "seed: no single with seed 43"),
 }  # fmt: skip

@@ -32,7 +32,7 @@ causes:
     gpu: shows
     gpu_why: the same Python runs there
 """
-SHIFT = {"loss_shift": 0.1, "norm": 0.25}
+SHIFT: dict[str, Any] = {"loss_shift": 0.1, "norm": 0.25}
 
 
 def write(
@@ -145,7 +145,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     today, then = release_grid(records)
     axes = today.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.19.8", "0.19.2", "0.18.6"]
-    assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "?", "a"]
+    assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "?'", "a"]
     assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
     assert "another training, by a mismatch of releases" in labels
@@ -169,4 +169,5 @@ def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | \N{MIDDLE DOT} / ?' | " in text
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
     assert "| 0.18.6 | ! / = / x |" in text
+    assert "| 0.18.6 | `zero3_cpu` | crashes | AttributeError: &lt;i&gt;no such&lt;/i&gt; key |" in text
     assert "<i>" not in text

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from study.report.questions import QUESTIONS, TABLES
+from study.report.questions import QUESTIONS, TABLES, nodes
 from study.report.records.frames import Records, read_records
-from synthetic_records import PARAMETERS, state_bytes, write_run
+from synthetic_records import PARAMETERS, state_bytes, told, write_run
 
 MIB = 2**20
 ALL = ("summary", "loss", "memory", "runtime", "single_vs_multi", "batch_size", "model_size", "offload")
@@ -40,8 +40,9 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
 
 
 def test_there_is_every_table(records: Records) -> None:
-    others = ("traffic", "controls", "slices", "left", "step_profile", "profile", "fits", "probes",
-              "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models")  # fmt: skip
+    others = ("traffic", "controls", "slices", "left", "step_profile", "profile", "fits", "probes", "nodes",
+              "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models", "releases_to_avoid",
+              "causes", "verdicts")  # fmt: skip
     assert sorted(TABLES) == sorted((*ALL, *others))
 
 
@@ -238,3 +239,28 @@ def test_records_where_nothing_ended_well_are_still_tables(tmp_path: Path) -> No
     records = read_records(tmp_path)
     for name in ("summary", "loss", "memory", "runtime"):
         assert TABLES[name](records)["Outcome"].tolist() == ["oom: out of memory"] * 2
+
+
+def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero3", ranks=8, config={"global_batch_size": 32})
+    # Strong: the same batch on twice the ranks, in two thirds of the time. Weak: twice the batch, in 1.25 times of it.
+    write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 32}, time_factor=2 / 3)
+    write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 64}, time_factor=1.25)
+    for ranks, machines in ((8, 1), (64, 8)):
+        batch = {"global_batch_size": 64, "task": "gpt-wikitext", "seq_length": 32}
+        write_run(tmp_path, "zero2", ranks=ranks, machines=machines, virtual=True, name=f"v{ranks}", config=batch)
+    records = read_records(tmp_path)
+    table = TABLES["nodes"](records)
+    real = table[table["Scaling"] != "planned"].set_index(["Scaling", "Machines"])
+    assert real.loc[("strong", 1), "Efficiency"] == 1
+    assert real.loc[("strong", 2), "Efficiency"] == pytest.approx(0.75, rel=0.06)
+    assert real.loc[("weak", 2), "Efficiency"] == pytest.approx(0.8, rel=0.06)
+    sent = 8 * PARAMETERS / MIB
+    assert real.loc[("weak", 2), ["Sent per rank, MiB", "Of it across machines, MiB"]].tolist() == [sent, 0.9 * sent]
+    assert real.loc[("strong", 1), "Of it across machines, MiB"] == 0
+    planned = table[table["Scaling"] == "planned"]
+    assert planned["Machines"].tolist() == [1, 8]
+    assert planned["Efficiency"].isna().all()
+    answer = told(nodes.answer(records))
+    assert answer.sentence.startswith("On up to 2 machines a rank keeps 7")
+    assert len(nodes.efficiency(records)) == 3

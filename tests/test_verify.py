@@ -74,7 +74,13 @@ def test_every_strategy_of_the_pinned_releases_computes_what_one_process_compute
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"), [(("--only", "zero9"), "no strategy is called 'zero9'"), (("--precision", "fp8"), "fp8")]
+    ("flags", "problem"),
+    [
+        (("--only", "zero9"), "no strategy is called 'zero9'"),
+        (("--only", "single"), "no strategy is called 'single'"),
+        (("--precision", "fp8"), "fp8"),
+        (("--only", "fsdp2", "--precision", "bf16-engine"), "have no bf16-engine"),
+    ],
 )
 def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem: str) -> None:
     result = verify(*flags)

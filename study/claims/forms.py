@@ -15,11 +15,11 @@ from study.autopsy.contrasts import corrected_ratio, engine_was_on, is_as_printe
 from study.autopsy.design import RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, Pair, counted_bytes, virtual_bytes
 from study.claims.verdicts import Figure, Kind, NotJudged
+from study.predict.floor import StateBytes, state_bytes
 from study.report.records.statistics import interval
 from study.report.records.virtual_ranks import AS_SHIPPED, Summary
 from study.spec.config import Precision
 from study.spec.strategies import STRATEGY_NAMES, read_strategy
-from study.theory.memory import StateBytes, state_bytes
 from study.theory.paper import (
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,

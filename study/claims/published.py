@@ -13,9 +13,9 @@ from study.claims.forms import GB, held_bytes
 from study.claims.verdicts import number
 from study.errors import UserError
 from study.models.presets import find_preset
+from study.predict.shape import shape_of_preset
 from study.spec.strategies import STRATEGY_NAMES
 from study.theory.hardware import known_devices
-from study.theory.memory import sizes_of
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
 # As tables call them, without case, spaces and signs.
@@ -176,7 +176,7 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
 def _parameters(text: str, place: str) -> float:
     preset = find_preset(text)
     if preset is not None:
-        return float(sizes_of(preset.model_type, preset.architecture).parameters)
+        return float(shape_of_preset(preset).parameters)
     size = re.search(r"(?<![\w.])(\d{1,15}(?:\.\d+)?)\s*([MBT])(?![a-z])", text, re.IGNORECASE)
     if size is None or not float(size[1]):
         raise UserError(f"{place}: {text!r} names no size", "write a preset of this study, or parameters such as 13B")

@@ -41,7 +41,9 @@ class Meters:
         warmup_steps: int = LEAST_WARMUP_STEPS,
         profiled_steps: range = range(0),
         records_profile: bool = False,
+        ranks_per_machine: int | None = None,
     ) -> None:
+        self.ranks_per_machine = ranks_per_machine
         self.cost = HostCost()
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
@@ -69,7 +71,7 @@ class Meters:
         if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
-            with TrafficWatch(step) as traffic, StateWatch(*self._started) as state:
+            with TrafficWatch(step, self.ranks_per_machine) as traffic, StateWatch(*self._started) as state:
                 yield
             self.traffic, self.state = traffic.report(), state.report
             if state.report is None and state.unknown is None:

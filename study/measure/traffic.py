@@ -54,9 +54,13 @@ class Collective:
 class TrafficWatch(TorchDispatchMode):
     """`with TrafficWatch(step) as watch:` around one whole optimizer step, and nothing but the step."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, ranks_per_machine: int | None = None) -> None:
         super().__init__()
         self.step = step
+        self.ranks_per_machine = ranks_per_machine
+        # Of groups with ranks on more than one machine. A ring enters and leaves each of them once, so this is also
+        # what a machine sends to the next one.
+        self.across_machines_bytes = 0.0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.collectives: defaultdict[str, Collective] = defaultdict(Collective)
 
@@ -100,11 +104,21 @@ class TrafficWatch(TorchDispatchMode):
         collective = self.collectives[kind]
         collective.calls += 1
         collective.payload_bytes += count
-        collective.wire_bytes_per_rank += count * _wire_factor(kind, _group_size(group))
+        ranks = _ranks_of(group)
+        on_wire = count * _wire_factor(kind, len(ranks))
+        collective.wire_bytes_per_rank += on_wire
+        if self.ranks_per_machine and len({rank // self.ranks_per_machine for rank in ranks}) > 1:
+            self.across_machines_bytes += on_wire
 
     def report(self) -> dict[str, Any]:
         counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
-        return {"step": self.step, "world_size": self.world_size, "collectives": counts}
+        found = {"step": self.step, "world_size": self.world_size, "collectives": counts}
+        if self.ranks_per_machine and self.world_size > self.ranks_per_machine:
+            found |= {
+                "ranks_per_machine": self.ranks_per_machine,
+                "across_machines_bytes_per_rank": self.across_machines_bytes,
+            }
+        return found
 
 
 def _wire_factor(kind: str, group_size: int) -> float:
@@ -117,11 +131,9 @@ def _wire_factor(kind: str, group_size: int) -> float:
     return 0.0 if kind == "recv" else 1.0
 
 
-def _group_size(group: Any) -> int:
+def _ranks_of(group: Any) -> list[int]:
     """c10d operators carry the boxed group, functional ones its name."""
-    if isinstance(group, str):
-        group = _resolve_process_group(group)  # type: ignore[arg-type]  # a NewType of str
-    elif isinstance(group, torch.ScriptObject):
+    if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
-    size: int = group.size()
-    return size
+    name = group if isinstance(group, str) else group.group_name
+    return dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]  # a NewType of str

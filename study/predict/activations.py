@@ -54,6 +54,12 @@ _SOFTMAX_IN_FP32 = {
     "bert": (), "gpt2": ("autocast",),
     **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "llama", "gemma", "gemma2"), ("autocast", "engine")),
 }  # fmt: skip
+# Tensors of scores that a forward pass has at once, where it masks them by hand.
+_SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
+# Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
+_PASSING = {"bert": 1.0, "gpt_neox": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
+# The others' configurations have none.
+_WITH_DROPOUT = ("bert", "gpt2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +73,8 @@ class Activations:
     checkpoint: float
     # Kept outside the layers, without the logits.
     outside: float
-    # The most that backward makes beside what is kept, in one layer.
+    # The most that one layer makes beside what is kept: in a forward pass that keeps nothing, and backward.
+    layer_forward: float
     layer_working: float
     # Log-probabilities in fp32 until the loss is through.
     logits: float
@@ -90,7 +97,8 @@ def is_fused(request: Request) -> bool:
 def activations_of(request: Request) -> Activations:
     shape = request.shape
     tokens, width = request.micro_batch * request.sequence_length, computing_bytes(request)
-    mode = "fp32" if width == 4 else "engine" if request.precision.endswith("-engine") else "autocast"
+    own = request.precision.endswith("-engine") or not request.autocast
+    mode = "fp32" if width == 4 else "engine" if own else "autocast"
     name = _ALIKE.get(shape.model_type, shape.model_type)
     fused = is_fused(request)
     kept = (_FUSED if fused else _EAGER)[name]
@@ -103,21 +111,38 @@ def activations_of(request: Request) -> Activations:
         narrow * shape.hidden + kept.inner * shape.inner + kept.query * query + kept.key * key
     )
     scores = _scores(request, name, mode, fused, width)
+    # One byte for each number of two outputs of a layer.
+    per_token += 2 * shape.hidden if request.dropout and name in _WITH_DROPOUT else 0
     stream = 4 if mode == "autocast" else width
     head = head_elements(shape) * 2 if mode == "autocast" else 0
+    pairs = 0.0 if fused else float(request.micro_batch * shape.heads * request.sequence_length**2)
+    largest_scores = pairs * (4 if mode in _SOFTMAX_IN_FP32[name] else width)
     matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
     vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
+    # Gemma's last norm computes in fp32 all through.
+    upcast = 2 if name.startswith("gemma") and mode == "engine" else 0
     capped = width if name == "gemma2" else 0
+    fused_loss = request.fused_loss
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream,
-        outside=tokens * shape.hidden * (2 * stream + width),
-        layer_working=_working(request, tokens, width, scores, fused, mode),
-        logits=tokens * vocabulary * (4 + capped),
+        outside=tokens
+        * shape.hidden
+        * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated + upcast)
+        + _masks(request, name, fused, stream),
+        layer_forward=max(
+            tokens * width * (2 * shape.inner + shape.hidden), _SCORES_FORWARD.get(name, 2.1) * largest_scores
+        ),
+        layer_working=max(
+            tokens * width * (_PASSING.get(name, 2.0) * shape.inner + shape.hidden),
+            # What the feed-forward block kept is gone by then.
+            largest_scores + pairs * width - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
+        ),
+        logits=tokens * vocabulary * (width if fused_loss else 4 + capped),
         # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
-        logits_forward=tokens * vocabulary * (width + (4 if width == 2 else 0) + capped),
-        logits_backward=tokens * vocabulary * 8,
+        logits_forward=tokens * vocabulary * (width if fused_loss else width + (4 if width == 2 else 0) + capped),
+        logits_backward=tokens * vocabulary * (width if fused_loss else 8),
         cast_layer=matrices * 2 if mode == "autocast" else 0,
         cast_head=head,
     )
@@ -133,12 +158,15 @@ def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> 
     if fused:
         return 4.0 * pairs
     each = _SCORES.get(name, 1.0) * width + (4 if mode in _SOFTMAX_IN_FP32[name] else 0)
+    each += width + 1 if request.dropout and name in _WITH_DROPOUT else 0
     return each * pairs * request.sequence_length
 
 
-def _working(request: Request, tokens: int, width: int, scores: float, fused: bool, mode: str) -> float:
-    """Gradients on their way through a feed-forward block, or through the scores."""
-    shape = request.shape
-    block = tokens * width * (3 * shape.inner + 2 * shape.hidden)
-    pairs = 0 if fused else request.micro_batch * shape.heads * request.sequence_length**2
-    return max(block, pairs * 8)
+def _masks(request: Request, name: str, fused: bool, stream: int) -> float:
+    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window.
+
+    Where layers are recomputed it is one of their inputs, and kept.
+    """
+    if fused or name == "bert" or not request.gradient_checkpointing:
+        return 0.0
+    return float(request.micro_batch * request.sequence_length**2 * stream * (2 if name == "gemma2" else 1))

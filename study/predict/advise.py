@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from study.host.memory import GIB
@@ -17,14 +16,14 @@ from study.spec.strategies import STUDIED_STRATEGIES, Strategy, read_strategy
 
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
-# Of the size on the data sheet what the driver shows: 79.2 of 80 GiB on an H100, 39.4 of 40 on an A100. Memory that is
-# GDDR6 gives a sixteenth to error correction.
-_USABLE, _USABLE_GDDR6, _GDDR6 = 0.985, 15 / 16, ("T4", "L4", "A10G")
+# What a micro-batch makes of a question.
+Asked = Callable[[int], tuple[Request, Memory]]
 # Elements: 16-bit buckets of 100 MB keep a network busy.
 _SMALL_BUCKET = 50_000_000
 # What is live and kept for reuse where memory is short, in layers.
 _LAYERS_LIVE = 2
 _SMALLEST_SUB_GROUPS = 10
+_FAR_BEHIND = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +90,8 @@ class Advice:
         return next((option for option in self.options if option.name == name), None)
 
 
-def advise(question: Question) -> Advice:
-    found = [_best_of(question, name) for name in candidates(question)]
+def advise(question: Question, names: Sequence[str] | None = None) -> Advice:
+    found = [_best_of(question, name) for name in names or candidates(question)]
     return Advice(question, tuple(sorted(found, key=_order)))
 
 
@@ -109,6 +108,7 @@ def candidates(question: Question) -> list[str]:
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
         left_out |= {"zero0"}
+    # What holds more than one copy nobody predicts.
     return [name for name in STUDIED_STRATEGIES if name not in left_out]
 
 
@@ -135,16 +135,16 @@ def fitted(strategy: Strategy, question: Question) -> Iterator[Strategy]:
         return
     largest = max(tensor.elements for tensor in question.shape.tensors)
     layer = sum(tensor.elements for tensor in question.shape.tensors if tensor.in_layer)
+    small = min(_SMALL_BUCKET, question.shape.parameters)
     # A bucket between the two takes in no more of the large tensors' gradients than the small one.
-    buckets = sorted({min(_SMALL_BUCKET, question.shape.parameters), largest})
-    for bucket in buckets:
+    for bucket in sorted({small, largest}):
         base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
             base = _with(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
         base = _with_offloads(base, question, largest)
         yield base
         live = _LAYERS_LIVE * layer
-        if strategy.zero_stage == 3 and live < question.shape.parameters:
+        if strategy.zero_stage == 3 and live < question.shape.parameters and bucket == small:
             yield _with(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
 
 
@@ -169,26 +169,42 @@ def _with(strategy: Strategy, **settings: Any) -> Strategy:
 
 
 def _largest(question: Question, name: str, strategy: Strategy, again: bool) -> Option:
-    sizes = _micro_batches(question)
+    """At the largest micro-batch that fits, or at the smallest where none does."""
 
     def asked(micro_batch: int) -> tuple[Request, Memory]:
-        accumulation = max(1, (question.global_batch or 0) // (micro_batch * question.ranks))
+        steps = (question.global_batch or 0) // (micro_batch * question.ranks)
         request = Request(
             shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=accumulation,
+            micro_batch=micro_batch, accumulation=max(1, steps),
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             attention=question.attention,
         )  # fmt: skip
         return request, predict_memory(request)
 
-    # More samples never hold less.
-    place = bisect.bisect_left(sizes, True, key=lambda size: not fits(asked(size)[1], question.box))
-    request, memory = asked(sizes[max(place - 1, 0)])
-    time = predict_time(request, memory) if place else None
+    request, memory = _search(_micro_batches(question), asked, question.box)
+    time = predict_time(request) if fits(memory, question.box) else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
     return Option(name, request, memory, time, why(memory, question.box), cost)
+
+
+def _search(sizes: list[int], asked: Asked, box: Box) -> tuple[Request, Memory]:
+    """More samples never hold less, and each about as much: where a line over the two ends crosses is a good guess."""
+    best, last = asked(sizes[0]), asked(sizes[-1])
+    if fits(last[1], box):
+        return last
+    low, high = 0, len(sizes) - 1
+    room, missing = -excess_bytes(best[1], box), excess_bytes(last[1], box)
+    while room >= 0 and high - low > 1:
+        guess = low + int((high - low) * room / (room + missing))
+        place = min(max(guess, low + 1), high - 1)
+        tried = asked(sizes[place])
+        if (excess := excess_bytes(tried[1], box)) <= 0:
+            low, room, best = place, -excess, tried
+        else:
+            high, missing = place, excess
+    return best
 
 
 def _micro_batches(question: Question) -> list[int]:
@@ -202,7 +218,7 @@ def usable_bytes(box: Box) -> float:
     """Of a device, or without any of the node's memory for each rank."""
     if box.in_host_memory:
         return (box.host_gib_per_node or 0) * GIB / box.gpus_per_node
-    return box.device.memory_gib * GIB * (_USABLE_GDDR6 if box.device.name in _GDDR6 else _USABLE)
+    return box.device.visible_gib * GIB
 
 
 def device_bytes(memory: Memory) -> float:
@@ -210,12 +226,19 @@ def device_bytes(memory: Memory) -> float:
     return memory.peak_reserved.value + memory.device_parts["context"]
 
 
-def fits(memory: Memory, box: Box) -> bool:
-    peak, host = device_bytes(memory), memory.host_peak.value
+def excess_bytes(memory: Memory, box: Box) -> float:
+    """What is missing, or else the room that is left, as a negative number."""
+    host_bytes = (box.host_gib_per_node or 0) * GIB
     if box.in_host_memory:
-        return box.gpus_per_node * memory.peak_allocated.value + host <= (box.host_gib_per_node or 0) * GIB
-    is_on_host = box.host_gib_per_node is None or host <= box.host_gib_per_node * GIB
-    return peak <= usable_bytes(box) and is_on_host
+        return box.gpus_per_node * memory.peak_allocated.value + memory.host_peak.value - host_bytes
+    on_host = memory.host_peak.value - host_bytes if box.host_gib_per_node is not None else -math.inf
+    on_device = device_bytes(memory) - usable_bytes(box)
+    # What is on the host does not go by the samples.
+    return max(on_device, on_host) if on_host > 0 else on_device
+
+
+def fits(memory: Memory, box: Box) -> bool:
+    return excess_bytes(memory, box) <= 0
 
 
 def why(memory: Memory, box: Box) -> str:
@@ -251,15 +274,18 @@ def how_sure(advice: Advice) -> str:
         return f"it is the only one that fits, {memory}"
     gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
     if error is None:
-        return f"{gap:.0%} ahead of the next, an error of which nothing was validated; {memory}"
-    sure = "sure" if gap > error else "a tie: its lead is within the error of the model"
-    return f"{sure} ({gap:.0%} ahead, error of a step's time {error:.0%}); {memory}"
+        return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
+    sure = "sure" if gap > error else "not sure"
+    return f"{sure}: {gap:.0%} ahead of the next, where a step's time may be {error:.0%} off; {memory}"
 
 
 def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
+    # The slowest ones here are no better there.
+    slowest = 0.0 if best is None else _FAR_BEHIND * best.tokens_per_s
+    names = [option.name for option in advice.options if not option.fits or option.tokens_per_s > slowest]
     others = {
         f"{2 * question.sequence_length} tokens a sample": {"sequence_length": 2 * question.sequence_length},
         "twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)},
@@ -267,7 +293,7 @@ def changes(advice: Advice) -> Iterator[str]:
     if box.gpus_per_node > 1:
         others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
     for label, changed in others.items():
-        there = advise(dataclasses.replace(question, **changed)).best  # type: ignore[arg-type]
+        there = advise(dataclasses.replace(question, **changed), names).best  # type: ignore[arg-type]
         now, then = (option.name if option else "nothing" for option in (best, there))
         if now != then:
             yield f"with {label} it would be {then}"

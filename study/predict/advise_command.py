@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from study.host.folders import folder_argument
@@ -17,7 +17,7 @@ from study.predict.request import Request
 from study.predict.shape import model_shape
 
 # What validation knows of a request's neighbours, in lines for the reader.
-Nearest = Callable[[Request], Sequence[str]]
+Nearest = Callable[[Request], Iterable[str]]
 EPILOG = """\
 Each strategy of accelerate_configs/ is taken with its settings fitted to the model, with and without gradient
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched

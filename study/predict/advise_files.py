@@ -13,7 +13,8 @@ import yaml
 
 from study.errors import UserError
 from study.predict.advise import Option
-from study.spec.strategies import STRATEGY_DIRECTORY, read_yaml
+from study.spec.strategies import STRATEGY_DIRECTORY
+from study.spec.strategy_files import read_yaml
 
 _PORT = 29500
 

@@ -53,8 +53,6 @@ BOX_NAMES = (*_NAMES, "this")
 # DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's blog
 # deepnvme, 08-2024).
 _NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S = 10.0, 5.0
-# Of a host of two sockets: an assumption, for which `this` measures.
-_HOST_MEMORY_GB_PER_S = 150.0
 _LARGEST_COUNT = 65536
 
 
@@ -75,13 +73,14 @@ def box_of(name: str) -> Box:
         raise _unknown(name)
     device = next(device for device in known_devices() if device.name == known[0])
     return Box(
-        name, device, per_node, nodes, network_gb_per_s=known[1], host_memory_gb_per_s=_HOST_MEMORY_GB_PER_S,
+        name, device, per_node, nodes, network_gb_per_s=known[1],
         nvme_read_gb_per_s=_NVME_READ_GB_PER_S, nvme_write_gb_per_s=_NVME_WRITE_GB_PER_S,
     )  # fmt: skip
 
 
 def _spelled(text: str) -> str:
-    return text.upper().removesuffix("GB").removesuffix("G").replace("_", "-").removeprefix("RTX-").removeprefix("RTX")
+    """`a100-80gb` is A100-80, and `RTX_4090` is 4090."""
+    return re.sub(r"^RTX-?|(?<=-\d\d)GB?$", "", text.upper().replace("_", "-"))
 
 
 def _unknown(name: str) -> UserError:

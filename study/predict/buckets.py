@@ -9,31 +9,91 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from study.predict.gathers import LARGEST_KEPT_BYTES
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
-from study.predict.state import FP32_BYTES, Piece, flat_elements, own_pieces, part_elements, pieces_of, weight_bytes
+from study.predict.state import (
+    BEFORE,
+    FP32_BYTES,
+    Piece,
+    flat_elements,
+    own_pieces,
+    part_elements,
+    pieces_of,
+    sub_groups,
+    weight_bytes,
+)
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
 STAGE0_BUCKET = 500_000_000
+# runtime/zero/utils.py, get_norm_dtype: each gradient is made fp64 for its norm.
+NORM_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """While the gradients of one layer come, or of what is outside the layers; `step`: after the backward pass."""
+    """While the gradient of a tensor comes, or of a layer; `step`: after the backward pass."""
 
-    layer: int | None
+    # As in Piece.
+    place: int
     grads: float
     buffers: float
     step: bool = False
+    piece: Piece | None = None
+    # It has come, and nothing was done with it yet.
+    arrival: bool = False
+    # Of gradients and buffers, what lies in blocks that the C library keeps.
+    small: float = 0.0
+
+
+def kept_by_c_library(size: float) -> float:
+    return size if size < LARGEST_KEPT_BYTES else 0.0
+
+
+class _Bucket:
+    """The buffer that gradients are copied into. Of memory that nobody wrote to, a process holds nothing."""
+
+    def __init__(self, request: Request, settings: EngineSettings, width: int) -> None:
+        self.width, self.settings = width, settings
+        self.written = 0
+        self.filled = self.waiting = self.count = 0
+        self.copies = 2 if settings.overlaps and settings.stage < 3 else 1
+        self.lazily = request.box.in_host_memory
+
+    def is_full_with(self, piece: Piece) -> bool:
+        return self.filled + piece.elements > self.settings.reduce_bucket and self.filled > 0
+
+    def add(self, piece: Piece) -> None:
+        if self.filled + piece.elements > self.settings.reduce_bucket:
+            # Larger than the bucket: it stays where it is.
+            self.waiting += piece.elements
+        self.filled, self.count = self.filled + piece.elements, self.count + 1
+        self.written = max(self.written, self.filled - self.waiting)
+
+    def empty(self) -> None:
+        self.filled = self.waiting = self.count = 0
+
+    @property
+    def bytes(self) -> float:
+        if not self.settings.contiguous_gradients:
+            return 0.0
+        elements = self.written if self.lazily else self.settings.reduce_bucket * self.copies
+        return float(elements * self.width)
 
 
 def bucket_bytes(request: Request, settings: EngineSettings) -> float:
-    """The buffer itself. A process in host memory has of it only what is written."""
-    elements = settings.reduce_bucket
-    if request.box.in_host_memory:
-        elements = min(elements, request.shape.parameters)
-    copies = 2 if settings.overlaps and settings.stage < 3 else 1
-    return float(elements * weight_bytes(request) * copies) if settings.contiguous_gradients else 0.0
+    """What is reserved for it, full or not."""
+    return _Bucket(request, settings, weight_bytes(request)).bytes
+
+
+def standing_bucket(request: Request, settings: EngineSettings) -> float:
+    """Stage 3's bucket is there from the start."""
+    bucket = _Bucket(request, settings, weight_bytes(request))
+    for piece in reversed(pieces_of(request.shape)):
+        if bucket.is_full_with(piece):
+            bucket.empty()
+        bucket.add(piece)
+    return bucket.bytes
 
 
 def moments_of(request: Request) -> list[Moment]:
@@ -42,46 +102,68 @@ def moments_of(request: Request) -> list[Moment]:
     if request.strategy.is_fsdp:
         return list(_fsdp(request))
     if stage in (None, 0):
-        return list(_whole(request))
-    settings = engine_settings(request.strategy, request.shape.hidden)
-    return list({1: _stage1, 2: _stage2, 3: _stage3}[settings.stage](request, settings))
+        moments = _whole(request)
+    else:
+        settings = engine_settings(request.strategy, request.shape.hidden)
+        moments = {1: _stage1, 2: _stage2, 3: _stage3}[settings.stage](request, settings)
+    return list(_with_tied(request, moments) if request.shape.tied else moments)
+
+
+def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
+    """The head's gradient of a tied embedding waits all through the backward pass; then autograd adds up both.
+
+    Three tensors of the vocabulary are there then: its InputBuffer does not add in place.
+    """
+    embedding = pieces_of(request.shape)[0]
+    size, waits = embedding.elements * float(weight_bytes(request)), True
+    for moment in moments:
+        extra = size if waits else 0.0
+        if moment.piece is embedding:
+            extra, waits = (2 * size if moment.arrival else 0.0), False
+        small = kept_by_c_library(size) * (extra > 0)
+        yield dataclasses.replace(
+            moment, grads=moment.grads + (0.0 if moment.step else extra), small=moment.small + small
+        )
 
 
 def _whole(request: Request) -> Iterator[Moment]:
     """single, DDP and DeepSpeed's stage 0. DDP has every gradient a second time, in its buckets."""
     weight, total = weight_bytes(request), request.shape.parameters
     buffers = float(total * FP32_BYTES) if request.strategy.name == "ddp" else 0.0
-    grads = 0.0
+    grads = small = 0.0
     for piece in reversed(pieces_of(request.shape)):
-        if request.accumulation == 1:
-            grads += piece.elements * weight
-            yield Moment(piece.layer, grads, buffers)
-        else:
-            yield Moment(piece.layer, float(total * weight), buffers + piece.elements * weight)
+        size = float(piece.elements * weight)
+        again = request.accumulation > 1
+        grads, small = grads + size, small + kept_by_c_library(size)
+        held = total * weight + size if again else grads
+        yield Moment(piece.place, held, buffers, piece=piece, arrival=True, small=small)
     if request.strategy.zero_stage == 0 and request.box.ranks > 1:
-        flat = min(total, STAGE0_BUCKET) * weight
-        yield Moment(None, float(total * weight), float(flat), step=True)
+        flat = float(min(total, STAGE0_BUCKET) * weight)
+        yield Moment(BEFORE, float(total * weight), flat, step=True, small=small)
     if weight == 2:
-        yield Moment(None, float(total * (weight + FP32_BYTES)), buffers, step=True)
+        yield Moment(BEFORE, float(total * (weight + FP32_BYTES)), buffers, step=True, small=small)
 
 
 def _fsdp(request: Request) -> Iterator[Moment]:
     """Each layer is a group: gathered whole, its gradients whole until they are scattered, the next one on its way."""
-    sizes: dict[int | None, int] = {}
+    sizes: dict[int, int] = {}
     for piece in pieces_of(request.shape):
-        sizes[piece.layer] = sizes.get(piece.layer, 0) + piece.elements
-    ranks, done = request.box.ranks, 0.0
-    root = sizes.get(None, 0)
+        sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
+    ranks, done = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, 0.0
+    # Where FSDP itself computes in 16 bits it gathers them; it reduces in fp32.
+    weight = FP32_BYTES if request.autocast or request.precision == "fp32" else 2
+    # An untied embedding is a group of its own.
+    embedding = sizes.get(BEFORE, 0)
+    root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
     kept = request.shape.parameters / ranks * FP32_BYTES if request.accumulation > 1 else 0.0
-    layers: list[int | None] = [None, *reversed(range(request.shape.layers)), None]
-    for at, layer in enumerate(layers):
-        size = sizes.get(layer, 0)
-        following = sizes.get(layers[at + 1], 0) if at + 1 < len(layers) else 0
+    for place in reversed(range(request.shape.layers)):
+        size, following = sizes[place], sizes[place - 1] if place else 0
         # The root group stays whole; of a layer the weights, the next one's, its gradients and their copy to scatter.
-        whole = root if layer is not None else 0
-        buffers = FP32_BYTES * (whole + size + following + (2 * size if layer is not None else size))
-        done += size / ranks * FP32_BYTES if layer is not None or at else 0.0
-        yield Moment(layer, kept or done, float(buffers))
+        buffers = weight * (root + size + following) + (weight + FP32_BYTES) * size
+        yield Moment(place, kept or done, float(buffers))
+        done += size / ranks * FP32_BYTES
+    last = root + (0 if request.shape.tied else embedding)
+    yield Moment(BEFORE, kept or done, float((2 * weight + FP32_BYTES) * last))
 
 
 def _own(request: Request) -> list[tuple[Piece, bool]]:
@@ -90,91 +172,114 @@ def _own(request: Request) -> list[tuple[Piece, bool]]:
     return [(piece, id(piece) in own) for piece in reversed(pieces_of(request.shape))]
 
 
-def _copied(elements: int, request: Request, settings: EngineSettings, weight: int) -> float:
-    """Reduced to everybody, a bucket is flattened: copied, unless one rank owns all of it."""
-    return float(elements * weight) if settings.reduces_to_all and request.box.ranks > 1 else 0.0
+def _copied(bucket: _Bucket, request: Request) -> float:
+    """Reduced to everybody, a bucket is flattened, which copies it; sent to each owner, its parts are not."""
+    alone = request.box.ranks == 1 and bucket.count == 1
+    return 0.0 if alone or not bucket.settings.reduces_to_all else float(bucket.filled * bucket.width)
 
 
 def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     weight, offloaded = weight_bytes(request), settings.optimizer is not None
-    bucket = bucket_bytes(request, settings)
-    own = [piece for piece, mine in _own(request) if mine]
-    kept = 0.0 if offloaded else sum(piece.elements for piece in own) * weight
-    if offloaded:
-        bucket += max(piece.elements for piece in pieces_of(request.shape)) * weight
-    earlier = kept if request.accumulation > 1 and not offloaded else 0.0
-    if settings.accumulates_in_fp32:
-        kept, earlier = flat_elements(request) / request.box.ranks * FP32_BYTES, 0.0
-    filled, held, waiting = 0, 0.0, 0
-    has_own = False
+    part = flat_elements(request) // request.box.ranks
+    # What this rank keeps is copied out of the bucket into one tensor, the last of its pieces whole.
+    own = 0.0 if offloaded else float(sum(piece.elements for piece in own_pieces(request)) * weight)
+    staging = max(piece.elements for piece in pieces_of(request.shape)) * weight if offloaded else 0
+    earlier = own if request.accumulation > 1 else 0.0
+    if settings.accumulates_in_fp32 and not offloaded:
+        own = earlier = float(part * FP32_BYTES)
+    bucket, held, in_bucket = _Bucket(request, settings, weight), 0.0, 0
     for piece, mine in _own(request):
-        if filled + piece.elements > settings.reduce_bucket and filled:
-            copy = _copied(filled, request, settings, weight)
-            held = kept if has_own else held
-            yield Moment(piece.layer, earlier + held + (waiting + piece.elements) * weight, bucket + copy)
-            filled, waiting = 0, 0
-        has_own = has_own or mine
-        # One that is larger than the bucket stays where it is until the next one comes.
-        waiting += piece.elements if piece.elements > settings.reduce_bucket else 0
-        yield Moment(piece.layer, earlier + held + (waiting or piece.elements) * weight, bucket)
-        filled += piece.elements
-    copy = _copied(filled, request, settings, weight)
-    yield Moment(None, earlier + kept + waiting * weight, bucket + copy, step=True)
-    yield from _flat_step(request, kept + earlier, flat_elements(request) // request.box.ranks, offloaded)
+        size = float(piece.elements * weight)
+        small, grads = kept_by_c_library(size), earlier + held + bucket.waiting * weight + size
+        yield Moment(piece.place, grads, bucket.bytes + staging, piece=piece, arrival=True, small=small)
+        if bucket.is_full_with(piece):
+            copy = _copied(bucket, request)
+            small += kept_by_c_library(copy)
+            yield Moment(piece.place, grads, bucket.bytes + staging + copy, piece=piece, small=small)
+            bucket.empty()
+            # Memory that is asked for at once is written bit by bit.
+            held = held + in_bucket if bucket.lazily else own if held or in_bucket else 0.0
+            in_bucket = 0
+        in_bucket += 0 if offloaded or not mine or settings.accumulates_in_fp32 else piece.elements * weight
+        bucket.add(piece)
+    waiting = bucket.waiting * float(weight)
+    yield Moment(BEFORE, earlier + held + waiting, bucket.bytes + staging + _copied(bucket, request), step=True)
+    yield Moment(BEFORE, earlier + own + waiting, bucket.bytes + staging, step=True)
+    yield from _flat_step(request, own + earlier, part, staging, offloaded)
 
 
 def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     """Every gradient stays whole until the backward pass has ended, and goes through the bucket then."""
     weight, total = weight_bytes(request), request.shape.parameters
     width = FP32_BYTES if settings.accumulates_in_fp32 else weight
-    bucket = bucket_bytes(request, settings) * width / weight
-    grads = 0.0
-    for piece in reversed(pieces_of(request.shape)):
-        grads += piece.elements * width
-        held = float(total * width) if request.accumulation > 1 else grads
-        yield Moment(piece.layer, held, bucket + (piece.elements * weight if request.accumulation > 1 else 0))
-    own = sum(piece.elements for piece, mine in _own(request) if mine) * width
-    moved = filled = largest = 0
-    for piece in pieces_of(request.shape):
-        if filled + piece.elements > settings.reduce_bucket and filled:
-            yield Moment(
-                None, (total - moved) * width + own, bucket + _copied(filled, request, settings, width), step=True
-            )
-            filled = 0
-        if piece.elements <= settings.reduce_bucket:
-            moved += piece.elements
-        filled += piece.elements
-        largest = max(largest, filled)
-    yield Moment(None, (total - moved) * width + own, bucket + _copied(filled, request, settings, width), step=True)
     offloaded = settings.optimizer is not None
-    yield from _flat_step(request, own, flat_elements(request) // request.box.ranks, offloaded)
+    bucket, grads, small = _Bucket(request, settings, width), 0.0, 0.0
+    staging = max(piece.elements for piece in pieces_of(request.shape)) * weight if offloaded else 0
+    for piece in reversed(pieces_of(request.shape)):
+        grads, small = grads + piece.elements * width, small + kept_by_c_library(piece.elements * width)
+        held = float(total * width) + piece.elements * weight if request.accumulation > 1 else grads
+        yield Moment(piece.place, held, bucket.bytes + staging, piece=piece, arrival=True, small=small)
+    own, moved, held, in_bucket = set(map(id, own_pieces(request))), 0, 0.0, 0
+    for piece in pieces_of(request.shape):
+        if bucket.is_full_with(piece):
+            whole, copy = float((total - moved) * width), _copied(bucket, request)
+            yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
+            held, in_bucket = held + (0 if offloaded else in_bucket * width), 0
+            yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True, small=small)
+            bucket.empty()
+        bucket.add(piece)
+        if piece.elements <= settings.reduce_bucket:
+            moved, small = moved + piece.elements, small - kept_by_c_library(piece.elements * width)
+        in_bucket += piece.elements if id(piece) in own else 0
+    whole, copy = float((total - moved) * width), _copied(bucket, request)
+    yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
+    held += 0 if offloaded else in_bucket * width
+    yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True, small=small)
+    yield from _flat_step(request, held, flat_elements(request) // request.box.ranks, staging, offloaded)
 
 
-def _flat_step(request: Request, kept: float, part: int, offloaded: bool) -> Iterator[Moment]:
-    """The part's gradients are flattened, and made fp32 for the optimizer."""
+def _flat_step(request: Request, kept: float, part: int, staging: float, offloaded: bool) -> Iterator[Moment]:
+    """The norm is taken in fp64; then the part's gradients are flattened, and made fp32 for the optimizer."""
+    weight = weight_bytes(request)
     if not offloaded:
-        weight = weight_bytes(request)
         masters = part * FP32_BYTES if weight == 2 else 0
-        yield Moment(None, kept, float(part * weight + masters), step=True)
+        largest = min(part, max(piece.elements for piece in own_pieces(request)))
+        yield Moment(BEFORE, kept, float(largest * NORM_BYTES), step=True)
+        yield Moment(BEFORE, kept, float(part * weight + masters), step=True)
+        if not request.fused_optimizer:
+            # A root and its quotient.
+            yield Moment(BEFORE, 0.0, masters + 2.0 * FP32_BYTES * part, step=True)
+    if request.box.gathers_into_copies and request.box.ranks > 1:
+        yield Moment(BEFORE, 0.0, float(flat_elements(request) * weight) + staging, step=True)
 
 
 def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     weight, ranks = weight_bytes(request), request.box.ranks
-    bucket = bucket_bytes(request, settings)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     grads = 0.0 if settings.optimizer is not None else float(part_elements(request) * kept)
-    filled = waiting = count = 0
+    bucket, standing = _Bucket(request, settings, weight), standing_bucket(request, settings)
+
+    def reduced() -> float:
+        """reduce_scatter_coalesced makes one tensor of all but a single gradient that needs no padding."""
+        copies = int(not (bucket.count == 1 and bucket.filled % ranks == 0))
+        copies += int(request.box.gathers_into_copies and ranks > 1)
+        return standing + copies * bucket.filled * float(weight)
+
     for piece in reversed(pieces_of(request.shape)):
-        if filled and filled + piece.elements > settings.reduce_bucket:
-            # reduce_scatter_coalesced copies the bucket into one tensor, but for one gradient that needs no padding.
-            copy = 0 if count == 1 and filled % ranks == 0 else filled
-            yield Moment(piece.layer, grads + (waiting + piece.elements) * weight, bucket + copy * weight)
-            filled = waiting = count = 0
-        waiting += piece.elements if filled + piece.elements > settings.reduce_bucket else 0
-        yield Moment(piece.layer, grads + (waiting or piece.elements) * weight, bucket)
-        filled, count = filled + piece.elements, count + 1
-    copy = 0 if count == 1 and filled % ranks == 0 else filled
-    yield Moment(None, grads + waiting * weight, bucket + copy * weight, step=True)
+        size = float(piece.elements * weight)
+        small, held = kept_by_c_library(size), grads + bucket.waiting * weight + size
+        yield Moment(piece.place, held, standing, piece=piece, arrival=True, small=small)
+        if bucket.is_full_with(piece):
+            small += kept_by_c_library(reduced() - standing)
+            yield Moment(piece.place, held, reduced(), piece=piece, small=small)
+            bucket.empty()
+        bucket.add(piece)
+    yield Moment(BEFORE, grads + bucket.waiting * weight, reduced())
     if settings.optimizer is None:
-        largest = math.ceil(min(part_elements(request), settings.sub_group))
-        yield Moment(None, grads, bucket + largest * (weight + (FP32_BYTES if weight == 2 else 0)), step=True)
+        largest = math.ceil(max(piece.elements for piece in pieces_of(request.shape)) / ranks)
+        yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
+        group = max(sub_groups(request, settings))
+        masters = group * (FP32_BYTES if weight == 2 else 0)
+        yield Moment(BEFORE, grads, standing + group * float(weight) + masters, step=True)
+        if not request.fused_optimizer:
+            yield Moment(BEFORE, grads, standing + masters + 2.0 * FP32_BYTES * group, step=True)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from study.predict.buckets import bucket_bytes
 from study.predict.explain_case import Case
 from study.predict.gathers import gathers_of
 from study.predict.state import FP32_BYTES, kept_whole, sub_groups
@@ -52,11 +51,19 @@ def _stage(case: Case) -> list[Cost]:
     return _cost(case, "stage", f"{says.format(count, *each)} optimizer", state.device)
 
 
+def bucket_bytes(case: Case) -> float:
+    """Of a GPU's memory, full or not."""
+    if case.stage == 0 or not case.settings.contiguous_gradients:
+        return 0.0
+    copies = 2 if case.settings.overlaps and case.stage < 3 else 1
+    return float(copies * case.settings.reduce_bucket * case.weight)
+
+
 def _bucket(case: Case) -> list[Cost]:
     if case.stage == 0:
         return []
     size, elements = case.zero["reduce_bucket_size"], case.shape.parameters
-    reserved = bucket_bytes(case.request, case.settings)
+    reserved = bucket_bytes(case)
     says = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
     if reserved > size * case.weight:
         says += ", twice: overlap_comm fills one while the other is reduced"
@@ -70,9 +77,8 @@ def _bucket(case: Case) -> list[Cost]:
 
 
 def whole_elements(case: Case) -> int:
-    """The most of stage 3's parameters that are whole at once, without the small ones that always are."""
-    gathers = gathers_of(case.request, case.settings)
-    return max([*gathers.live_forward.values(), *gathers.live_backward.values()], default=0)
+    """The most of stage 3's parameters that are whole at once, with the buffers that they are gathered into."""
+    return gathers_of(case.request, case.settings).most
 
 
 def _stage3(case: Case) -> list[Cost]:
@@ -83,11 +89,14 @@ def _stage3(case: Case) -> list[Cost]:
     says = f"tensors of up to {threshold:,.0f} elements stay whole on every rank, {kept:,} elements of this model"
     found = _cost(case, "stage3_param_persistence_threshold", says, kept * case.weight * (1 - 1 / case.ranks))
     whole = whole_elements(case)
-    says = f"{whole:,} elements are whole at once: the layer at work, what comes next, and what is used again soon"
+    says = f"{whole:,} elements are gathered at once: the layer at work, what comes next, what is used again soon"
     least = whole_elements(case.at(**{"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}))
     if least < whole:
         says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
     found += _cost(case, "stage3_max_reuse_distance", says, whole * case.weight)
+    if (group := case.zero["zero_hpz_partition_size"]) > 1:
+        says = f"each {group:,.0f} ranks hold a second set of all weights, which the peak below does not count"
+        found += _cost(case, "zero_hpz_partition_size", says, case.shape.parameters * case.weight / group)
     if case.zero["stage3_gather_16bit_weights_on_model_save"]:
         says = "when the model is saved, the first rank has all of its weights in host memory"
         size = case.shape.parameters * case.weight

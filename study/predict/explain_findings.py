@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from study.host.memory import GIB
 from study.predict.explain_case import Case
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
@@ -13,7 +14,7 @@ _OPTIMIZER = f"{ZERO}.offload_optimizer"
 def findings(case: Case) -> list[Finding]:
     """With those of reading the file."""
     if case.file.deepspeed is None:
-        return list(case.findings)
+        return [*case.findings, *_fsdp(case)]
     return [*case.findings, *_unheard(case), *_optimizer(case), *_zero(case), *_batch(case)]
 
 
@@ -61,6 +62,12 @@ def _optimizer(case: Case) -> Iterator[Finding]:
     if "scheduler" in top and "optimizer" not in top and in_accelerate:
         says = "Accelerate refuses it beside a schedule of the program: make that an accelerate.utils.DummyScheduler"
         yield Finding("conflict", "scheduler", says)
+    if "zero_allow_untested_optimizer" in top:
+        if in_accelerate:
+            yield Finding("ignored", "zero_allow_untested_optimizer", "Accelerate says true, whatever the file does")
+        elif not top["zero_allow_untested_optimizer"]:
+            says = "false: DeepSpeed refuses an optimizer that it does not know, such as torch's SGD"
+            yield Finding("noted", "zero_allow_untested_optimizer", says)
     optimizer = case.offload("offload_optimizer")
     if optimizer is None:
         return
@@ -97,8 +104,9 @@ def _zero(case: Case) -> Iterator[Finding]:
             yield Finding("conflict", f"{ZERO}.overlap_comm", says)
     if stage in (1, 2) and zero["round_robin_gradients"] and not has_offload:
         yield Finding("nothing", f"{ZERO}.round_robin_gradients", "it is for gradients that go to the host")
-    if not zero["compute_grad_norm"] and stage not in (1, 2):
-        yield Finding("refused", f"{ZERO}.compute_grad_norm", "the engine refuses false without stage 1 or 2")
+    if not zero["compute_grad_norm"] and (stage not in (1, 2) or has_offload):
+        says = "the engine refuses false but at stages 1 and 2 without an offload"
+        yield Finding("refused", f"{ZERO}.compute_grad_norm", says)
     if zero["legacy_stage1"]:
         yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
@@ -107,6 +115,26 @@ def _zero(case: Case) -> Iterator[Finding]:
     elif stage == 3 and live < case.shape.parameters <= zero["stage3_max_reuse_distance"]:
         says = f"{live:,.0f} does not bound what is whole: stage3_max_reuse_distance keeps every parameter"
         yield Finding("conflict", f"{ZERO}.stage3_max_live_parameters", says)
+
+
+def _fsdp(case: Case) -> Iterator[Finding]:
+    said = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in (case.file.fsdp or {}).items()}
+    known = known_settings()["fsdp"]
+    is_second = str(said.get("fsdp_version", 1)) == "2"
+    if case.file.fsdp is not None and not is_second:
+        yield Finding("noted", "fsdp_version", "1, the default: what is told here is of version 2")
+    for key, value in said.items():
+        if key not in known:
+            yield Finding("ignored", key, "Accelerate drops it without a word")
+        elif is_second and (effect := known[key]) is not None and str(value).lower() not in ("false", "none"):
+            kind, _, says = effect.partition(": ")
+            yield Finding(kind, key, says)
+    if is_second and str(said.get("fsdp_reshard_after_forward", True)).lower() == "false":
+        size = case.weight * (case.shape.parameters - case.shape.parameters / case.ranks)
+        says = (
+            f"false: weights stay whole from the forward to the backward pass, up to {size / GIB:.2f} GiB more a rank"
+        )
+        yield Finding("noted", "fsdp_reshard_after_forward", says)
 
 
 def _batch(case: Case) -> Iterator[Finding]:

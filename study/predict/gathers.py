@@ -10,11 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from study.predict.modules import Call, calls_of
 from study.predict.request import Request
 from study.predict.settings import EngineSettings
-from study.predict.state import Piece, kept_whole
+from study.predict.state import Piece, kept_whole, weight_bytes
+
+# Blocks below this stay with the C library of a process when they are freed (malloc's largest mmap threshold).
+LARGEST_KEPT_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,42 +28,77 @@ class Gathers:
     # Put out by all gathers of one forward and backward pass, padded, and how many calls these are.
     elements: int = 0
     calls: int = 0
-    # The most that is whole at once while each layer runs, forward and backward; the key None is outside the layers.
-    live_forward: dict[int | None, int] = dataclasses.field(default_factory=dict)
-    live_backward: dict[int | None, int] = dataclasses.field(default_factory=dict)
+    # The most that is whole at once at each place, forward and backward, and of that what lies in small tensors.
+    live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    # While the gradient of each tensor comes, by the tensor's id.
+    live_at: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def most(self) -> int:
+        return max((live for live, _ in [*self.live_forward.values(), *self.live_backward.values()]), default=0)
+
+
+@dataclasses.dataclass
+class _Group:
+    """Gathered into one buffer. The first use copies all of it out, and the buffer stays until the last."""
+
+    size: int
+    left: set[int]
+    is_open: bool = False
+
+
+_KNOWN: dict[tuple[Any, ...], Gathers] = {}
 
 
 class _Coordinator:
-    def __init__(self, trace: Sequence[Call], whole: set[int], settings: EngineSettings, ranks: int) -> None:
-        self.settings, self.ranks = settings, ranks
+    def __init__(self, trace: Sequence[Call], whole: set[int], settings: EngineSettings, request: Request) -> None:
+        self.settings, self.ranks, self.gloo = settings, request.box.ranks, request.box.gathers_into_copies
         self.sharded = [tuple(piece for piece in call.pieces if id(piece) not in whole) for call in trace]
         self.order = [(at, piece) for at, pieces in enumerate(self.sharded) for piece in pieces]
         self.place = 0
         # The latest call that a piece was looked at for.
         self.seen: dict[int, int] = {}
         self.live: dict[int, int] = {}
-        # Gathered together, and not yet copied out of the common buffer.
-        self.together: dict[int, int] = {}
-        self.total = self.gathered = self.calls = 0
+        self.together: list[_Group] = []
+        self.total = self.gathered = self.calls = self.small = 0
+        self.smaller_than = LARGEST_KEPT_BYTES / weight_bytes(request)
         self.sums = [0]
         for call in trace:
             self.sums.append(self.sums[-1] + sum(piece.elements for piece in call.pieces))
         self.next_use = _next_use(self.sharded)
 
-    def gather(self, pieces: Sequence[Piece]) -> None:
+    def gather(self, pieces: Sequence[Piece]) -> int:
+        """The elements that come."""
         missing = [piece for piece in pieces if id(piece) not in self.live]
         size = sum(piece.elements for piece in missing)
         for piece in missing:
             self.live[id(piece)] = piece.elements
-            self.together[id(piece)] = size if len(missing) > 1 else 0
+            self.small += piece.elements if piece.elements < self.smaller_than else 0
             self.gathered += math.ceil(piece.elements / self.ranks) * self.ranks
+        if len(missing) > 1:
+            self.together.append(_Group(size, {id(piece) for piece in missing}))
         self.total += size
         self.calls += bool(missing)
+        return size
+
+    def copied(self, at: int) -> int:
+        """Elements that are there twice while module `at` runs."""
+        used, found = {id(piece) for piece in self.sharded[at]}, 0
+        for group in self.together:
+            group.is_open = group.is_open or bool(group.left & used)
+            found += group.size if group.is_open else 0
+            group.left -= used
+        self.together = [group for group in self.together if group.left]
+        return found
 
     def call(self, at: int) -> int:
-        """Elements that are whole at the most while module `at` runs."""
-        self.gather(self.sharded[at])
-        copied = max((self.together.pop(id(piece), 0) for piece in self.sharded[at]), default=0)
+        """Elements that are whole at the most while module `at` runs, copies of them included."""
+        came = self.gather(self.sharded[at])
+        # gloo gathers into a copy of the whole.
+        peak = self.total + (came if self.gloo else 0)
+        copied = self.copied(at)
         while self.place < len(self.order) and self.order[self.place][0] <= at:
             self.seen[id(self.order[self.place][1])] = self.order[self.place][0]
             self.place += 1
@@ -73,8 +112,8 @@ class _Coordinator:
             if id(piece) not in self.live and piece not in coming:
                 coming.append(piece)
                 elements += piece.elements
-        self.gather(coming)
-        return self.total + copied
+        came = self.gather(coming)
+        return max(peak, self.total + copied + (came if self.gloo else 0))
 
     def release(self, at: int) -> None:
         for piece in self.sharded[at]:
@@ -82,22 +121,39 @@ class _Coordinator:
             near = again is not None and self.sums[again] - self.sums[at + 1] < self.settings.max_reuse_distance
             if id(piece) in self.live and not near and self.seen[id(piece)] <= at + 1:
                 self.total -= self.live.pop(id(piece))
+                self.small -= piece.elements if piece.elements < self.smaller_than else 0
 
 
 def gathers_of(request: Request, settings: EngineSettings) -> Gathers:
+    """It does not depend on the micro-batch, so a search over those asks once."""
     if request.box.ranks == 1:
         return Gathers()
+    key = (
+        request.shape, settings, request.gradient_checkpointing, request.box.gathers_into_copies, request.box.ranks,
+        weight_bytes(request),
+    )  # fmt: skip
+    if key not in _KNOWN:
+        if len(_KNOWN) > 512:
+            _KNOWN.clear()
+        _KNOWN[key] = _gathers(request, settings)
+    return _KNOWN[key]
+
+
+def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     forward, backward = calls_of(request.shape, request.gradient_checkpointing)
     whole = {id(piece) for piece in kept_whole(request, settings)}
     trace = (*forward, *backward)
-    coordinator = _Coordinator(trace, whole, settings, request.box.ranks)
-    held: tuple[dict[int | None, int], dict[int | None, int]] = ({}, {})
+    coordinator = _Coordinator(trace, whole, settings, request)
+    held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+    live_at: dict[int, tuple[int, int]] = {}
     for at, call in enumerate(trace):
         live = coordinator.call(at)
         where = held[at >= len(forward)]
-        where[call.layer] = max(where.get(call.layer, 0), live)
+        where[call.place] = max(where.get(call.place, (0, 0)), (live, coordinator.small))
+        if at >= len(forward):
+            live_at |= dict.fromkeys(map(id, call.pieces), (live, coordinator.small))
         coordinator.release(at)
-    return Gathers(coordinator.gathered, coordinator.calls, *held)
+    return Gathers(coordinator.gathered, coordinator.calls, *held, live_at)
 
 
 def _next_use(sharded: Sequence[Sequence[Piece]]) -> list[dict[int, int]]:

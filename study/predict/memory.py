@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
-from study.predict.buckets import Moment, bucket_bytes, moments_of
+from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
 from study.predict.request import Memory, Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, state_of, weight_bytes
+from study.predict.state import State, pieces_of, state_of, weight_bytes
 
 # What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
 # read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
@@ -23,10 +24,11 @@ RESERVED_SHARE = 0.04
 
 
 @dataclasses.dataclass(frozen=True)
-class _Point:
-    """A moment of a step with all that is on the device then."""
+class Point:
+    """A moment of a step with all that is on the device then, and how much of it lies in small blocks."""
 
     parts: dict[str, float]
+    small: float = 0.0
 
     @property
     def total(self) -> float:
@@ -34,9 +36,11 @@ class _Point:
 
 
 def predict_memory(request: Request) -> Memory:
-    state, kept = state_of(request), activations_of(request)
+    state = state_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
-    points = [_Point({**always, **parts}) for parts in _points(request, state, kept)]
+    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
+    if request.box.in_host_memory:
+        points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
@@ -54,11 +58,30 @@ def predict_memory(request: Request) -> Memory:
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
-        notes=(),
+        notes=tuple(_notes(request, peak)),
     )
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
+
+
+def _notes(request: Request, peak: Point) -> Iterator[str]:
+    """What makes a part as large as it is, where that is not plain."""
+    shape, logits = request.shape, peak.parts.get("logits", 0.0)
+    if logits > 0.2 * peak.total:
+        tokens = request.micro_batch * request.sequence_length
+        yield f"logits and their loss: {tokens:,} tokens by {shape.vocabulary:,} words, three times in fp32"
+    if not request.strategy.zero_stage:
+        return
+    settings, pieces = engine_settings(request.strategy, shape.hidden), pieces_of(shape)
+    largest = max(pieces, key=lambda piece: piece.elements)
+    if largest.elements > settings.reduce_bucket:
+        yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
+    if shape.tied:
+        yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
+    if settings.stage == 3:
+        most = gathers_of(request, settings).most
+        yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
 
 
 def _steady(request: Request, state: State) -> float:
@@ -77,13 +100,35 @@ def _standing(request: Request, state: State) -> float:
     settings = engine_settings(strategy, request.shape.hidden)
     standing = 0.0
     if stage == 3:
-        standing = bucket_bytes(request, settings)
+        standing = standing_bucket(request, settings)
     elif settings.optimizer is not None:
         standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
     return standing
 
 
-def _points(request: Request, state: State, kept: Activations) -> list[dict[str, float]]:
+def _with_what_the_c_library_keeps(request: Request, points: list[Point]) -> list[Point]:
+    """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
+    most, found = 0.0, []
+    for point in points:
+        small = point.small + _small_activations(request, point.parts)
+        most = max(most, small)
+        found.append(Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
+    return found
+
+
+def _small_activations(request: Request, parts: dict[str, float]) -> float:
+    tokens, shape = request.micro_batch * request.sequence_length, request.shape
+    widths = {
+        "activations": shape.inner,
+        "attention": shape.heads * request.sequence_length,
+        "logits": shape.vocabulary,
+    }
+    return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
+
+
+def points_of(request: Request) -> list[Point]:
+    """The moments of a step, without the weights and the optimizer, which are always there."""
+    state, kept = state_of(request), activations_of(request)
     strategy, layers = request.strategy, request.shape.layers
     gathers = Gathers()
     if strategy.zero_stage == 3:
@@ -91,41 +136,53 @@ def _points(request: Request, state: State, kept: Activations) -> list[dict[str,
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = state.grads_device if request.accumulation > 1 and strategy.zero_stage not in (3,) else 0.0
-    points = []
-    # The end of the forward pass, where the logits are made into a loss.
+    earlier = (
+        state_of(request, waiting=False).grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
+    )
+    # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
-    forward_live = max(gathers.live_forward.values(), default=0) * weight
-    points.append({
-        **stored, "gradients": earlier, "buffers": standing + forward_live,
-        "logits": kept.logits + kept.logits_forward,
-    })  # fmt: skip
-    first = moments[0] if moments else Moment(None, 0.0, standing)
-    points.append({
-        **stored, "gradients": max(earlier, 0.0), "buffers": max(standing, first.buffers) + forward_live,
-        "logits": kept.logits + kept.logits_backward,
-    })  # fmt: skip
-    in_head = True
+    live, small = max(gathers.live_forward.values(), default=(0, 0))
+    begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
+    # Until the forward pass has ended, autocast keeps its copies of all weights.
+    cached = kept.cast_layer * layers / request.checkpoint_every if recomputed else 0.0
+    points = [
+        Point(
+            {**stored, "gradients": earlier, "buffers": standing + live * weight,
+             "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
+            small * weight,
+        ),
+        # A layer whose tensors are not kept, the last one.
+        Point(
+            {**stored, "gradients": earlier, "buffers": standing + live * weight,
+             "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
+            small * weight,
+        ),
+        Point(
+            {**stored, "gradients": earlier, "buffers": begun + live * weight,
+             "logits": kept.logits + kept.logits_backward}, small * weight,
+        ),
+    ]  # fmt: skip
     for moment in moments:
-        in_head = in_head and moment.layer is None
-        live = gathers.live_backward.get(moment.layer, 0) * weight
         if moment.step:
-            points.append({"gradients": moment.grads, "buffers": max(standing, moment.buffers)})
+            parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
+            points.append(Point(parts, moment.small))
             continue
-        remaining = layers if in_head else 0 if moment.layer is None else moment.layer + 1
-        stored = _stored(request, kept, remaining, working=moment.layer is not None)
-        points.append({**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live})
+        live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
+        stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
+        parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
+        points.append(Point(parts, moment.small + small * weight))
     return points
 
 
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
     """What so many first layers keep, and what the last of them makes in its backward pass."""
     recomputed = request.gradient_checkpointing
-    each = kept.checkpoint if recomputed else kept.layer - kept.scores
-    scores = 0.0 if recomputed else layers * kept.scores
+    again = layers / request.checkpoint_every if recomputed else 0.0
+    whole = layers - again
+    scores = whole * kept.scores
     # Autocast's copies live as long as the graph; recomputed layers make theirs again.
-    casts = kept.cast_layer * (0 if recomputed else layers) + kept.cast_head
-    activations = layers * each + kept.outside + casts
+    casts = kept.cast_layer * whole + kept.cast_head
+    activations = again * kept.checkpoint + whole * (kept.layer - kept.scores) + kept.outside + casts
     if working:
         activations += kept.layer_working
         if recomputed:

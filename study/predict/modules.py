@@ -7,14 +7,14 @@ import dataclasses
 import functools
 
 from study.predict.request import ModelShape
-from study.predict.state import Piece, pieces_of
+from study.predict.state import BEFORE, Piece, pieces_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A module that runs, with its own parameters."""
 
-    layer: int | None
+    place: int
     pieces: tuple[Piece, ...]
 
 
@@ -39,7 +39,8 @@ _CALLED: dict[str, tuple[_Tree, _Tree, _Tree]] = {
     ),
     "gpt_neo": (
         ["wte", "wpe", "-"],
-        ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]], ["ln_f"],
+        ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]],
+        ["ln_f"],
     ),
     "gptj": (
         ["wte", "-"],
@@ -70,24 +71,25 @@ class _Node:
 @functools.lru_cache(maxsize=64)
 def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Forward and backward. A layer that is recomputed runs forward again before its backward pass."""
-    owned: dict[tuple[int | None, str], list[Piece]] = {}
+    owned: dict[tuple[int, str], list[Piece]] = {}
     for piece in pieces_of(shape):
-        owned.setdefault((piece.layer, piece.name.rpartition(".")[0]), []).append(piece)
+        owned.setdefault((piece.place, piece.name.rpartition(".")[0]), []).append(piece)
 
-    def node(tree: str | _Tree, layer: int | None) -> _Node:
+    def node(tree: str | _Tree, place: int) -> _Node:
         if isinstance(tree, str):
-            return _Node(Call(layer, tuple(owned.get((layer, tree), ()))))
-        return _Node(Call(layer, ()), tuple(node(child, layer) for child in tree))
+            return _Node(Call(place, tuple(owned.get((place, tree), ()))))
+        return _Node(Call(place, ()), tuple(node(child, place) for child in tree))
 
-    before, layer, after = _CALLED[shape.model_type]
+    (before, layer, after), end = _CALLED[shape.model_type], shape.layers
     layers = tuple(node(layer, number) for number in range(shape.layers))
-    inside = (*(node(tree, None) for tree in before), *layers, *(node(tree, None) for tree in after))
+    inside = (*(node(tree, BEFORE) for tree in before), *layers, *(node(tree, end) for tree in after))
     if shape.family == "sequence-classification":
-        heads: tuple[_Node, ...] = (node("-", None), node("classifier", None))
+        heads: tuple[_Node, ...] = (node("-", end), node("classifier", end))
     else:
         # A tied head is the embedding once more.
-        heads = (node("lm_head" if (None, "lm_head") in owned else str(before[0]), None),)
-    root = _Node(Call(None, ()), (_Node(Call(None, ()), inside), *heads))
+        tied = owned[BEFORE, str(before[0])] if shape.tied else []
+        heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
+    root = _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads))
     backward = root.calls(backward=True)
     if recomputes:
         first = {number: one.calls()[0] for number, one in enumerate(layers)}

@@ -64,10 +64,12 @@ class Box:
     # Of one device to other nodes.
     network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
-    # What all ranks of a node read and write together in an optimizer on the host.
+    # What all ranks of a node read and write together in an optimizer on the host, where it was measured.
     host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None
+    # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
+    gathers_into_copies: bool = False
 
     @property
     def ranks(self) -> int:
@@ -91,6 +93,19 @@ class Request:
     gradient_checkpointing: bool
     attention: Attention
     optimizer: OptimizerName = "adamw"
+    # With checkpointing one layer of so many is recomputed, and the others are kept.
+    checkpoint_every: int = 1
+    # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
+    dropout: bool = False
+    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are as
+    # narrow; this study's never does.
+    autocast: bool = True
+    # torch.compile, or kernels written as one: what is no matrix product is read and written less often.
+    compiled: bool = False
+    # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
+    fused_loss: bool = False
+    # torch's AdamW as one kernel, as this study asks for it. False: two temporaries of what it steps at once.
+    fused_optimizer: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
-_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "type")
+_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "tied", "type")
 _Sizes = Mapping[str, Any]
 # Name, shape.
 _Named = list[tuple[str, tuple[int, ...]]]
@@ -199,7 +199,9 @@ def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple
 
 
 def _head(sizes: _Sizes, bias: bool = False) -> _Named:
-    return [] if sizes["tied"] else _linear("lm_head", sizes["vocabulary"], sizes["hidden"], bias)
+    head = _linear("lm_head", sizes["vocabulary"], sizes["hidden"], bias)
+    # A tied one has no matrix of its own.
+    return head[1:] if sizes["tied"] else head
 
 
 _FAMILIES: dict[str, Callable[[_Sizes], tuple[_Named, _Named, _Named]]] = {
@@ -252,8 +254,11 @@ def _shape_of_words(text: str) -> ModelShape:
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads"} & words.keys() else "gpt2")
     numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
     keys = {word: keys[0] for word, keys in _KEYS.items()}
-    keys |= {"inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions"}
+    keys |= {
+        "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
+        "tied": "tie_word_embeddings",
+    }  # fmt: skip
     architecture = {keys[word]: value for word, value in numbers.items()}
-    if model_type in ("llama", "mistral", "qwen2", "gemma", "gemma2"):
+    if model_type in ("gpt_neox", "llama", "mistral", "qwen2", "gemma", "gemma2"):
         architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)
     return shape_of_architecture(text, model_type, architecture)

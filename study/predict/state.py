@@ -15,6 +15,8 @@ from study.predict.request import ModelShape, Request
 from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
 
 FP32_BYTES = 4
+# The place of what comes before the layers.
+BEFORE = -1
 # One number of torch's AdamW for each tensor that it steps: the count of steps.
 STEP_BYTES = 4
 
@@ -26,13 +28,8 @@ class Piece:
     name: str
     elements: int
     rows: int
-    # None outside the layers.
-    layer: int | None
-
-    @property
-    def module(self) -> str:
-        """The module that owns it: what stage 3 gathers at once."""
-        return f"{self.layer}.{self.name.rpartition('.')[0]}"
+    # Its layer; -1 for what comes before the layers, and the number of layers for what comes after.
+    place: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +42,7 @@ def _pieces(shape: ModelShape) -> Iterator[Piece]:
     seen = False
     for tensor in shape.tensors:
         if not tensor.in_layer:
-            yield Piece(tensor.name, tensor.elements, tensor.rows, None)
+            yield Piece(tensor.name, tensor.elements, tensor.rows, shape.layers if seen else BEFORE)
         elif not seen:
             seen = True
             for layer in range(shape.layers):
@@ -91,12 +88,13 @@ def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
     return 4.0 if settings is not None and settings.bf16_moments else 8.0
 
 
-def state_of(request: Request) -> State:
+def state_of(request: Request, *, waiting: bool = True) -> State:
+    """With or without gradients that still wait for their reduction when the backward pass has ended."""
     strategy = request.strategy
     if strategy.zero_stage in (None, 0):
         return _unsharded(request)
     settings = engine_settings(strategy, request.shape.hidden)
-    return _stage3(request, settings) if settings.stage == 3 else _stage12(request, settings)
+    return (_stage3 if settings.stage == 3 else _stage12)(request, settings, waiting)
 
 
 def _unsharded(request: Request) -> State:
@@ -104,15 +102,15 @@ def _unsharded(request: Request) -> State:
     pieces, weight, ranks = pieces_of(request.shape), weight_bytes(request), request.box.ranks
     held = request.shape.parameters
     if request.strategy.is_fsdp:
+        # hsdp shards within a copy, and has several.
+        ranks = request.strategy.ranks_of_a_copy(ranks) or ranks
         held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
     master = FP32_BYTES if weight == 2 else 0
-    # FP16_UnfusedOptimizer steps masters in fp32, whose gradients are in fp32 as well.
-    gradients = weight + (FP32_BYTES if weight == 2 else 0)
     optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
-    return State(held * weight, held * gradients, optimizer)
+    return State(held * weight, held * weight, optimizer)
 
 
-def _stage12(request: Request, settings: EngineSettings) -> State:
+def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State:
     """stage_1_and_2.py: one flat buffer, padded to two numbers for each rank, and a part of it."""
     weight, ranks = weight_bytes(request), request.box.ranks
     part = flat_elements(request) // ranks
@@ -124,9 +122,9 @@ def _stage12(request: Request, settings: EngineSettings) -> State:
     if settings.stage == 1:
         return State(params, float(request.shape.parameters * kept), held + STEP_BYTES)
     # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
-    waiting, last = last_bucket(request, settings)
-    reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last)
-    return State(params, float(max(part * kept, (reduced + waiting) * weight)), held + STEP_BYTES)
+    late, last = last_bucket(request, settings) if waiting else (0, set())
+    reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last) if waiting else 0
+    return State(params, float(max(part * kept, (reduced + late) * weight)), held + STEP_BYTES)
 
 
 def own_pieces(request: Request) -> list[Piece]:
@@ -140,7 +138,7 @@ def own_pieces(request: Request) -> list[Piece]:
 
 
 def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
-    """What still waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
+    """What waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
     filled, last = 0, list[Piece]()
     for piece in reversed(pieces_of(request.shape)):
         if filled + piece.elements > settings.reduce_bucket:
@@ -188,7 +186,7 @@ def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
     return [*groups, current] if current else groups
 
 
-def _stage3(request: Request, settings: EngineSettings) -> State:
+def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
     weight, part = weight_bytes(request), part_elements(request)
     groups = sub_groups(request, settings)
     whole = sum(piece.elements for piece in kept_whole(request, settings)) * weight if request.box.ranks > 1 else 0
@@ -196,7 +194,7 @@ def _stage3(request: Request, settings: EngineSettings) -> State:
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     parts = dict.fromkeys(("params_host", "grads_host", "optimizer_host", "params_nvme", "grads_nvme"), 0.0)
     parts["optimizer_nvme"] = 0.0
-    waiting, _ = last_bucket(request, settings)
+    late = last_bucket(request, settings)[0] if waiting else 0
     grads_device, optimizer_device = float(part * kept), part * moments + STEP_BYTES * len(groups)
     if settings.optimizer is not None:
         # The first groups stay on the device where `ratio` says so (_create_fp32_partitions).
@@ -204,6 +202,9 @@ def _stage3(request: Request, settings: EngineSettings) -> State:
         grads_device, optimizer_device = float(staying * FP32_BYTES), staying * moments
         _offloaded_optimizer(request, settings, parts, part, groups, staying, kept)
     params_device = float(part * weight + whole)
+    if copy := request.strategy.ranks_of_a_copy(request.box.ranks):
+        # zero_hpz_partition_size: a second part, of what the ranks of a machine share.
+        params_device += sum(math.ceil(piece.elements / copy) for piece in pieces_of(request.shape)) * weight
     if settings.parameters is not None:
         params_device = float(whole)
         parts["params_host"] = float(part * weight)
@@ -212,7 +213,7 @@ def _stage3(request: Request, settings: EngineSettings) -> State:
             swapped = sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES)
             parts["params_nvme"] = float(swapped)
             parts["params_host"] -= swapped
-    return State(params_device, grads_device + waiting * weight, optimizer_device, **parts)
+    return State(params_device, grads_device + late * weight, optimizer_device, **parts)
 
 
 def _offloaded_optimizer(

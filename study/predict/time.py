@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+import yaml
 
 from study.predict import flops
+from study.predict.floor import state_bytes
+from study.predict.intervals import estimate
 from study.predict.links import Collective, collective_s
-from study.predict.request import Estimate, Memory, Request, Time
-from study.theory.memory import state_bytes
+from study.predict.request import Memory, Request, Time
 
-# --- What was fitted: study/validation/published.yaml, rows with `use: fit`, by `python -m study.validation fit`.
-# Of the best matrix product that was measured, what a long run of many shapes under a power limit keeps.
-SUSTAINED = 0.87
-# What each layer of a sharded model waits for in each pass over it beside the wire: hooks, streams, the allocator.
-SHARDED_LAYER_S = 0.0049
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What no source tells: fitted to the rows of study/validation/published.yaml that say `use: fit`."""
+
+    # Of the best matrix product that was measured, what a long run of many shapes keeps.
+    sustained: float
+    # Traffic of everything that is no matrix product, over what is counted below: as transformers' modules run it, one
+    # operation after another, and compiled.
+    eager_traffic: float
+    compiled_traffic: float
+    # Of communication that hides behind computing, what computing loses by it.
+    hidden_share: float
+    # The processor's time for a layer in each pass over it: no step is faster. DeepSpeed's stage 3 adds its hooks.
+    launch_s: float
+    hooks_s: float
+    # What DeepSpeed's Adam on the host reads and writes, of all ranks of a node. Far below what memory gives: launchers
+    # leave a rank one thread.
+    host_gb_per_s: float
+
+
+def _fitted() -> Constants:
+    """As `python -m study.validation fit` wrote them."""
+    document = yaml.safe_load(Path(__file__).with_name("fitted.yaml").read_text(encoding="utf-8"))
+    return Constants(**document["constants"])
+
+
+FITTED = _fitted()
 
 # --- What was read off sources.
 # Best measured product over the data sheet's peak, where nobody published one: A100 0.87, H100 0.80
@@ -48,6 +75,7 @@ class _Step:
     """What a request is, once, in the units that the parts below need."""
 
     request: Request
+    constants: Constants
     weight_bytes: float
     activation_bytes: int
     rate: float
@@ -62,15 +90,15 @@ class _Step:
         return self.request.box.ranks
 
 
-def predict_time(request: Request, memory: Memory | None = None) -> Time:
-    """`memory` only tells what does not fit: an out-of-memory run has no time, and its figure here is marked so."""
-    step = _step_of(request)
+def predict_time(request: Request, memory: Memory | None = None, constants: Constants = FITTED) -> Time:
+    """`memory` is for a note alone, where the device would not hold it."""
+    step = _step_of(request, constants)
     forward, backward = _forward_s(step), _backward_s(step)
     pieces = request.accumulation
-    optimizer = _optimizer_s(step)
-    compute = pieces * (forward + backward) + optimizer
+    floor = _launched_s(step)
+    compute = pieces * max(forward + backward, floor) + _optimizer_s(step)
     hidden, waited = _communication(step, forward, backward)
-    waited += pieces * _sharding_s(step)
+    waited += constants.hidden_share * hidden
     parts = {
         "compute": compute, "communication_exposed": waited, "communication_overlapped": hidden,
         "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
@@ -80,22 +108,23 @@ def predict_time(request: Request, memory: Memory | None = None) -> Time:
     of_step = None if peak is None else total * peak * 1e12
     return Time(
         parts=parts,
-        step_s=Estimate(total),
-        tokens_per_s_per_gpu=Estimate(step.tokens * pieces / total),
+        step_s=estimate("step_s", total),
+        tokens_per_s_per_gpu=estimate("tokens", step.tokens * pieces / total),
         mfu=None if of_step is None else flops.model_flops(request) / of_step,
         hfu=None if of_step is None else flops.hardware_flops(request) / of_step,
-        notes=_notes(request),
+        notes=_notes(request, memory),
     )
 
 
-def _step_of(request: Request) -> _Step:
+def _step_of(request: Request, constants: Constants) -> _Step:
     device, name = request.box.device, _rate_name(request.precision)
     best = device.matmul_tflops.get(name) or _MEASURED_OVER_PEAK * (device.peak_tflops.get(name) or _slowest(request))
     return _Step(
         request,
+        constants,
         weight_bytes=2 if request.precision.endswith("-engine") else 4,
         activation_bytes=4 if request.precision == "fp32" else 2,
-        rate=SUSTAINED * best * 1e12,
+        rate=constants.sustained * best * 1e12,
         bandwidth=device.memory_bandwidth_gb_per_s * 1e9,
     )
 
@@ -135,7 +164,7 @@ def _backward_s(step: _Step) -> float:
         if each.in_layer:
             of_weights = _product_s(step, each.out, step.tokens, each.inner)
             matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
-    again = _layers_forward_s(step) if step.request.gradient_checkpointing else 0.0
+    again = _layers_forward_s(step) / step.request.checkpoint_every if step.request.gradient_checkpointing else 0.0
     attention = _attention_s(step) * (2.0 if step.request.attention == "eager" else _FUSED_BACKWARD_OVER_FORWARD)
     rest = _head_s(step, 2) + _logits_s(step) * 2 / 3 + _casts_s(step) / 2
     return matrices + attention + _elementwise_s(step, 2 / 3) + rest + again
@@ -154,7 +183,7 @@ def _attention_s(step: _Step) -> float:
     done = flops.attention_flops(shape, request.sequence_length) * request.micro_batch
     if request.attention == "eager":
         scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
-        moved = scores * step.activation_bytes * _SCORE_PASSES / 3
+        moved = scores * _loose_bytes(step) * _SCORE_PASSES / 3
         return done / step.rate + moved / step.bandwidth
     causal = 0.5 if shape.family == "causal-lm" else 1.0
     device = request.box.device
@@ -169,12 +198,23 @@ def _elementwise_s(step: _Step, share: float) -> float:
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
-    return share * step.tokens * step.activation_bytes * widths / step.bandwidth
+    constants = step.constants
+    more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
+    return share * more * step.tokens * _loose_bytes(step) * widths / step.bandwidth
+
+
+def _loose_bytes(step: _Step) -> int:
+    """Autocast computes norms, softmax and what follows them in fp32."""
+    autocast = step.request.precision in ("bf16", "fp16") and step.request.autocast
+    return 4 if autocast else step.activation_bytes
 
 
 def _logits_s(step: _Step) -> float:
     shape = step.request.shape
-    return _LOGIT_BYTES * step.tokens * shape.vocabulary / step.bandwidth if shape.family == "causal-lm" else 0.0
+    if shape.family != "causal-lm":
+        return 0.0
+    each = 3 * step.activation_bytes if step.request.fused_loss else _LOGIT_BYTES
+    return each * step.tokens * shape.vocabulary / step.bandwidth
 
 
 def _casts_s(step: _Step) -> float:
@@ -231,12 +271,11 @@ def _communication(step: _Step, forward: float, backward: float) -> tuple[float,
     return _overlap(reduced, backward, _sent_s(step, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES))
 
 
-def _sharding_s(step: _Step) -> float:
-    """Forward and backward are one visit of each layer in the fit, and what is computed again is another."""
+def _launched_s(step: _Step) -> float:
+    """What the processor needs to start one micro-batch's kernels: backward is as much as two forward passes."""
     request = step.request
-    if step.ranks == 1 or not (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
-        return 0.0
-    return SHARDED_LAYER_S * request.shape.layers * (2 if request.gradient_checkpointing else 1)
+    each = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
+    return each * request.shape.layers * (3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0))
 
 
 def _sent_s(step: _Step, collective: Collective, total: float, chunk: float) -> float:
@@ -267,10 +306,11 @@ def _offload_s(step: _Step) -> float:
 
 def _cpu_adam_s(step: _Step) -> float:
     request = step.request
-    if not request.strategy.offload_device("optimizer") or request.box.host_memory_gb_per_s is None:
+    if not request.strategy.offload_device("optimizer"):
         return 0.0
     on_node = request.shape.parameters / request.box.nodes * _share_on_host(request)
-    return on_node * _CPU_ADAM_BYTES / (request.box.host_memory_gb_per_s * 1e9)
+    rate = request.box.host_memory_gb_per_s or step.constants.host_gb_per_s
+    return on_node * _CPU_ADAM_BYTES / (rate * 1e9)
 
 
 def _nvme_s(step: _Step) -> float:
@@ -286,7 +326,7 @@ def _nvme_s(step: _Step) -> float:
     return of_node * moved / 1e9
 
 
-def _notes(request: Request) -> tuple[str, ...]:
+def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     device, name = request.box.device, _rate_name(request.precision)
     said = [
         "MFU counts every product at the full sequence length: causal masking saves nothing in it, recomputation adds"
@@ -296,8 +336,12 @@ def _notes(request: Request) -> tuple[str, ...]:
         said.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
     elif name not in device.matmul_tflops:
         said.append(f"nobody published {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak")
+    held = 0.0 if memory is None else memory.peak_reserved.value + memory.device_parts["context"]
+    if device.memory_gib and held > device.visible_gib * 2**30:
+        said.append(f"this does not fit: the time is that of a {device.name} with more memory")
     if request.strategy.offload_device("optimizer"):
-        said.append(f"the host's Adam is bound by its memory, taken as {request.box.host_memory_gb_per_s:.0f} GB/s")
+        rate = request.box.host_memory_gb_per_s or FITTED.host_gb_per_s
+        said.append(f"the host's Adam reads and writes {rate:.0f} GB/s for all ranks of a node")
     if request.strategy.uses_nvme:
         said.append(
             f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"

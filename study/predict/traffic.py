@@ -19,8 +19,10 @@ def payload_of(request: Request) -> dict[str, float]:
     if strategy.is_fsdp:
         return _fsdp(request)
     if strategy.zero_stage is None:
-        # Accelerate's accumulation skips the all-reduce until the last micro-batch.
-        return {"all_reduce": float(total * FP32_BYTES)}
+        # Accelerate's accumulation skips the all-reduce until the last micro-batch. Buffers of whole numbers, BERT's
+        # positions and types, go out at every forward pass.
+        buffers = 2 * 8 * _positions(request) * request.accumulation if request.shape.model_type == "bert" else 0
+        return {"all_reduce": float(total * FP32_BYTES)} | ({"broadcast": float(buffers)} if buffers else {})
     if strategy.zero_stage == 0:
         return {"all_reduce": float(total * weight)}
     settings = engine_settings(strategy, request.shape.hidden)
@@ -38,22 +40,34 @@ def payload_of(request: Request) -> dict[str, float]:
     return {"all_gather": float(gathered * weight), how: float(scattered * weight)}
 
 
+def _positions(request: Request) -> int:
+    return next(tensor.rows for tensor in request.shape.tensors if tensor.name.startswith("position_embeddings"))
+
+
 def _fsdp(request: Request) -> dict[str, float]:
     """Each layer is gathered again for its backward pass, and so is an untied embedding: it has a group of its own."""
-    ranks, pieces = request.box.ranks, pieces_of(request.shape)
+    ranks, pieces = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, pieces_of(request.shape)
     padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
     again = sum(
         size
         for piece, size in zip(pieces, padded, strict=True)
-        if piece.layer is not None or (piece is pieces[0] and not request.shape.tied)
+        if 0 <= piece.place < request.shape.layers or (piece is pieces[0] and not request.shape.tied)
     )
     times = request.accumulation
-    return {"all_gather": float((sum(padded) + again) * FP32_BYTES * times),
-            "reduce_scatter": float(sum(padded) * FP32_BYTES * times)}  # fmt: skip
+    found = {"all_gather": float((sum(padded) + again) * FP32_BYTES * times),
+             "reduce_scatter": float(sum(padded) * FP32_BYTES * times)}  # fmt: skip
+    if ranks < request.box.ranks:
+        # Copies agree on the part of each rank.
+        found["all_reduce"] = float(sum(padded) / ranks * FP32_BYTES * times)
+    return found
 
 
 def sent_bytes(request: Request) -> float:
+    """Of a ring. hsdp gathers within a copy, and sums over copies; hpz's second gathers count as the first."""
     ranks = request.box.ranks
-    share = (ranks - 1) / ranks
-    factor = {"all_reduce": 2 * share, "reduce": 1.0}
+    within = request.strategy.ranks_of_a_copy(ranks) if request.strategy.is_fsdp else None
+    gathering = within or ranks
+    summing = ranks // within if within else ranks
+    share = (gathering - 1) / gathering
+    factor = {"all_reduce": 2 * (summing - 1) / summing, "reduce": 1.0, "broadcast": 1.0}
     return sum(size * factor.get(name, share) for name, size in payload_of(request).items())

@@ -158,7 +158,11 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
     if kind == "DEEPSPEED":
         return _accelerate_deepspeed(name, document, precision, processes)
     section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
-    return UserFile(name, "accelerate", kind, None, (), precision, section, processes)
+    says = "is not read here: what is told is of one group over all ranks"
+    findings = [
+        Finding("noted", key, says) for key in ("parallelism_config", "megatron_lm_config") if document.get(key)
+    ]
+    return UserFile(name, "accelerate", kind, None, (), precision, section, processes, findings)
 
 
 def _section(name: str, document: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     if "zero3_init_flag" in plugin:
         findings += _init_flag(plugin["zero3_init_flag"], stage)
     for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-        if plugin.get(key) not in (None, "none"):
+        if inner in (None, "none") and plugin.get(key) not in (None, "none"):
             says = "the launcher hands it to no rank: say nvme_path in a DeepSpeed JSON"
             findings.append(Finding("ignored", key, says))
     given = _dotted(settings) if inner not in (None, "none") else tuple(known[key] for key in plugin if known.get(key))
@@ -269,7 +273,7 @@ def _check_deepspeed(file: UserFile) -> None:
         _check_section(file.name, f"{ZERO}.{what}", section)
         if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
             raise UserError(f"{file.name}: {ZERO}.{what}.device is {brief(section['device'])}", "set none, cpu or nvme")
-    for key in ("bf16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler"):
+    for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
         if key in settings and not isinstance(settings[key], dict):
             raise UserError(f"{file.name}: {key} is {brief(settings[key])}, and no mapping", f'write "{key}": {{...}}')
 
@@ -287,6 +291,8 @@ def _check_section(name: str, place: str, section: dict[str, Any]) -> None:
         if isinstance(value, str) and not isinstance(default, str):
             value = section[key] = _SPELT.get(value.lower(), int(value) if value.isdecimal() else value)
         wants, is_it = _type_of(default, value)
+        if key == "reduce_bucket_size" and value == 0:
+            wants, is_it = "a whole number above 0", False
         if not is_it:
             raise UserError(f"{name}: {place}.{key} is {brief(value)}", f"set {wants}")
 

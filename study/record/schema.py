@@ -239,7 +239,7 @@ _KINDS: Keys = {
     }),
     "traffic.json": _keys({
         "step": POSITIVE_OR_NULL, "world_size": POSITIVE, "collectives": _keys({}, others=_COLLECTIVE),
-    }),
+    }, {"ranks_per_machine": POSITIVE, "across_machines_bytes_per_rank": AMOUNT}),
     "profile.json": _profile,
     "steps.jsonl": _keys(_STEP, _STEP_MAY_HAVE),
     "evals.jsonl": _keys({"step": POSITIVE, "eval_loss": NUMBER}, _EVALUATION_MAY_HAVE),

@@ -56,7 +56,7 @@ PROOFS = (
           "        loss = gas_scaled_loss\n")),
     ),
     Proof(
-        "offload-drops-micro-steps", "0.18.9", "bare zero2_cpu 4 outside",
+        "offload-drops-micro-steps", "0.18.6", "bare zero2_cpu 4 outside",
         ((f"{_ZERO}/stage_1_and_2.py",
           "            accumulate_gradients()\n        else:\n            copy_gradients_to_cpu()\n",
           "            accumulate_gradients()\n        copy_gradients_to_cpu()\n"),),

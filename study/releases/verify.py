@@ -28,7 +28,7 @@ from study.record.schema import RecordError
 from study.releases.causes import PACKAGES, Cause, causes_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
 from study.spec.config import Precision, RunConfig, resolved
-from study.spec.strategies import STUDIED_STRATEGIES
+from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
 from study.sweep.progress import show_duration
@@ -73,7 +73,7 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--only", nargs="+", metavar="STRATEGY", help="these strategies, beside `single` and `ddp`")
+    add("--only", nargs="+", metavar="STRATEGY", help="these strategies, in every precision that they have")
     add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="these precisions; all by default")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add(
@@ -92,7 +92,9 @@ def run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as held:
         root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         _refuse_another_stack(root, stack)
-        matrix = Matrix(root.absolute(), this_box(), options.precision, stack)
+        matrix = Matrix(root.absolute(), this_box(), stack, options.precision, chosen=bool(options.only))
+        if not any(map(matrix.cells, strategies)):
+            raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
         print(f"{_named(stack)}; {matrix.where}", file=out, flush=True)
         for number, strategy in enumerate(strategies, start=1):
             found = list(matrix.rows(strategy))
@@ -111,8 +113,11 @@ def run(options: argparse.Namespace) -> int:
 class Matrix:
     """Runs the cells of a strategy when it is asked for, and judges each against `single` in its precision."""
 
-    def __init__(self, root: Path, box: Box, precisions: Sequence[Precision], stack: Mapping[str, str | None]):
-        self.root, self.box, self._precisions, self._stack = root, box, precisions, stack
+    def __init__(
+        self, root: Path, box: Box, stack: Mapping[str, str | None], precisions: Sequence[Precision], *, chosen: bool
+    ):
+        """`chosen` where the user named the strategies, so that none is spared a precision."""
+        self.root, self.box, self._stack, self._precisions, self._chosen = root, box, stack, precisions, chosen
         self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
         self.tolerances: dict[Precision, Tolerance] = {}
 
@@ -122,10 +127,7 @@ class Matrix:
         return where if self.ranks > 1 else f"{where}, so what goes wrong between ranks is not seen"
 
     def rows(self, strategy: str) -> Iterator[Row]:
-        asked: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
-        asked += [
-            (precision, MICRO_STEPS[-1]) for precision in self._precisions if strategy in _HALF.get(precision, ())
-        ]
+        asked = self.cells(strategy)
         self._run([self._cell(strategy, *each) for each in asked])
         for precision, micro_steps in asked:
             single, tolerance = self._reference(precision)
@@ -133,6 +135,21 @@ class Matrix:
             verdict = judge(trace, single, tolerance)
             known = causes_of(self._stack, strategy, micro_steps, precision, verdict.what or "")
             yield Row(strategy, precision, micro_steps, verdict, known if verdict.kind == "different" else ())
+
+    def cells(self, strategy: str) -> list[tuple[Precision, int]]:
+        """Its precisions and micro-steps; half precision with accumulation alone, where most has gone wrong."""
+        whole: list[tuple[Precision, int]] = [("fp32", steps) for steps in MICRO_STEPS if "fp32" in self._precisions]
+        half = [each for each in self._precisions if each in _HALF and self._has(strategy, each)]
+        return whole + [(precision, MICRO_STEPS[-1]) for precision in half]
+
+    def _has(self, strategy: str, precision: Precision) -> bool:
+        if not self._chosen:
+            return strategy in _HALF[precision]
+        try:
+            read_strategy(strategy).check_engine_flags(RunConfig(precision=precision))
+        except UserError:
+            return False
+        return True
 
     def _reference(self, precision: Precision) -> tuple[Trace, Tolerance]:
         # Without an engine there is no bf16 of an engine.
@@ -163,11 +180,15 @@ class Matrix:
             raise KeyboardInterrupt
 
     def _trace(self, cell: Cell) -> Trace:
-        return trace_of(read_run(self.root / cell.id))
+        try:
+            return trace_of(read_run(self.root / cell.id))
+        except RecordError as error:
+            # Nothing began there: the sweep has said why.
+            return Trace([], [], [], "failed", f"it left no record ({error.reason})")
 
 
 def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
-    if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES), None):
+    if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES[1:]), None):
         raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
     return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
 

@@ -15,6 +15,7 @@ from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
 from study.host.releases import package_version, refuse_unverified_pair
 from study.host.swap import refuse_full_drive
+from study.predict.floor import state_bytes
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
@@ -25,7 +26,6 @@ from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
 from study.spec.strategies import Launch, Strategy, shell_environment, this_launch, virtual_launch
-from study.theory.memory import state_bytes
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
@@ -73,6 +74,9 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
             import deepspeed
 
+            # As DeepSpeed's own launcher sets it. Releases before 0.16 else ask `numactl`, which few boxes have.
+            if deepspeed.__version__.startswith(("0.14.", "0.15.")):
+                os.environ.setdefault("LOCAL_SIZE", str(launch.local_world_size))
             # On a GPU Accelerate does this. Left out, zero.Init sees a world of one while the weights are loaded.
             deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     cap_device_memory(config, launch)

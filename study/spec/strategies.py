@@ -133,8 +133,11 @@ class Launch:
     virtual: bool = False
 
     def ranks_of_a_copy(self, config: RunConfig) -> int | None:
-        per_machine = RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
-        return self.strategy.overridden(config).ranks_of_a_copy(self.world_size, per_machine)
+        return self.strategy.overridden(config).ranks_of_a_copy(self.world_size, self.ranks_per_machine)
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
 
     @property
     def is_main(self) -> bool:

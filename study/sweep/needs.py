@@ -6,8 +6,10 @@ import dataclasses
 
 from study.launch.cell import Cell
 from study.models.presets import find_preset
+from study.predict.floor import ANY_DEVICE, least_activation_bytes, least_device_bytes, state_bytes
+from study.predict.request import Box, Request
+from study.predict.shape import shape_of_preset
 from study.spec.strategies import read_strategy
-from study.theory.memory import activation_bytes, least_device_bytes, sizes_of, state_bytes
 
 # Interpreter, torch and the engine, of each process.
 _LIBRARIES_BYTES = 1.2 * 2**30
@@ -30,13 +32,17 @@ def needs_of(cell: Cell) -> Needs | None:
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return None
-    sizes, plan = sizes_of(preset.model_type, preset.architecture), config.batch_plan(cell.ranks)
+    shape, plan = shape_of_preset(preset), config.batch_plan(cell.ranks)
     strategy = read_strategy(cell.strategy).overridden(config)
     state = state_bytes(strategy, config.precision, cell.ranks)
-    activations = activation_bytes(
-        sizes, plan.per_device_train_batch_size, config.seq_length, config.precision, config.gradient_checkpointing
-    )
-    processes, parameters = cell.world_size, sizes.parameters
+    request = Request(
+        shape=shape, strategy=strategy, box=Box(cell.strategy, ANY_DEVICE, cell.ranks),
+        sequence_length=config.seq_length, micro_batch=plan.per_device_train_batch_size,
+        accumulation=plan.gradient_accumulation_steps, precision=config.precision,
+        gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
+    )  # fmt: skip
+    activations = least_activation_bytes(request)
+    processes, parameters = cell.world_size, shape.parameters
     # Outside stage 3 every process makes the whole model in fp32 on the host first, and moves it from there.
     loaded = 4 * parameters if strategy.zero_stage != 3 else 0
     # The parameters pass forward and backward, for each micro-batch.

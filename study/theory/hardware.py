@@ -12,6 +12,9 @@ import yaml
 
 from study.spec.config import Precision
 
+# Where nobody said what the driver shows: as of A100 and V100.
+_SHOWN = 0.985
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -27,6 +30,11 @@ class Device:
     # One direction, of one device.
     pcie_gb_per_s: float | None = None
     nvlink_gb_per_s: float | None = None
+    # What the driver shows of memory_gib.
+    visible_gib: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "visible_gib", self.visible_gib or _SHOWN * self.memory_gib)
 
 
 @functools.cache

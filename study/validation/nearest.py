@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from study.predict.request import Request
 from study.validation.measured import GIB, Measured, impossible, predicted_peak, predicted_step_s
+from study.validation.published import published_rows
 
 _SHOWN = 3
 # What one difference counts beside another: a model e times as large is as far off as another stage of ZeRO.
@@ -43,16 +44,15 @@ def nearest(request: Request, rows: Sequence[Measured], count: int = _SHOWN) -> 
     return sorted(usable, key=lambda row: distance(request, row.request))[:count]
 
 
-def lines(request: Request, rows: Sequence[Measured]) -> Iterator[str]:
-    for row in nearest(request, rows):
+def told(request: Request) -> Iterator[str]:
+    """In lines for the reader."""
+    for row in nearest(request, published_rows()):
         said = []
         if row.peak_bytes is not None:
-            predicted = predicted_peak(row)
-            said.append(f"{row.peak_bytes / GIB:.1f} GiB where {predicted / GIB:.1f} is predicted"
-                        f" ({predicted / row.peak_bytes - 1:+.0%})")  # fmt: skip
+            peak = predicted_peak(row)
+            error = peak / row.peak_bytes - 1
+            said.append(f"{row.peak_bytes / GIB:.1f} GiB where {peak / GIB:.1f} is predicted ({error:+.0%})")
         if row.step_s is not None:
-            predicted = predicted_step_s(row)
-            said.append(
-                f"{row.step_s:.3g} s a step where {predicted:.3g} is predicted ({predicted / row.step_s - 1:+.0%})"
-            )
+            step = predicted_step_s(row)
+            said.append(f"{row.step_s:.3g} s a step where {step:.3g} is predicted ({step / row.step_s - 1:+.0%})")
         yield f"measured near here: {row.name}: {'; '.join(said)} ({row.url or row.source})"

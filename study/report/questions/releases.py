@@ -79,7 +79,10 @@ def avoid_table(records: Records) -> pd.DataFrame:
 def _avoided(cells: Sequence[Cell]) -> str:
     if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
         return "none of them runs"
-    return ", ".join(dict.fromkeys(cell.release for cell in _bad(cells))) or "none"
+    bad: dict[str, bool] = {}
+    for cell in _bad(cells):
+        bad[cell.release] = bad.get(cell.release, True) and cell.gpu_hides_it
+    return ", ".join(f"{release} (on a CPU)" if is_hidden else release for release, is_hidden in bad.items()) or "none"
 
 
 def verdict_table(records: Records) -> pd.DataFrame:

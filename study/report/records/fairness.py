@@ -167,6 +167,10 @@ def _differences(run: Row, baseline: Row) -> Iterator[str]:
                 yield f"{name}: not recorded"
         elif here != there:
             yield name if form is None else f"{name}: {form.format(here)}, baseline {form.format(there)}"
+    here, there = (row.get("machines") for row in (run, baseline))
+    # More ranks may need more machines. As many ranks have another network on more of them.
+    if run["world_size"] == baseline["world_size"] and None not in (here, there) and here != there:
+        yield f"machines: {here}, baseline {there}"
     yield from _optimizer_difference(run, baseline)
 
 

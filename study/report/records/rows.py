@@ -76,6 +76,9 @@ RUN_COLUMNS: dict[str, str] = {
     "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
+    # Of a job on several machines: how many, and what a rank sends in groups that reach from one to another.
+    "machines": "Int64",
+    "across_machines_bytes_per_step": "float64",
     # What profile.json says, as JSON; nothing where no step was profiled.
     "profile": "str",
     **dict.fromkeys(_FLOORS, "float64"),
@@ -90,7 +93,7 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack",
+     "stack", "machines", "across_machines_bytes_per_step",
      "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
@@ -119,6 +122,9 @@ def run_row(run: Run) -> dict[str, Any]:
         row["virtual"] = config.virtual_world_size is not None
         row["matmul_tflops"] = matmul_tflops(notes, config.precision)
     row |= cell | _engine(run.engine) | _environment(run.environment)
+    if (per_machine := run.traffic.get("ranks_per_machine")) is not None:
+        # Of a virtual job, whose machines are not there.
+        row["machines"] = row["world_size"] // per_machine
     if not run.engine and row.get("strategy"):
         row |= _of_strategy_file(row["strategy"])
         # A virtual rank is launched as the one process that it is.
@@ -130,6 +136,7 @@ def run_row(run: Run) -> dict[str, Any]:
         row |= {column: state[kind][place] for column, (kind, place) in STATE_COLUMNS.items()}
         row |= _memory(run.memory["ranks"])
         row["collectives"] = json.dumps(run.traffic["collectives"]) if run.traffic["step"] is not None else None
+        row["across_machines_bytes_per_step"] = run.traffic.get("across_machines_bytes_per_rank")
         row["profile"] = json.dumps(run.profile) if run.profile else None
         row["samples_sha256"] = hashlib.sha256("".join(step["samples_hash"] for step in run.steps).encode()).hexdigest()
     return {key: _cell_value(run.path, key, row.get(key)) for key in RUN_COLUMNS}
@@ -206,11 +213,17 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
     return {
         **{key: environment.get(key) for key in copied},
-        "cpu": " + ".join(box["cpu"] for box in boxes if box.get("cpu")) or None,
-        "devices": json.dumps([device["name"] for box in boxes for device in box.get("devices", [])]),
+        # Machines that are alike are one kind of box, however many they are.
+        "cpu": " + ".join(dict.fromkeys(box["cpu"] for box in boxes if box.get("cpu"))) or None,
+        "devices": json.dumps([name for names in dict.fromkeys(map(_devices, boxes)) for name in names]),
+        "machines": len(boxes),
         **{f"{name}_version": packages.get(name) for name in ("accelerate", "transformers")},
         "study_version": packages.get("zero-study"),
     }
+
+
+def _devices(box: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(device["name"] for device in box.get("devices", []))
 
 
 def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -77,6 +77,10 @@ class Cell:
         return blames == {"pairing"} if blames else self.of_its_time == "equal"
 
     @property
+    def gpu_hides_it(self) -> bool:
+        return bool(self.causes) and all(cause.gpu == "hidden" for cause in self.causes)
+
+    @property
     def causes(self) -> tuple[Cause, ...]:
         verdict = self.verdict
         differs = {"crashes": "crash", "refuses": "refuses", "different": verdict.what}.get(verdict.kind)

@@ -1,0 +1,165 @@
+"""`study predict`: what one strategy would hold, send and take, before it is run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from study.errors import UserError
+from study.host.memory import GIB
+from study.predict.advise import device_bytes, fits, usable_bytes
+from study.predict.boxes import box_of
+from study.predict.intervals import estimate
+from study.predict.memory import predict_memory
+from study.predict.request import Attention, Estimate, OptimizerName, Prediction, Request
+from study.predict.shape import model_shape
+from study.predict.time import predict_time
+from study.predict.traffic import payload_of, sent_bytes
+from study.spec.config import Precision, RunConfig
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
+
+EPILOG = """\
+Nothing is run, and nothing is fetched without --hub. An interval is that of reports/prediction; a figure
+without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
+that of a ring.
+"""
+_WHAT = {
+    "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
+    "state": "of that, the strategy's state", "pinned": "of that, locked in memory",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
+    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(STRATEGY_NAMES)}")
+    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
+    add("--seq_length", type=int, default=2048, metavar="T", help="tokens of a sample")
+    add("--micro_batch", type=int, default=1, metavar="B", help="samples of one forward pass on one rank")
+    add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
+    add("--precision", choices=get_args(Precision), help="by default the engine's own bf16, or autocast without one")
+    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
+    add(
+        "--checkpoint_every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with it: recompute one layer of N, keep the others",
+    )
+    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
+    add("--optimizer", choices=get_args(OptimizerName), default="adamw")
+    add("--dropout", action="store_true", help="the model's own dropout is on")
+    add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
+    add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
+    add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def run(options: argparse.Namespace) -> int:
+    request = _request(options)
+    prediction = predict(request)
+    traced = None
+    if options.traced:
+        from study.predict.traced import traced_kept_bytes
+
+        traced = traced_kept_bytes(request)
+    if options.json:
+        print(json.dumps(_document(prediction, traced), indent=2))
+    else:
+        print("\n".join(_page(prediction, traced)))
+    return 0
+
+
+def predict(request: Request) -> Prediction:
+    memory = predict_memory(request)
+    return Prediction(
+        request=request,
+        memory=memory,
+        time=predict_time(request, memory),
+        sent_bytes_per_step=estimate("sent", sent_bytes(request)),
+        fits=fits(memory, request.box),
+    )
+
+
+def _request(options: argparse.Namespace) -> Request:
+    for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
+        if not 0 < getattr(options, name) <= 10_000_000:
+            raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
+    strategy = read_strategy(options.strategy)
+    default: Precision = "bf16-engine" if strategy.zero_stage else "bf16"
+    config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
+    strategy.check_engine_flags(config)
+    box = box_of(options.hardware)
+    if strategy.name == "single":
+        box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
+    return Request(
+        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), strategy=strategy.overridden(config),
+        box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
+        accumulation=options.accumulation, precision=config.precision,
+        gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
+        optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
+    )  # fmt: skip
+
+
+def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
+    request, memory = prediction.request, prediction.memory
+    return {
+        "model": request.shape.name, "parameters": request.shape.parameters, "strategy": request.strategy.name,
+        "hardware": request.box.name, "ranks": request.box.ranks, "precision": request.precision,
+        "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
+        "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
+        "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
+        "traced_activation_bytes": traced, "time": prediction.time and dataclasses.asdict(prediction.time),
+        "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
+        "payload_bytes": payload_of(request),
+    }  # fmt: skip
+
+
+def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
+    request, memory, box = prediction.request, prediction.memory, prediction.request.box
+    each = "rank" if box.in_host_memory else "GPU"
+    yield (
+        f"{request.shape.name} ({request.shape.parameters / 1e9:.2f} B), {request.strategy.name} on {box.name}"
+        f" ({box.ranks} ranks), {request.precision}, {request.micro_batch} x {request.sequence_length} tokens,"
+        f" {request.accumulation} pass(es) a step{', checkpointed' if request.gradient_checkpointing else ''}"
+    )
+    yield from ("", f"memory of one {each} at its peak, GiB")
+    parts = {name: size for name, size in memory.device_parts.items() if size >= 0.005 * GIB}
+    yield from _rows(parts, GIB)
+    yield _line("allocated between steps", memory.steady_allocated, GIB)
+    yield _line("allocated at the peak", memory.peak_allocated, GIB)
+    yield _line("reserved at the peak", memory.peak_reserved, GIB)
+    limit = f" of {usable_bytes(box) / GIB:.1f}"
+    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {'fits' if prediction.fits else 'does not fit'}"
+    if traced is not None:
+        yield f"  activations on transformers' own code: {traced / GIB:.2f}"
+    yield from ("", "host memory of one node, GiB")
+    yield from _rows({_WHAT[name]: size for name, size in memory.host_parts.items() if name in _WHAT and size}, GIB)
+    if memory.nvme:
+        yield f"  {'on the drive':<26} {memory.nvme / GIB:>9.2f}"
+    yield from ("", "sent by one rank in a step, GB")
+    yield from _rows(payload_of(request), 1e9)
+    yield _line("leaves the rank", prediction.sent_bytes_per_step, 1e9)
+    if prediction.time is not None:
+        time = prediction.time
+        yield from ("", "time of a step, ms")
+        yield from _rows(time.parts, 1e-3)
+        yield _line("in all", time.step_s, 1e-3)
+        rate = f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s of one {each}"
+        yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
+    for note in (*memory.notes, *(prediction.time.notes if prediction.time else ())):
+        yield f"  {note}"
+
+
+def _rows(parts: Any, unit: float) -> Iterator[str]:
+    for name, size in parts.items():
+        yield f"  {name.replace('_', ' '):<26} {size / unit:>9.2f}"
+
+
+def _line(name: str, figure: Estimate, unit: float) -> str:
+    known = figure.low is not None and figure.high is not None
+    between = f"  ({(figure.low or 0) / unit:.2f} to {(figure.high or 0) / unit:.2f})" if known else ""
+    return f"  {name:<26} {figure.value / unit:>9.2f}{between}"

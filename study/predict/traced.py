@@ -1,0 +1,152 @@
+"""Activations counted on transformers' own code: one forward and backward pass over fake tensors, which hold nothing.
+
+The only module of predictions that imports torch, and only when it is asked. What is counted is what the dispatcher
+makes: every storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
+torch's without a mask, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from study.predict.activations import is_fused
+from study.predict.request import ModelShape, Request
+
+if TYPE_CHECKING:
+    import torch
+
+_FUSED = "fused_without_mask"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Bytes, without weights."""
+
+    # When the forward pass has ended: what waits for the backward pass, logits included.
+    kept: int
+    forward_peak: int
+    # With gradients in the weights' type, as one device without an engine has them.
+    backward_peak: int
+
+
+def traced_kept_bytes(request: Request) -> int:
+    return traced(request).kept
+
+
+def traced(request: Request) -> Traced:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model_of(request)
+        tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
+        labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
+        live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
+        with live, torch.autocast("cpu", torch.bfloat16, enabled=request.precision in ("bf16", "fp16")):
+            loss = model(input_ids=tokens, labels=labels).loss
+        kept, forward_peak, live.peak = live.now, live.peak, live.now
+        with live:
+            loss.backward()
+        return Traced(kept, forward_peak, live.peak)
+
+
+def model_of(request: Request) -> Any:
+    import torch
+    import transformers
+
+    shape = request.shape
+    settings = transformers.AutoConfig.for_model(
+        shape.model_type, attn_implementation=_attention(request), **_architecture(shape, request.sequence_length)
+    )
+    settings.use_cache = False
+    for name in vars(settings).keys() & {
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    }:  # fmt: skip
+        setattr(settings, name, 0.0)
+    if shape.family == "causal-lm":
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    else:
+        kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)]
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32)
+    try:
+        model = kind(settings).train()
+    finally:
+        torch.set_default_dtype(usual)
+    if request.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _attention(request: Request) -> str:
+    if not is_fused(request):
+        return "eager"
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    AttentionInterface.register(_FUSED, fused)
+    AttentionMaskInterface.register(_FUSED, lambda *_, **__: None)
+    return _FUSED
+
+
+def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
+    """The keys of transformers for a shape."""
+    rows = {tensor.name: tensor.rows for tensor in shape.tensors}
+    positions = max(length, rows.get("wpe.weight", 0), rows.get("position_embeddings.weight", 0))
+    keys: dict[str, Any] = {"vocab_size": shape.vocabulary, "bos_token_id": None, "eos_token_id": None}
+    if shape.model_type in ("gpt2", "gptj"):
+        keys |= {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads, "n_inner": shape.inner}
+        keys |= {"n_positions": positions, "rotary_dim": min(64, shape.head_dim)}
+    else:
+        layers, heads = ("num_layers", "num_heads") if shape.model_type == "gpt_neo" else (
+            "num_hidden_layers", "num_attention_heads",
+        )  # fmt: skip
+        keys |= {"hidden_size": shape.hidden, "intermediate_size": shape.inner, "max_position_embeddings": positions}
+        keys |= {layers: shape.layers, heads: shape.heads, "num_key_value_heads": shape.key_value_heads}
+        keys |= {"head_dim": shape.head_dim, "attention_types": [[["global"], shape.layers]], "pad_token_id": 0}
+    return keys | {"tie_word_embeddings": shape.tied or shape.model_type == "bert"}
+
+
+def _live_bytes(outside: list[torch.Tensor]) -> Any:
+    """A dispatch mode that knows every storage that is alive, but for those outside."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Live(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.peak = 0
+            self.known: dict[int, Any] = {}
+            for tensor in outside:
+                self.see(tensor)
+            self.now = self.peak = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+            return result
+
+        def see(self, tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key in self.known:
+                return
+
+            def gone(_: Any) -> None:
+                self.now -= size
+                self.known.pop(key, None)
+
+            self.known[key] = weakref.ref(storage, gone)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    return Live()

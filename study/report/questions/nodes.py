@@ -1,0 +1,66 @@
+"""What more machines bring: speed beside the ideal, and what is sent within a machine and from one to another."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from study.report.plots.nodes import efficiency
+from study.report.questions.cells import names, span
+from study.report.questions.question import Answer, Question
+from study.report.records.frames import Records
+from study.report.records.nodes import STRONG, WEAK, over_nodes
+from study.report.records.statistics import percent
+
+_MIB = 2**20
+
+
+def answer(records: Records) -> Answer | None:
+    rows = over_nodes(records)
+    if rows.empty:
+        return None
+    table = _shown(rows)
+    timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
+    if timed.empty:
+        return Answer(
+            "Nothing here was timed on several machines: what a rank holds and sends there is told by virtual ranks.",
+            table,
+            ("A virtual job has machines of eight ranks.",),
+        )
+    said = [
+        f"{span(of_it['efficiency'], percent)} of the ideal with {names(sorted(of_it['line'].unique()))} ({kind})"
+        for kind in (STRONG, WEAK)
+        if len(of_it := timed[timed["scaling"] == kind])
+    ]
+    most = f"{timed['machines'].max():.0f} machines"
+    return Answer(f"On up to {most} a rank keeps {'; '.join(said)}.", table, _NOTES)
+
+
+_NOTES = (
+    "Strong: the global batch stays the same. Weak: each rank's share of it does.",
+    "The ideal is the speed per rank on the fewest machines.",
+)
+
+
+def nodes_table(records: Records) -> pd.DataFrame:
+    return _shown(over_nodes(records))
+
+
+def _shown(rows: pd.DataFrame) -> pd.DataFrame:
+    shown = {
+        "Model": rows["model"], "Arm": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
+        "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"], "Efficiency": rows["efficiency"],
+        "State per rank, MiB": rows["state"] / _MIB, "Sent per rank, MiB": rows["sent"] / _MIB,
+        "Of it across machines, MiB": rows["across"] / _MIB,
+    }  # fmt: skip
+    return pd.DataFrame(shown).dropna(axis="columns", how="all")
+
+
+QUESTION = Question(
+    name="nodes",
+    title="What do more machines bring?",
+    answer=answer,
+    nothing="Nothing here ran on one machine and, otherwise alike, on several.",
+    tables={"nodes": nodes_table},
+    figures={"nodes": efficiency},
+    notebook="scaling",
+)

@@ -1,0 +1,3 @@
+from study.validation.command import main
+
+raise SystemExit(main())

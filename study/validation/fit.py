@@ -1,0 +1,73 @@
+"""Fits the constants of study/predict/time.py to the published rows that are for it, by relative error of the step."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from pathlib import Path
+
+import numpy
+import yaml
+from scipy.optimize import minimize
+
+import study.predict
+from study.predict.time import Constants
+from study.validation.measured import Measured, impossible, predicted_step_s
+from study.validation.published import published_rows
+
+FILE = Path(study.predict.__file__).with_name("fitted.yaml")
+_HEAD = """\
+# Written by `python -m study.validation fit`: constants of study/predict/time.py with the smallest mean absolute
+# error over {rows} rows of study/validation/published.yaml, {error:.1%}. None of those rows scores a prediction.
+"""
+
+
+def fit_rows() -> list[Measured]:
+    return [row for row in published_rows() if row.use == "fit" and row.step_s and not impossible(row)]
+
+
+def mean_error(rows: list[Measured], constants: Constants) -> float:
+    return float(numpy.mean([abs(predicted_step_s(row, constants) / (row.step_s or 1.0) - 1) for row in rows]))
+
+
+# Where the search begins, always, so that it ends in one place.
+_START = Constants(
+    sustained=0.8,
+    eager_traffic=1.5,
+    compiled_traffic=0.8,
+    hidden_share=0.3,
+    launch_s=0.001,
+    hooks_s=0.002,
+    host_gb_per_s=15.0,
+)
+
+
+def fitted(rows: list[Measured], start: Constants = _START) -> Constants:
+    """By Nelder and Mead, each constant as a factor of where it starts."""
+    first = dataclasses.asdict(start)
+
+    def constants_of(factors: numpy.ndarray) -> Constants:
+        values = {
+            name: float(value * abs(factor)) for (name, value), factor in zip(first.items(), factors, strict=True)
+        }
+        shares = {name: min(1.0, values[name]) for name in ("sustained", "hidden_share")}
+        return Constants(**values | shares)
+
+    found = minimize(
+        lambda factors: mean_error(rows, constants_of(factors)), numpy.ones(len(first)), method="Nelder-Mead",
+        options={"maxiter": 4000, "xatol": 1e-3, "fatol": 1e-5, "adaptive": True},
+    )  # fmt: skip
+    return constants_of(found.x)
+
+
+def write() -> str:
+    rows = fit_rows()
+    constants = fitted(rows)
+    rounded = {name: float(f"{value:.3g}") for name, value in dataclasses.asdict(constants).items()}
+    error = mean_error(rows, Constants(**rounded))
+    used = dict(collections.Counter(row.source for row in rows))
+    text = _HEAD.format(rows=len(rows), error=error) + yaml.safe_dump(
+        {"constants": rounded, "rows": used}, sort_keys=False
+    )
+    FILE.write_text(text, encoding="utf-8")
+    return text

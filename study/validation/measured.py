@@ -1,0 +1,85 @@
+"""One measurement, the project's own or a published one, and what arithmetic says of it before it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Literal
+
+from study.predict.floor import state_bytes
+from study.predict.flops import model_flops
+from study.predict.memory import predict_memory
+from study.predict.request import Memory, Request
+from study.predict.time import FITTED, Constants, predict_time
+
+# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process, or, without a
+# GPU, the process itself.
+Kind = Literal["allocated", "reserved", "device", "resident"]
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    # Of a group of rows, such as llm-foundry-h100, or `own`.
+    source: str
+    name: str
+    request: Request
+    peak_bytes: float | None = None
+    peak_kind: Kind = "allocated"
+    # Between two steps: the project's own records have it.
+    steady_bytes: float | None = None
+    step_s: float | None = None
+    # None where nobody tried the device's limit.
+    fits: bool | None = None
+    use: Literal["fit", "score"] = "score"
+    # Part of each layer is computed again, which no request says.
+    selective: bool = False
+    url: str = ""
+    # Why it does not count, where a reader found out.
+    refused: str | None = None
+
+
+def impossible(row: Measured) -> str | None:
+    """Why arithmetic refuses a row; None where it may be true."""
+    request = row.request
+    if row.refused:
+        return row.refused
+    if row.peak_bytes is not None:
+        held = state_bytes(request.strategy, request.precision, request.box.ranks)
+        least = request.shape.parameters * (held.params_device + held.optimizer_device)
+        if row.peak_bytes < least:
+            return f"{row.peak_bytes / GIB:.1f} GiB, and weights and optimizer alone are {least / GIB:.1f}"
+    peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
+    if row.step_s is not None and peak is not None:
+        rate = model_flops(request) / row.step_s / 1e12
+        if rate > peak:
+            return f"{rate:.0f} TFLOP/s, and the device has {peak:g}"
+    return None
+
+
+def peak_of(memory: Memory, kind: Kind) -> float:
+    """The predicted figure of the same kind."""
+    if kind == "allocated":
+        return memory.peak_allocated.value
+    if kind == "resident":
+        return memory.peak_allocated.value + memory.host_parts["rank"]
+    outside = memory.device_parts["context"] if kind == "device" else 0.0
+    return memory.peak_reserved.value + outside
+
+
+def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
+    """Of what is checkpointed in part, halfway between all and nothing: half of a layer is the common choice."""
+    return statistics.mean(peak_of(predict_memory(each), kind or row.peak_kind) for each in _variants(row))
+
+
+def predicted_fit(row: Measured) -> bool:
+    return predicted_peak(row, "device") <= row.request.box.device.visible_gib * GIB
+
+
+def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
+    return statistics.mean(predict_time(each, constants=constants).step_s.value for each in _variants(row))
+
+
+def _variants(row: Measured) -> list[Request]:
+    asked = (True, False) if row.selective else (row.request.gradient_checkpointing,)
+    return [dataclasses.replace(row.request, gradient_checkpointing=each) for each in asked]

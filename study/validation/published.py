@@ -1,0 +1,139 @@
+"""The rows of published.yaml as measurements.
+
+A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
+micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
+takes them; dropout, compiled, fused_loss, fused_optimizer and autocast (false where FSDP alone computes in 16 bits) are
+of the page's trainer. `device` replaces figures of the box's device, network_gb_per_s its network. One of
+tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory,
+and memory_kind what it counts. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with
+`refuse` does not count, for that reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from study.errors import UserError
+from study.predict.boxes import box_of
+from study.predict.flops import model_flops
+from study.predict.request import Request
+from study.predict.shape import model_shape
+from study.spec.overrides import override
+from study.spec.strategies import read_strategy
+from study.validation.measured import GIB, Measured
+
+FILE = Path(__file__).with_name("published.yaml")
+_KEYS = {
+    "model", "box", "strategy", "precision", "attention", "sequence", "micro_batch", "accumulation", "checkpointing",
+    "override", "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib",
+    "memory_mib", "memory_kind", "fits", "out_of_memory", "use", "compiled", "url",
+    "refuse", "autocast", "fused_loss", "dropout", "fused_optimizer",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    id: str
+    title: str
+    url: str
+    note: str = ""
+
+
+def sources() -> list[Source]:
+    return [Source(group["id"], group["title"], group["url"], group.get("note", "")) for group in _document()["groups"]]
+
+
+def refused_sources() -> list[dict[str, str]]:
+    """What was read and is not used, and why."""
+    return list(_document()["refused"])
+
+
+def published_rows() -> list[Measured]:
+    document = _document()
+    return [
+        _measured(group, number, {"url": group["url"], **group["common"], **row}, document["models"])
+        for group in document["groups"]
+        for number, row in enumerate(group["rows"], 1)
+    ]
+
+
+def _document() -> dict[str, Any]:
+    return dict(yaml.safe_load(FILE.read_text(encoding="utf-8")))
+
+
+def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], models: Mapping[str, str]) -> Measured:
+    place = f"{FILE.name}, {group['id']}, row {number}"
+    if unknown := sorted(row.keys() - _KEYS):
+        raise UserError(f"{place} has the unknown key {unknown[0]!r}", f"use {', '.join(sorted(_KEYS))}")
+    request = _request(row, models[row["model"]])
+    memory = row["memory_gib"] * GIB if "memory_gib" in row else None
+    if "memory_mib" in row:
+        memory = row["memory_mib"] * 2**20
+    step_s = _step_s(row, request)
+    selective = row["checkpointing"] == "selective"
+    words = [
+        *[request.precision] * (request.precision != "bf16"),
+        *["compiled"] * bool(row.get("compiled")),
+        *["selective" if selective else "checkpointing"] * bool(row["checkpointing"]),
+    ]
+    name = f"{row['model']} {row['box']} {row['strategy']} {request.micro_batch}x{request.sequence_length}"
+    return Measured(
+        source=group["id"],
+        name=", ".join([name, *words]),
+        request=request,
+        peak_bytes=memory,
+        peak_kind=row.get("memory_kind", "allocated"),
+        step_s=step_s,
+        fits=not row.get("out_of_memory"),
+        use=row.get("use", "score"),
+        selective=selective,
+        url=row["url"],
+        refused=row.get("refuse"),
+    )
+
+
+def _request(row: Mapping[str, Any], model: str) -> Request:
+    box = box_of(str(row["box"]))
+    box = dataclasses.replace(
+        box,
+        device=dataclasses.replace(box.device, **row.get("device", {})),
+        network_gb_per_s=row.get("network_gb_per_s", box.network_gb_per_s),
+    )
+    strategy = read_strategy(row["strategy"])
+    if "override" in row:
+        assert strategy.deepspeed is not None
+        strategy = dataclasses.replace(strategy, deepspeed=override(strategy.deepspeed, row["override"]))
+    return Request(
+        shape=model_shape(model),
+        strategy=strategy,
+        box=box,
+        sequence_length=row["sequence"],
+        micro_batch=row["micro_batch"],
+        accumulation=row["accumulation"],
+        precision=row["precision"],
+        gradient_checkpointing=row["checkpointing"] is True,
+        attention=row["attention"],
+        autocast=row.get("autocast", True),
+        fused_loss=row.get("fused_loss", False),
+        dropout=row.get("dropout", False),
+        compiled=row.get("compiled", False),
+        fused_optimizer=row.get("fused_optimizer", True),
+    )
+
+
+def _step_s(row: Mapping[str, Any], request: Request) -> float | None:
+    sequences = request.micro_batch * request.accumulation
+    if "tokens_per_s_per_gpu" in row:
+        return float(sequences * request.sequence_length / row["tokens_per_s_per_gpu"])
+    if "samples_per_s" in row:
+        return float(sequences * request.box.ranks / row["samples_per_s"])
+    if "mfu" in row:
+        peak = request.box.device.peak_tflops[request.precision.removesuffix("-engine")]
+        assert peak is not None
+        return model_flops(request) / (row["mfu"] * peak * 1e12)
+    return row.get("step_s")

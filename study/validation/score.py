@@ -1,0 +1,108 @@
+"""Every measurement beside what is predicted of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+
+from study.validation.measured import GIB, Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    source: str
+    name: str
+    strategy: str
+    precision: str
+    device: str
+    ranks: int
+    use: str
+    refused: str | None
+    peak_kind: str
+    peak_gib: float | None
+    predicted_peak_gib: float | None
+    step_s: float | None
+    predicted_step_s: float | None
+    fits: bool | None
+    predicted_fits: bool | None
+    url: str
+
+    @property
+    def peak_error(self) -> float | None:
+        return _error(self.predicted_peak_gib, self.peak_gib)
+
+    @property
+    def step_error(self) -> float | None:
+        return _error(self.predicted_step_s, self.step_s)
+
+
+def score(row: Measured) -> Scored:
+    request, refused = row.request, impossible(row)
+    counts = refused is None
+    return Scored(
+        source=row.source,
+        name=row.name,
+        strategy=request.strategy.name,
+        precision=request.precision,
+        device=request.box.device.name,
+        ranks=request.box.ranks,
+        use=row.use,
+        refused=refused,
+        peak_kind=row.peak_kind,
+        peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
+        predicted_peak_gib=predicted_peak(row) / GIB if counts and row.peak_bytes is not None else None,
+        step_s=row.step_s,
+        predicted_step_s=predicted_step_s(row) if counts and row.step_s is not None else None,
+        fits=row.fits,
+        predicted_fits=predicted_fit(row)
+        if counts and row.fits is not None and request.box.device.memory_gib
+        else None,
+        url=row.url,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Of one figure over some rows; an error is predicted over measured, less one."""
+
+    rows: int
+    median: float | None
+    worst: float | None
+    # With its sign: which way it leans.
+    leaning: float | None
+
+
+def errors_of(found: Iterable[float | None]) -> Errors:
+    errors = [error for error in found if error is not None]
+    if not errors:
+        return Errors(0, None, None, None)
+    sizes = [abs(error) for error in errors]
+    return Errors(len(errors), statistics.median(sizes), max(sizes), statistics.median(errors))
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    judged: int
+    right: int
+    said_fits: int
+    said_out_of_memory: int
+
+    @property
+    def share(self) -> float | None:
+        return self.right / self.judged if self.judged else None
+
+
+def calls_of(rows: Sequence[Scored]) -> Calls:
+    """Under-predictions, which cost a run, apart from over-predictions, which cost a chance."""
+    judged = [row for row in rows if row.fits is not None and row.predicted_fits is not None]
+    return Calls(
+        judged=len(judged),
+        right=sum(row.fits == row.predicted_fits for row in judged),
+        said_fits=sum(row.predicted_fits is True and row.fits is False for row in judged),
+        said_out_of_memory=sum(row.predicted_fits is False and row.fits is True for row in judged),
+    )
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from study.errors import UserError
+from study.measure.flops import model_flops_per_sample
+from study.predict import flops
+from study.predict.boxes import BOX_NAMES, box_of
+from study.predict.links import bus_bandwidth_gb_per_s, collective_s
+from study.predict.request import Box, Request
+from study.predict.shape import model_shape
+from study.predict.time import FITTED, predict_time
+from study.spec.config import RunConfig, Task, resolved
+from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.theory.hardware import known_devices
+
+LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
+
+
+def asked(**changes: object) -> Request:
+    given = {
+        "shape": model_shape(LLAMA), "strategy": read_strategy("fsdp2"), "box": box_of("8xH100"),
+        "sequence_length": 2048,
+        "micro_batch": 4, "accumulation": 1, "precision": "bf16", "gradient_checkpointing": False, "attention": "sdpa",
+    }  # fmt: skip
+    return Request(**given | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "device"),
+    [
+        ("8xH100", 1, 8, "H100 SXM"), ("4x8xH100", 4, 8, "H100 SXM"), ("A100-40", 1, 1, "A100 SXM 40GB"),
+        ("a100-80gb", 1, 1, "A100 SXM 80GB"), ("2xT4", 1, 2, "T4"), ("V100-32", 1, 1, "V100 SXM2 32GB"),
+        ("4090", 1, 1, "RTX 4090"), ("3x4090", 1, 3, "RTX 4090"), ("H200", 1, 1, "H200 SXM"),
+    ],
+)  # fmt: skip
+def test_a_box_is_what_its_name_says(text: str, nodes: int, per_node: int, device: str) -> None:
+    box = box_of(text)
+    assert (box.nodes, box.gpus_per_node, box.device.name) == (nodes, per_node, device)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH10", "did you mean H100"), ("", "unknown box"), ("0xH100", "out of range"), ("1x2x3xH100", "unknown box"),
+        ("8x", "unknown box"), ("2xthis", "leave the number out"), ("8xH100\n8xH200", "unknown box"),
+        ("A" * 9999, "unknown box"),
+    ],
+)  # fmt: skip
+def test_an_unknown_box_is_refused_with_names_like_it(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as refusal:
+        box_of(text)
+    assert len(str(refusal.value)) < 500
+
+
+def test_every_named_box_has_what_a_time_needs() -> None:
+    for name in BOX_NAMES:
+        if name != "this":
+            time = predict_time(asked(box=box_of(f"2x{name}"), precision="fp16"))
+            assert time.step_s.value > 0
+            assert time.mfu is not None
+            assert 0 < time.mfu < 1
+
+
+def test_what_was_measured_is_below_the_peak_and_what_is_shown_below_the_data_sheet() -> None:
+    for device in known_devices():
+        for precision, rate in device.matmul_tflops.items():
+            assert rate < (device.peak_tflops[precision] or 0)
+        assert 0.9 * device.memory_gib < device.visible_gib < device.memory_gib
+
+
+@pytest.mark.parametrize(("task", "name"), [("gpt-wikitext", "gpt-tiny"), ("bert-imdb", "bert-tiny")])
+@pytest.mark.parametrize("length", [32, 128])
+def test_the_formula_counts_the_flops_that_torch_counts(task: Task, name: str, length: int) -> None:
+    config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=name, seq_length=length), False)
+    assert 3 * flops.forward_flops(model_shape(name), length) == model_flops_per_sample(config)
+
+
+def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
+    plain, again = asked(), asked(gradient_checkpointing=True)
+    assert flops.model_flops(plain) == flops.hardware_flops(plain) == flops.model_flops(again)
+    assert 1.25 < flops.hardware_flops(again) / flops.model_flops(again) < 4 / 3
+
+
+@pytest.mark.parametrize(
+    ("box", "payload", "expected"),
+    # The rows of the tables themselves, and between two of them.
+    [
+        ("8xA100", 2**28, 194.07), ("8xH200", 2**28, 436.15), ("8xH100", 2**34, 482.26),
+        ("4x8xH100", 2**28, 160.1), ("64x8xH100", 2**28, 32.9),
+    ],
+)  # fmt: skip
+def test_bandwidth_is_what_was_measured_where_it_was(box: str, payload: int, expected: float) -> None:
+    assert bus_bandwidth_gb_per_s(box_of(box), "all_reduce", payload) == pytest.approx(expected)
+
+
+def test_bandwidth_between_two_rows_lies_between_them() -> None:
+    box = box_of("8xA100")
+    low, middle, high = (bus_bandwidth_gb_per_s(box, "all_reduce", size) for size in (2**28, 3 * 2**27, 2**29))
+    assert low < middle < high
+
+
+def test_switches_that_add_speed_up_all_reduce_alone_and_of_more_than_four() -> None:
+    eight, four = box_of("8xH200"), box_of("4xH200")
+    assert bus_bandwidth_gb_per_s(eight, "all_gather", 2**34) == pytest.approx(362)
+    assert bus_bandwidth_gb_per_s(four, "all_reduce", 2**34) == pytest.approx(362)
+
+
+def test_a_longer_message_takes_no_less_time_but_for_the_noise_of_the_tables() -> None:
+    for box in (box_of("8xH100"), box_of("16x8xA100"), box_of("2xT4")):
+        times = [collective_s(box, "all_gather", 2**power) for power in range(10, 36)]
+        assert all(later > 0.9 * earlier for earlier, later in pairwise(times))
+        assert times[-1] > 100 * times[0]
+    assert collective_s(box_of("H100"), "all_reduce", 2**30) == 0
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_every_strategy_has_a_time_whose_parts_add_up(name: str) -> None:
+    box = box_of("H100") if name == "single" else box_of("8xH100")
+    time = predict_time(asked(strategy=read_strategy(name), box=box))
+    waited = sum(seconds for part, seconds in time.parts.items() if part != "communication_overlapped")
+    assert time.step_s.value == pytest.approx(waited)
+    assert all(seconds >= 0 for seconds in time.parts.values())
+    assert (time.parts["cpu_adam"] > 0) == (read_strategy(name).offload_device("optimizer") is not None)
+    assert (time.parts["nvme"] > 0) == read_strategy(name).uses_nvme
+    assert (time.parts["communication_exposed"] > 0) == (name != "single")
+
+
+def test_more_work_takes_more_time() -> None:
+    step = predict_time(asked()).step_s.value
+    for more in (
+        {"micro_batch": 8}, {"sequence_length": 4096}, {"accumulation": 2}, {"gradient_checkpointing": True},
+        {"precision": "fp32"}, {"attention": "eager"},
+        {"strategy": read_strategy("zero3_cpu")}, {"box": box_of("8xA100")}, {"box": box_of("16x8xH100")},
+    ):  # fmt: skip
+        assert predict_time(asked(**more)).step_s.value > step, more
+
+
+def test_a_small_micro_batch_waits_for_the_processor() -> None:
+    tiny = asked(box=box_of("H100"), strategy=read_strategy("single"), sequence_length=16, micro_batch=1)
+    assert predict_time(tiny).parts["compute"] > FITTED.launch_s * 32 * 3
+
+
+def test_compiling_and_a_fused_loss_save_time() -> None:
+    step = predict_time(asked()).step_s.value
+    assert predict_time(asked(compiled=True)).step_s.value < step
+    assert predict_time(asked(fused_loss=True)).step_s.value < step
+
+
+def test_faster_drives_and_links_shorten_their_own_parts_alone() -> None:
+    request = asked(strategy=read_strategy("zero3_nvme"))
+    fast = dataclasses.replace(request.box, nvme_read_gb_per_s=1e6, nvme_write_gb_per_s=1e6)
+    slow_parts, fast_parts = (
+        predict_time(asked(strategy=request.strategy, box=box)).parts for box in (request.box, fast)
+    )
+    assert fast_parts["nvme"] < slow_parts["nvme"] / 1000
+    assert {**fast_parts, "nvme": 0} == {**slow_parts, "nvme": 0}
+
+
+def test_a_precision_without_units_is_as_slow_as_fp32_and_says_so() -> None:
+    bf16, fp16 = (predict_time(asked(box=box_of("V100"), precision=precision)) for precision in ("bf16", "fp16"))
+    assert bf16.step_s.value > 2 * fp16.step_s.value
+    assert bf16.mfu is None
+    assert any("no units for bf16" in note for note in bf16.notes)
+
+
+def test_this_box_is_measured() -> None:
+    box: Box = box_of("this")
+    assert box.gpus_per_node >= 1
+    assert box.device.matmul_tflops
+    assert predict_time(asked(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0

@@ -1,0 +1,43 @@
+"""docs/releases.md says what the committed records say, and nobody is blamed for the fault of another."""
+
+from __future__ import annotations
+
+import pytest
+
+from study.releases.bare import read_rows
+from study.releases.page import BARE, PAGE, REPORT, page
+from study.report.records.frames import Records, read_parquet
+from study.report.records.stacks import Cell, release_cells
+
+
+@pytest.fixture(scope="module")
+def records() -> Records:
+    return read_parquet(REPORT)
+
+
+@pytest.fixture(scope="module")
+def cells(records: Records) -> list[Cell]:
+    return release_cells(records)
+
+
+def test_the_page_is_made_of_the_committed_records(records: Records) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(records, read_rows(REPORT / BARE)), "run `make releases`"
+
+
+def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[Cell]) -> None:
+    assert len({cell.release for cell in cells if cell.verdict.kind in ("equal", "different")}) >= 10
+    assert len(cells) >= 300
+
+
+def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[Cell]) -> None:
+    gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.of_its_time == "equal"]
+    # A race may miss any run.
+    steady = [cause for cell in gone for cause in cell.causes if not cause.sometimes]
+    assert {cause.id for cause in steady if cause.blame == "engine"} == set()
+
+
+def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: list[Cell]) -> None:
+    wrong = [cell for cell in cells if cell.verdict.kind == "different"]
+    assert [cell.runs[0] for cell in wrong if not cell.causes] == []
+    assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
+    assert "0.19.8" not in {cell.release for cell in wrong}

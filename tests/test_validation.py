@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from study.measure.estimators import accelerate_bytes, deepspeed_bytes
+from study.predict.time import FITTED
+from study.spec.strategies import REPOSITORY
+from study.validation import fit, league, report, tables
+from study.validation.measured import GIB, impossible, predicted_step_s
+from study.validation.published import published_rows, refused_sources, sources
+from study.validation.score import calls_of, score
+
+ROWS = published_rows()
+COUNTED = [row for row in ROWS if not impossible(row)]
+
+
+def test_there_are_rows_enough_of_many_sources() -> None:
+    assert len({row.url.split("/blob/")[0] for row in COUNTED}) >= 6
+    assert sum(row.peak_bytes is not None or not row.fits for row in COUNTED) >= 25
+    assert sum(row.step_s is not None for row in COUNTED) >= 25
+    assert {row.source for row in ROWS} == {source.id for source in sources()}
+    assert all(row.url.startswith("https://") for row in ROWS)
+    assert all(each["why"] and each["url"].startswith("https://") for each in refused_sources())
+
+
+def test_no_row_both_fits_a_constant_and_scores_it() -> None:
+    fitting, scoring = fit.fit_rows(), [row for row in COUNTED if row.use == "score"]
+    assert not {(row.source, row.name) for row in fitting} & {(row.source, row.name) for row in scoring if row.step_s}
+    # No constant rests on one row.
+    assert len(fitting) >= 4 * len(dataclasses.fields(FITTED))
+    assert len({row.url for row in fitting}) > 3
+
+
+def test_arithmetic_refuses_what_cannot_be() -> None:
+    row = next(row for row in COUNTED if row.step_s and row.peak_bytes)
+    assert row.step_s is not None
+    assert "TFLOP/s, and the device has" in (impossible(dataclasses.replace(row, step_s=row.step_s / 1000)) or "")
+    assert "weights and optimizer alone are" in (impossible(dataclasses.replace(row, peak_bytes=GIB)) or "")
+    assert impossible(row) is None
+
+
+def test_the_page_whose_sequences_are_shorter_than_it_says_is_found_by_arithmetic() -> None:
+    row = next(row for row in ROWS if row.refused and row.request.precision == "fp32")
+    assert "TFLOP/s" in (impossible(dataclasses.replace(row, refused=None)) or "")
+
+
+def test_the_committed_constants_are_what_the_fit_gives() -> None:
+    rows = fit.fit_rows()
+    assert fit.mean_error(rows, FITTED) == pytest.approx(fit.mean_error(rows, fit.fitted(rows)), abs=0.005)
+
+
+def test_half_checkpointed_is_between_all_and_nothing() -> None:
+    row = next(row for row in COUNTED if row.selective)
+    nothing = dataclasses.replace(row, selective=False)
+    everything = dataclasses.replace(nothing, request=dataclasses.replace(row.request, gradient_checkpointing=True))
+    assert predicted_step_s(nothing) < predicted_step_s(row) < predicted_step_s(everything)
+
+
+def test_a_missed_out_of_memory_is_counted_apart() -> None:
+    row = score(next(row for row in COUNTED if row.fits))
+    rows = [dataclasses.replace(row, fits=was, predicted_fits=said) for was, said in
+            ((True, True), (True, False), (False, True), (False, True), (False, False))]  # fmt: skip
+    calls = calls_of(rows)
+    assert (calls.judged, calls.right, calls.said_fits, calls.said_out_of_memory) == (5, 2, 2, 1)
+
+
+def test_the_other_estimators_are_called_as_they_are() -> None:
+    assert accelerate_bytes(1000, "fp32") == 16000
+    assert accelerate_bytes(1000, "bf16") == 8000
+    assert deepspeed_bytes(1000, 100, 8, 1, 2, False, False) == 2000 + 2250
+    assert deepspeed_bytes(1000, 100, 8, 1, 3, False, False) == 400 + 2250
+    assert deepspeed_bytes(1000, 100, 8, 1, 3, True, True) == 400
+    assert deepspeed_bytes(1000, 100, 8, 1, 0, False, False) is None
+
+
+def test_the_formula_of_the_cookbook_gives_what_its_script_gives() -> None:
+    """GPT-NeoX 20B's figures with its defaults, ranks 8, stage 3, no checkpointing: worked out by hand."""
+    request = next(row.request for row in COUNTED if row.source == "llm-foundry-h100")
+    shape = dataclasses.replace(
+        request.shape, layers=2, hidden=8, heads=2, key_value_heads=2, inner=32, vocabulary=10, gated=False
+    )
+    box = dataclasses.replace(request.box, nodes=1, gpus_per_node=8)
+    asked = dataclasses.replace(
+        request, shape=shape, box=box, sequence_length=4, micro_batch=1, gradient_checkpointing=False, precision="bf16"
+    )
+    parameters = 2 * 10 * 8 + 8 * 4 + 8 * 8 * 2 + 16 + 4 * 2 * 64 + 2 * 2 * 8 * 32
+    kept = 4 * 8 * 2 * (34 + 5 * 2 * 4 / 8)
+    assert league.eleuther_bytes(asked) == pytest.approx(parameters * 18 / 8 + 3e9 + kept)
+
+
+def test_the_committed_report_is_of_these_rows() -> None:
+    """What is predicted may have moved since; what was measured, and what counts, may not."""
+    committed = tables.read(report.FOLDER)
+    frame = report.scores_frame(report.all_rows())
+    columns = ["source", "name", "refused", "use", "peak_gib", "step_s", "url"]
+    pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
+
+
+def test_intervals_hold_what_they_say() -> None:
+    rows = tables.counted(report.scores_frame(report.all_rows()))
+    rows = rows[(rows["source"] != tables.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
+    import yaml
+
+    interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
+    ratio = rows["step_s"] / rows["predicted_step_s"]
+    assert ratio.between(interval["low"], interval["high"]).mean() == pytest.approx(report.WITHIN, abs=0.05)
+
+
+def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> None:
+    import papermill
+
+    papermill.execute_notebook(
+        str(REPOSITORY / "notebooks" / "prediction.ipynb"), str(tmp_path / "ran.ipynb"),
+        parameters={"source": "qwen-7b"}, kernel_name="python3", progress_bar=False, cwd=str(REPOSITORY),
+    )  # fmt: skip
+    text = (tmp_path / "ran.ipynb").read_text(encoding="utf-8")
+    assert "qwen-7b 2xA100-80" in text
+    assert "mpt-7b" not in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"]])
+def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "study.validation", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert answer.returncode == 2
+    assert "score|own|league|fit|report" in answer.stderr
