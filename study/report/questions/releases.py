@@ -96,20 +96,21 @@ def verdict_table(records: Records) -> pd.DataFrame:
         {
             "Release": cell.release,
             "Beside": "of its time" if cell.is_of_its_time else "today",
-            "Accelerate": cell.versions["accelerate"], "torch": cell.versions["torch"],
             "Strategy": cell.strategy,
             "Precision": cell.precision,
             "Micro-steps": cell.micro_steps,
             "Clips at": cell.max_norm or "-",
             "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
-            "Says": "" if cell.verdict.kind == "equal" else cell.verdict.says,
-            "Off by": cell.verdict.size,
+            "Differs first": cell.verdict.what or "-",
+            "At step": cell.verdict.first_step or "-",
+            "Loss off by, as a share": "-" if cell.verdict.size is None else f"{cell.verdict.size:.1e}",
+            "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
-            "Cause": "; ".join(f"{letters.get(cause, '')} {cause.title}".strip() for cause in cell.causes),
-            "With the stack of its time": "" if cell.is_of_its_time else cell.of_its_time or "not run",
+            "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",
+            "With its time": "-" if cell.is_of_its_time else cell.of_its_time or "not run",
         }
         for cell in cells
-    )  # fmt: skip
+    )
 
 
 def cause_table(records: Records) -> pd.DataFrame:
