@@ -38,10 +38,11 @@ def answer(records: Records) -> Answer | None:
         " DeepSpeed's own bf16.",
     ]
     if compared:
+        right = compared.count("equal")
+        why = "; those are a mismatch between releases, and no fault of the engine alone" if right else ""
         notes.append(
             f"Of {len(compared)} cells that are wrong today and ran with Accelerate and torch of their time too,"
-            f" {compared.count('equal')} are right there: a mismatch between releases, and no fault of the engine"
-            " alone."
+            f" {right} are right there{why}."
         )
     if bad:
         kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
