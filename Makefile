@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality readme claims releases bench clean
+.PHONY: install study test test-long quality readme claims releases prediction bench clean
 
 install: .venv/installed
 
@@ -47,9 +47,16 @@ readme: install
 claims: install
 	$(BIN)/python -m study.claims.page
 
-# docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml.
+# docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml. The report is
+# made first where runs are named: make releases RUNS=runs
 releases: install
+	$(if $(RUNS),$(BIN)/study report releases --runs-dir $(RUNS))
 	$(BIN)/python -m study.releases.page
+
+# Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.
+prediction: install
+	$(BIN)/python -m study.validation fit
+	$(BIN)/python -m study.validation report
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

@@ -100,7 +100,7 @@ def test_another_question_is_told_where_the_answer_changes() -> None:
 def test_the_guides_are_held_against_the_same_prediction(eight_b: Advice) -> None:
     told = {(rule.document, rule.says.split(":")[0]): rule for rule in rules(eight_b)}
     assert told["S0", "the decision tree"].choice == "zero2"
-    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16"))
+    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8))
     said = {(rule.document, rule.choice): rule.misleads for rule in rules(thirteen)}
     # More than 10 B: S1 sends optimizer and parameters to the host, which eight GPUs have no need of.
     assert "slower than" in said["S1", "zero3_cpu"]

@@ -63,6 +63,14 @@ def test_a_cause_shows_in_the_control(name: str) -> None:
         assert all(bare.is_right(row) for row in mine if row["caller"] == "bare" and row["precision"] == "fp32")
 
 
+def test_stage_0_in_bf16_reports_65536_times_its_norm_where_its_cause_says_so() -> None:
+    rows = [row for row in ROWS if row["strategy"] == "zero0" and row["precision"] == "bf16" and not row.get("error")]
+    found = {row["deepspeed"]: row["norm"] / row["right_norm"] for row in rows}
+    assert {release: round(ratio, -3) for release, ratio in found.items() if ratio > 2} == {
+        row["deepspeed"]: 66_000 for row in rows if CAUSES["stage0-bf16-scale"].is_in(row)
+    }
+
+
 @pytest.mark.parametrize("name", sorted(proof.cause for proof in PROOFS))
 def test_without_its_lines_a_cause_is_gone(name: str) -> None:
     rows = [row for row in PROOF_ROWS if row["cause"] == name]

@@ -192,6 +192,42 @@ def test_a_file_that_has_nothing_wrong_has_no_findings(tmp_path: Path) -> None:
     assert said(case_of(tmp_path, zero(2, reduce_bucket_size=1000, overlap_comm=True))) == {}
 
 
+PROBES = json.loads((ROOT / "reports/engine_keys/keys.json").read_text())["probes"]
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe["name"])
+def test_what_was_measured_of_a_setting_is_what_is_told(probe: dict[str, Any], tmp_path: Path) -> None:
+    name = "a.yaml" if "distributed_type" in probe["given"] else "a.json"
+    # These end a run because of the program beside the file.
+    beside = {
+        "zero_allow_untested_optimizer false": "zero_allow_untested_optimizer",
+        "the guide's settings and AdamW": "zero_force_ds_cpu_optimizer",
+    }
+    if probe["error"] and probe["name"] not in beside and not probe["name"].startswith("pipeline"):
+        with pytest.raises(UserError):
+            case_of(tmp_path, probe["given"], name=name)
+        return
+    case = case_of(tmp_path, probe["given"], name=name)
+    told = said(case)
+    assert not [finding for finding in told.values() if finding[0] == "refused"]
+    if key := beside.get(probe["name"]):
+        assert told[key][0] == "noted"
+    for setting, value in probe["says"].items():
+        if setting in ("bf16_enabled", "fp16_enabled"):
+            assert case.request.precision == f"{setting[:4]}-engine"
+        elif setting.startswith("zero."):
+            assert told_of(case, setting.removeprefix("zero.")) == value
+        elif setting in ("gradient_accumulation_steps", "gradient_clipping"):
+            assert case.top[setting] == value
+
+
+def told_of(case: Case, name: str) -> Any:
+    value: Any = case.zero
+    for part in name.split("."):
+        value = value[part] if part in value else value[f"stage3_{part}"]
+    return value
+
+
 _FILLED_BY_THE_ENGINE = """
 import json, sys, torch, transformers
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
@@ -337,7 +373,7 @@ def test_a_small_model_holds_more_under_stage_3_and_is_told_why(tmp_path: Path) 
     said = answer(small, "Does stage 3")
     assert said.figures["stage_3"] > said.figures["stage_2"]
     assert said.short.startswith("yes")
-    assert any("are whole at once" in line for line in said.because)
+    assert any("elements at once" in line for line in said.because)
     assert any("its gradient waits whole" in line for line in said.because)
     assert (
         answer(small.at(reduce_bucket_size=500_000_000), "Does stage 3").because[2].endswith("neither stage saves any")

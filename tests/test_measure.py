@@ -267,6 +267,23 @@ def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> Non
     assert [(one["payload_bytes"], one["wire_bytes_per_rank"]) for one in counts] == [(400, 0)] * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_what_leaves_a_machine_is_what_groups_with_ranks_on_several_send(eight_ranks: int) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    within, across = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 4])
+    with TrafficWatch(1, ranks_per_machine=4) as watch:
+        dist.all_reduce(torch.ones(100), group=within)
+        functional.all_gather_tensor(torch.ones(100), 0, within).sum()
+        dist.all_reduce(torch.ones(100), group=across)
+        functional.all_reduce(torch.ones(100), "sum", across).sum()
+        dist.broadcast(torch.ones(100), src=0)
+    report = watch.report()
+    assert (report["ranks_per_machine"], report["across_machines_bytes_per_rank"]) == (4, 400 + 400 + 400)
+    # On one machine there is nothing to tell.
+    assert "across_machines_bytes_per_rank" not in TrafficWatch(1, ranks_per_machine=8).report()
+
+
 def test_collectives_of_backward_hooks_are_counted(eight_ranks: int) -> None:
     weight = nn.Parameter(torch.ones(100))
     weight.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))

@@ -210,15 +210,11 @@ def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_
     assert not list((runs / "tiny").glob(".launch-*"))
 
 
-def training(runs: Path) -> bool:
-    return any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl"))
-
-
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
-    fixed, runs = {**TINY, "max_steps": 400, "logging_steps": 1}, tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, fixed)
+    # In this order; the second has the first node to itself.
+    suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "single"]}), tmp_path / "runs"
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
-    wait_until(lambda: training(runs))
+    wait_until(lambda: len(ranks_of(runs)) == 2)
     (tmp_path / "other").mkdir()
     script = tmp_path / "other.sh"
     script.write_text("#!/bin/bash\n")
@@ -226,15 +222,17 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     assert other.ended() == "COMPLETED"
     # Nothing of the second cell was begun in what time was left.
     (status,) = [read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")]
-    assert status["state"] == "interrupted"
+    assert (status["state"], status["reason"]) == ("interrupted", "Slurm ended it")
     assert "stopped: Slurm ends this job\n2 of 2 cells are left" in job.said()
     # Slurm itself would wait for two minutes.
     wait_until(lambda: job.fact("JobState") == "PENDING", 20)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     assert job.ended() == "COMPLETED", job.said()
-    found = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
-    assert [run.state for run in found] == ["ok", "ok"]
-    assert sorted(run.status["attempt"] for run in found) == [1, 2]
+    found = records(runs)
+    assert {strategy: (run.state, run.status["attempt"]) for strategy, run in found.items()} == {
+        "ddp": ("ok", 2), "single": ("ok", 1),
+    }  # fmt: skip
+    assert len(read_json(found["single"].path / "sweep.json")["attempts"][0]["nodes"]) == 1
 
 
 def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
@@ -243,7 +241,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     runs = tmp_path / "runs"
     short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
     suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
-    job = slurm.submit(tmp_path, "--time=2", "--", str(suite), "--runs-dir", str(runs))
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     wait_until(lambda: "timeout after" in job.said())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
     assert read_status(first)["reason"] == "ended after its 8 s"
@@ -266,7 +264,9 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     limit, runs = _limit_of(slurm.second_node_cgroup), tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS)
     before = limit.read_text()
-    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec python -m study.cli run {suite} --runs-dir {runs}\n")
+    job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
     try:
         # The second node's rank has begun, and takes more than this while it imports torch.
         wait_until(lambda: ranks_of(runs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,9 @@ def _sigkilled(evidence: Evidence) -> Ending:
 def _signals(printed: str, launcher_status: int) -> set[int]:
     """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
     numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
+    if launcher_status == 128 + signal.SIGKILL:
+        # As a shell, the supervisor and srun pass it on: it was the launcher itself.
+        numbers.add(signal.SIGKILL)
     return numbers | ({-launcher_status} if launcher_status < 0 else set())
 
 

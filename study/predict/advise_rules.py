@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 
 from study.host.memory import GIB
-from study.predict.advise import Advice, Option
+from study.predict.advise import Advice, Option, error_of_time
 
 # Billions of parameters.
 _S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
 _S1_OFFLOAD_BELOW = 1.5
-# A choice that is so much slower misleads; what is closer nobody can tell apart here.
+# A choice that is so much slower misleads, where nobody has validated times; else the error of a time counts.
 _MUCH = 0.05
 
 
@@ -61,7 +61,7 @@ def _misleads(advice: Advice, choice: str) -> str:
         return ""
     if not option.fits:
         return f"does not fit: {option.why}"
-    if option.tokens_per_s < (1 - _MUCH) * best.tokens_per_s:
+    if option.tokens_per_s < (1 - (error_of_time(best) or _MUCH)) * best.tokens_per_s:
         return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
     return ""
 

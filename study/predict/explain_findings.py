@@ -62,6 +62,12 @@ def _optimizer(case: Case) -> Iterator[Finding]:
     if "scheduler" in top and "optimizer" not in top and in_accelerate:
         says = "Accelerate refuses it beside a schedule of the program: make that an accelerate.utils.DummyScheduler"
         yield Finding("conflict", "scheduler", says)
+    if "zero_allow_untested_optimizer" in top:
+        if in_accelerate:
+            yield Finding("ignored", "zero_allow_untested_optimizer", "Accelerate says true, whatever the file does")
+        elif not top["zero_allow_untested_optimizer"]:
+            says = "false: DeepSpeed refuses an optimizer that it does not know, such as torch's SGD"
+            yield Finding("noted", "zero_allow_untested_optimizer", says)
     optimizer = case.offload("offload_optimizer")
     if optimizer is None:
         return
@@ -98,8 +104,9 @@ def _zero(case: Case) -> Iterator[Finding]:
             yield Finding("conflict", f"{ZERO}.overlap_comm", says)
     if stage in (1, 2) and zero["round_robin_gradients"] and not has_offload:
         yield Finding("nothing", f"{ZERO}.round_robin_gradients", "it is for gradients that go to the host")
-    if not zero["compute_grad_norm"] and stage not in (1, 2):
-        yield Finding("refused", f"{ZERO}.compute_grad_norm", "the engine refuses false without stage 1 or 2")
+    if not zero["compute_grad_norm"] and (stage not in (1, 2) or has_offload):
+        says = "the engine refuses false but at stages 1 and 2 without an offload"
+        yield Finding("refused", f"{ZERO}.compute_grad_norm", says)
     if zero["legacy_stage1"]:
         yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]

@@ -16,8 +16,8 @@ from study.spec.config import Precision
 from study.spec.strategies import Strategy
 from study.theory.hardware import Device
 
-# So large that no padding shows, and a tensor that every rank shares evenly.
-_ELEMENTS = 2**50
+# So large that no padding shows, in so many tensors that a share of the sub-groups is a share of the model.
+_ELEMENTS, _LAYERS = 2**50, 2**10
 ANY_DEVICE = Device(
     name="any", pattern="any", peak_tflops={}, memory_bandwidth_gb_per_s=0.0, memory_gib=1.0
 )  # fmt: skip
@@ -43,9 +43,9 @@ class StateBytes:
 
 def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
     """The strategy's settings count with what a run overrides in them."""
-    weights = (Tensor("weights.weight", _ELEMENTS, 1, False, rows=_ELEMENTS),)
+    weights = (Tensor("weights.weight", _ELEMENTS // _LAYERS, _LAYERS, True, rows=_ELEMENTS // _LAYERS),)
     shape = ModelShape(
-        name="large", model_type="llama", family="causal-lm", layers=1, hidden=1, inner=1, heads=1, key_value_heads=1,
+        name="large", model_type="llama", family="causal-lm", layers=_LAYERS, hidden=1, inner=1, heads=1, key_value_heads=1,
         head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
     )  # fmt: skip
     request = Request(

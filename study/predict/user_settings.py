@@ -273,7 +273,7 @@ def _check_deepspeed(file: UserFile) -> None:
         _check_section(file.name, f"{ZERO}.{what}", section)
         if section.get("device", "none") not in ("none", "cpu", "nvme", "auto"):
             raise UserError(f"{file.name}: {ZERO}.{what}.device is {brief(section['device'])}", "set none, cpu or nvme")
-    for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler"):
+    for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
         if key in settings and not isinstance(settings[key], dict):
             raise UserError(f"{file.name}: {key} is {brief(settings[key])}, and no mapping", f'write "{key}": {{...}}')
 

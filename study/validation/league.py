@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from study.errors import RunFailed, first_line
+from study.predict.memory import predict_memory
 from study.predict.request import Request
 from study.spec.strategies import REPOSITORY
 from study.validation.measured import GIB, Measured, predicted_peak
@@ -41,9 +42,9 @@ def standings(rows: Sequence[Measured]) -> list[Standing]:
     said = _asked(rows)
     by_tool: dict[str, Callable[[int, Measured], float | None]] = {
         OURS: lambda place, row: predicted_peak(row),
-        ACCELERATE: lambda place, row: said[place]["accelerate"],
-        DEEPSPEED: lambda place, row: said[place]["deepspeed"],
-        ELEUTHER: lambda place, row: eleuther_bytes(row.request),
+        ACCELERATE: lambda place, row: _with_libraries(said[place]["accelerate"], row),
+        DEEPSPEED: lambda place, row: _with_libraries(said[place]["deepspeed"], row),
+        ELEUTHER: lambda place, row: _with_libraries(eleuther_bytes(row.request), row),
     }
     return [_standing(tool, rows, by_tool[tool]) for tool in TOOLS]
 
@@ -69,6 +70,13 @@ def _standing(tool: str, rows: Sequence[Measured], ask: Callable[[int, Measured]
         ran_out=sum(not was for _, was in verdicts),
         called=sum(not said and not was for said, was in verdicts),
     )
+
+
+def _with_libraries(said: float | None, row: Measured) -> float | None:
+    """Of a process without a GPU all memory is measured, and no tool speaks of its libraries: it is given ours."""
+    if said is None or row.peak_kind != "resident":
+        return said
+    return said + predict_memory(row.request).host_parts["libraries"] / row.request.box.ranks
 
 
 def _asked(rows: Sequence[Measured]) -> list[Mapping[str, int | None]]:

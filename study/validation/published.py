@@ -2,10 +2,11 @@
 
 A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
 micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
-takes them; autocast: false where FSDP alone computes in 16 bits, and fused_loss and dropout, are of the page's trainer. `device`
-replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu, samples_per_s (of all
-GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory, and memory_kind what it counts. A row with a
-time or with `fits` did fit, one with out_of_memory did not, and one with `refuse` does not count, for that reason.
+takes them; dropout, compiled, fused_loss, fused_optimizer and autocast (false where FSDP alone computes in 16 bits) are
+of the page's trainer. `device` replaces figures of the box's device, network_gb_per_s its network. One of
+tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory,
+and memory_kind what it counts. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with
+`refuse` does not count, for that reason.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _KEYS = {
     "model", "box", "strategy", "precision", "attention", "sequence", "micro_batch", "accumulation", "checkpointing",
     "override", "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib",
     "memory_mib", "memory_kind", "fits", "out_of_memory", "use", "compiled", "url",
-    "refuse", "autocast", "fused_loss", "dropout",
+    "refuse", "autocast", "fused_loss", "dropout", "fused_optimizer",
 }  # fmt: skip
 
 
@@ -121,6 +122,7 @@ def _request(row: Mapping[str, Any], model: str) -> Request:
         fused_loss=row.get("fused_loss", False),
         dropout=row.get("dropout", False),
         compiled=row.get("compiled", False),
+        fused_optimizer=row.get("fused_optimizer", True),
     )
 
 

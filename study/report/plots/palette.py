@@ -81,7 +81,7 @@ PROFILE: Mapping[str, Fill] = {
 OTHER = Fill("#b0b6bd", "")
 # What came of a release: right, wrong, wrong together with another release, or nothing to compare.
 RELEASES: Mapping[str, Fill] = {
-    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "sometimes": Fill("#b3240f", "...."),
+    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "cpu": Fill("#d98a7e", ""),
     "mismatch": Fill("#d2691e", "////"),
     "refuses": Fill("#c9ced4", ""), "crashes": Fill("#767c85", ""), "not installable": Fill("#e8ebee", ""),
     "not judged": Fill("#e8ebee", "xxxx"),

@@ -79,8 +79,10 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
         f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.release == release})) or 'none'}"
         for release in releases
     )
-    titles = [f"{letter}  {cause.title}{_NOT_ON_A_GPU[cause.gpu]}" for cause, letter in used.items()]
+    titles = [f"{letter}  {cause.title}" for cause, letter in used.items()]
     notes = [Patch(facecolor="none", edgecolor="none", label=title) for title in sorted(titles)]
+    if any(cell.differs_sometimes for cell in cells):
+        notes.append(Patch(facecolor="none", edgecolor="none", label="'  in some of its runs"))
     legend = [*_legend(cells), *notes]
     return finish(figure, "Which releases train as one process does", subject, subtitle, words, legend=legend,
                   legend_columns=1, lead=f"Releases whose training differs, {subject}")  # fmt: skip
@@ -91,6 +93,7 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
     look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
     text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
+    text += "'" * cell.differs_sometimes
     label = axes.text(
         left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold", color="white"
     )
@@ -102,13 +105,13 @@ def _kind(cell: Cell) -> str:
         return cell.verdict.kind
     if cell.is_mismatch:
         return "mismatch"
-    return "sometimes" if cell.differs_sometimes else "different"
+    return "cpu" if cell.gpu_hides_it else "different"
 
 
-_NOT_ON_A_GPU = {"shows": "", "hidden": " (not on a GPU)", "unknown": " (on a GPU: not known)"}
 _WORDS = {
     "equal": "the same as one process, up to rounding", "different": "another training",
-    "sometimes": "another training in some runs of several", "mismatch": "another training, by a mismatch of releases",
+    "cpu": "another training on a CPU, and not on a GPU",
+    "mismatch": "another training, by a mismatch of releases",
     "refuses": "refuses", "crashes": "crashes",
     "not installable": "not installable", "not judged": "not judged",
 }  # fmt: skip
