@@ -373,7 +373,7 @@ def test_a_small_model_holds_more_under_stage_3_and_is_told_why(tmp_path: Path) 
     said = answer(small, "Does stage 3")
     assert said.figures["stage_3"] > said.figures["stage_2"]
     assert said.short.startswith("yes")
-    assert any("are whole at once" in line for line in said.because)
+    assert any("elements at once" in line for line in said.because)
     assert any("its gradient waits whole" in line for line in said.because)
     assert (
         answer(small.at(reduce_bucket_size=500_000_000), "Does stage 3").because[2].endswith("neither stage saves any")

@@ -13,8 +13,10 @@ from study.models.presets import PRESETS
 from study.predict.activations import activations_of
 from study.predict.boxes import box_of
 from study.predict.floor import least_activation_bytes
+from study.predict.gathers import gathers_of
 from study.predict.memory import points_of, predict_memory
 from study.predict.request import Request
+from study.predict.settings import engine_settings
 from study.predict.shape import model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
@@ -63,10 +65,10 @@ def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, prec
         # Weights and optimizer are not counted.
         points = [sum(point.parts.values()) for point in points_of(request)]
         stored = points[0] - kept.logits_forward - (kept.cast_layer * 4 if checkpointing else 0)
-        assert stored == pytest.approx(really.kept, rel=0.04), checkpointing
-        assert max(points[:3]) == pytest.approx(really.forward_peak, rel=0.12), checkpointing
+        assert stored == pytest.approx(really.kept, rel=0.03), checkpointing
+        assert 0.8 <= max(points[:2]) / really.forward_peak <= 1.3, checkpointing
         if precision != "bf16-engine":
-            assert max(points) == pytest.approx(really.backward_peak, rel=0.12), checkpointing
+            assert 0.95 <= max(points) / really.backward_peak <= 1.2, checkpointing
         assert least_activation_bytes(request) <= 1.02 * max(really.forward_peak, really.backward_peak)
 
 
@@ -94,8 +96,9 @@ def test_dropout_keeps_masks_and_scores_a_second_time():
 
 def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
     request = Request(
-        model_shape("gpt-7.5b"), read_strategy("zero3"), box_of("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
-    )
+        model_shape("layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008"), read_strategy("zero3"),
+        box_of("8xH100"), 2048, 1, 1, "bf16-engine", True, "sdpa",
+    )  # fmt: skip
     default = predict_memory(request).peak_allocated.value
 
     def with_settings(**settings):
@@ -105,11 +108,11 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         strategy = dataclasses.replace(request.strategy, deepspeed=changed)
         return predict_memory(dataclasses.replace(request, strategy=strategy))
 
-    for settings in (
-        {"reduce_bucket_size": 50_000_000},
-        {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0},
-    ):
-        assert with_settings(**settings).peak_allocated.value < default
+    assert with_settings(reduce_bucket_size=50_000_000).peak_allocated.value < default
+    settings = engine_settings(request.strategy, request.shape.hidden)
+    at_once = dataclasses.replace(settings, max_reuse_distance=0, prefetch_bucket=0)
+    assert gathers_of(request, at_once).most < gathers_of(request, settings).most / 2
+    assert gathers_of(request, at_once).elements > gathers_of(request, settings).elements
     offloaded = with_settings(offload_optimizer={"device": "cpu"})
     assert offloaded.peak_allocated.value < default
     assert offloaded.host_parts["state"] == pytest.approx(request.shape.parameters * (2 + 4 + 12), rel=1e-3)

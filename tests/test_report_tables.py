@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from study.report.plots.nodes import efficiency
 from study.report.questions import QUESTIONS, TABLES, nodes
 from study.report.records.frames import Records, read_records
 from synthetic_records import PARAMETERS, state_bytes, told, write_run
@@ -41,7 +42,8 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
 
 def test_there_is_every_table(records: Records) -> None:
     others = ("traffic", "controls", "slices", "left", "step_profile", "profile", "fits", "probes", "nodes",
-              "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models")  # fmt: skip
+              "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models", "releases_to_avoid",
+              "causes", "verdicts")  # fmt: skip
     assert sorted(TABLES) == sorted((*ALL, *others))
 
 
@@ -262,4 +264,4 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     assert planned["Efficiency"].isna().all()
     answer = told(nodes.answer(records))
     assert answer.sentence.startswith("On up to 2 machines a rank keeps 7")
-    assert len(nodes.efficiency(records)) == 3
+    assert len(efficiency(records)) == 3

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,15 @@ def write_release(folder: Path, version: str, content: str = "") -> None:
         wheel.writestr(f"{metadata}/RECORD", "")
 
 
+def planned(tmp_path: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY) -> list[Cell]:
+    cells = plan_cells(read_suite(write_suite(tmp_path, axes, fixed)), NO_GPU)
+    return [cell for cell in cells if isinstance(cell, Cell)]
+
+
+def cells_under(tmp_path: Path, stack: str) -> list[Cell]:
+    return planned(tmp_path, {"strategy": "zero1", "stack": stack})
+
+
 def test_the_stacks_have_every_minor_since_0_14_and_each_archive_is_pinned():
     releases = [stack.releases["deepspeed"] for stack in stacks().values() if not stack.name.endswith("-then")]
     assert len(releases) >= 10
@@ -90,7 +101,7 @@ def test_a_wrong_line_of_the_stack_file_is_refused_with_its_place(tmp_path, monk
 
 
 def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):
-    cells = plan_cells(read_suite(write_suite(tmp_path, {"strategy": ["single", "zero1"], "stack": "today"})), NO_GPU)
+    cells = planned(tmp_path, {"strategy": ["single", "zero1"], "stack": "today"})
     today = [name for name in stacks() if not name.endswith("-then")]
     assert sorted((cell.strategy, cell.stack) for cell in cells) == sorted(
         (strategy, stack) for strategy in ("single", "zero1") for stack in today
@@ -146,12 +157,6 @@ def test_a_suite_that_is_not_there_is_refused_by_prepare(capsys):
     assert said.count("\n") == 1
 
 
-def cells_under(tmp_path: Path, stack: str) -> list[Cell]:
-    found = plan_cells(read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": stack})), NO_GPU)
-    assert all(isinstance(cell, Cell) for cell in found)
-    return found  # type: ignore[return-value]
-
-
 def test_a_release_that_pip_cannot_install_is_an_unsupported_cell_that_says_why(tmp_path, index, cache):
     assert prepare.install(["deepspeed-0.18.0"]) == {"deepspeed-0.18.0"}
     cells = cells_under(tmp_path, "0.18.0")
@@ -202,9 +207,9 @@ def test_under_an_older_release_the_trainer_runs_and_what_cannot_be_told_is_null
     make(stack)
     for precision in ("fp32", "bf16"):
         axes = {"strategy": ["single", "zero2"], "stack": stack}
-        cells = plan_cells(read_suite(write_suite(tmp_path, axes, {**TINY, "precision": precision})), NO_GPU)
+        cells = planned(tmp_path, axes, {**TINY, "precision": precision})
         run_cells(cells, tmp_path / "runs", this_box())
-        runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells if isinstance(cell, Cell)}
+        runs = {cell.strategy: read_run(tmp_path / "runs" / cell.id) for cell in cells}
         if precision == "bf16":
             assert runs["zero2"].state == "unsupported"
             assert f"DeepSpeed {stack} does not have" in runs["zero2"].status["reason"]

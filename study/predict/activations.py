@@ -54,6 +54,8 @@ _SOFTMAX_IN_FP32 = {
     "bert": (), "gpt2": ("autocast",),
     **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "llama", "gemma", "gemma2"), ("autocast", "engine")),
 }  # fmt: skip
+# Tensors of scores that a forward pass has at once, where it masks them by hand.
+_SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
 # Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
 _PASSING = {"bert": 1.0, "gpt_neox": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
 # The others' configurations have none.
@@ -117,19 +119,25 @@ def activations_of(request: Request) -> Activations:
     largest_scores = pairs * (4 if mode in _SOFTMAX_IN_FP32[name] else width)
     matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
     vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
+    # Gemma's last norm computes in fp32 all through.
+    upcast = 2 if name.startswith("gemma") and mode == "engine" else 0
     capped = width if name == "gemma2" else 0
     fused_loss = request.fused_loss
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream,
-        outside=tokens * shape.hidden * (stream + width + (4 if shape.gated else 0))
+        outside=tokens
+        * shape.hidden
+        * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated + upcast)
         + _masks(request, name, fused, stream),
-        layer_forward=max(tokens * width * (2 * shape.inner + shape.hidden), 2.1 * largest_scores),
+        layer_forward=max(
+            tokens * width * (2 * shape.inner + shape.hidden), _SCORES_FORWARD.get(name, 2.1) * largest_scores
+        ),
         layer_working=max(
             tokens * width * (_PASSING.get(name, 2.0) * shape.inner + shape.hidden),
             # What the feed-forward block kept is gone by then.
-            2 * largest_scores - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
+            largest_scores + pairs * width - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
         ),
         logits=tokens * vocabulary * (width if fused_loss else 4 + capped),
         # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
@@ -155,7 +163,10 @@ def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> 
 
 
 def _masks(request: Request, name: str, fused: bool, stream: int) -> float:
-    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window."""
-    if fused or name == "bert":
+    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window.
+
+    Where layers are recomputed it is one of their inputs, and kept.
+    """
+    if fused or name == "bert" or not request.gradient_checkpointing:
         return 0.0
     return float(request.micro_batch * request.sequence_length**2 * stream * (2 if name == "gemma2" else 1))

@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
     add("--precision", choices=get_args(Precision), help="by default the engine's own bf16, or autocast without one")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
+    add(
+        "--checkpoint_every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with it: recompute one layer of N, keep the others",
+    )
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", choices=get_args(OptimizerName), default="adamw")
     add("--dropout", action="store_true", help="the model's own dropout is on")
@@ -78,7 +85,7 @@ def predict(request: Request) -> Prediction:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("seq_length", "micro_batch", "accumulation"):
+    for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
         if not 0 < getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
     strategy = read_strategy(options.strategy)
@@ -93,7 +100,7 @@ def _request(options: argparse.Namespace) -> Request:
         box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision=config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        optimizer=options.optimizer, dropout=options.dropout,
+        optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
     )  # fmt: skip
 
 

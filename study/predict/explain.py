@@ -77,7 +77,7 @@ def _bucket(case: Case) -> list[Cost]:
 
 
 def whole_elements(case: Case) -> int:
-    """The most of stage 3's parameters that are whole at once, without the small ones that always are."""
+    """The most of stage 3's parameters that are whole at once, with the buffers that they are gathered into."""
     return gathers_of(case.request, case.settings).most
 
 
@@ -89,7 +89,7 @@ def _stage3(case: Case) -> list[Cost]:
     says = f"tensors of up to {threshold:,.0f} elements stay whole on every rank, {kept:,} elements of this model"
     found = _cost(case, "stage3_param_persistence_threshold", says, kept * case.weight * (1 - 1 / case.ranks))
     whole = whole_elements(case)
-    says = f"{whole:,} elements are whole at once: the layer at work, what comes next, and what is used again soon"
+    says = f"{whole:,} elements are gathered at once: the layer at work, what comes next, what is used again soon"
     least = whole_elements(case.at(**{"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}))
     if least < whole:
         says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"

@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from study.errors import UserError
+from study.predict.floor import ANY_DEVICE
 from study.predict.request import Box, ModelShape, Request, Tensor
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
-from study.theory.hardware import Device
 
 # A machine of forums; which device it is does not matter to bytes.
 _RANKS_PER_NODE = 8
-_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 80.0)
 
 # Accelerate fills these in from the model's width.
 _FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
@@ -93,7 +92,7 @@ class Case:
 
 def _box(ranks: int) -> Box:
     nodes, rest = divmod(ranks, _RANKS_PER_NODE)
-    return Box("any", _DEVICE, ranks, 1) if rest or not nodes else Box("any", _DEVICE, _RANKS_PER_NODE, nodes)
+    return Box("any", ANY_DEVICE, ranks, 1) if rest or not nodes else Box("any", ANY_DEVICE, _RANKS_PER_NODE, nodes)
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:

@@ -78,8 +78,9 @@ def _reasons(third: Case) -> list[str]:
     if whole := whole_elements(third):
         of_all = whole / elements
         found.append(
-            f"of stage 3's parameters {whole:,} are whole at once, {of_all:.0%} of the model: prefetching goes ahead up"
-            " to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is used again"
+            f"stage 3 gathers {whole:,} elements at once, {of_all:.0%} of the model, with what they are copied out of:"
+            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is used"
+            " again"
         )
     if bucket >= elements:
         found.append(

@@ -16,8 +16,8 @@ from study.spec.config import Precision
 from study.spec.strategies import Strategy
 from study.theory.hardware import Device
 
-# So large that no padding shows, and a tensor that every rank shares evenly.
-_ELEMENTS = 2**50
+# So large that no padding shows, in so many tensors that a share of the sub-groups is a share of the model.
+_ELEMENTS, _LAYERS = 2**50, 2**10
 ANY_DEVICE = Device(
     name="any", pattern="any", peak_tflops={}, memory_bandwidth_gb_per_s=0.0, memory_gib=1.0
 )  # fmt: skip
@@ -43,20 +43,20 @@ class StateBytes:
 
 def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
     """The strategy's settings count with what a run overrides in them."""
-    weights = (Tensor("weights.weight", _ELEMENTS, 1, False, rows=_ELEMENTS),)
+    weights = (Tensor("weights.weight", _ELEMENTS // _LAYERS, _LAYERS, True, rows=_ELEMENTS // _LAYERS),)
     shape = ModelShape(
-        name="large", model_type="llama", family="causal-lm", layers=1, hidden=1, inner=1, heads=1, key_value_heads=1,
-        head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
+        name="large", model_type="llama", family="causal-lm", layers=_LAYERS, hidden=1, inner=1, heads=1,
+        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
     )  # fmt: skip
     request = Request(
         shape, strategy, Box("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
     state = state_of(request, waiting=False)
-    share = {name: value / _ELEMENTS for name, value in dataclasses.asdict(state).items()}
+    share = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
     stays = share["optimizer_nvme"] + share["grads_nvme"]
     return StateBytes(
         share["params_device"], share["grads_device"], share["optimizer_device"],
-        host=state.host / _ELEMENTS, nvme=state.nvme / _ELEMENTS,
+        host=state.host / shape.parameters, nvme=state.nvme / shape.parameters,
         nvme_per_step=2 * stays, nvme_per_pass=share["params_nvme"],
     )  # fmt: skip
 
@@ -65,8 +65,11 @@ def least_activation_bytes(request: Request) -> float:
     """What one micro-batch leaves for its backward pass, and the gradient of the logits that begins it."""
     kept = activations_of(request)
     layers = request.shape.layers
-    stored = layers * kept.checkpoint + kept.layer if request.gradient_checkpointing else layers * kept.layer
-    return stored + kept.logits + kept.logits_backward / 2
+    loss = kept.logits + kept.logits_backward / 2
+    if request.gradient_checkpointing:
+        # A layer is made again when the loss is through.
+        return layers * kept.checkpoint + max(kept.layer, loss)
+    return layers * kept.layer + loss
 
 
 def least_device_bytes(state: StateBytes, parameters: int, activations: float) -> float:

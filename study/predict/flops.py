@@ -66,4 +66,6 @@ def hardware_flops(request: Request) -> int:
     """With what is computed again; what a fused attention computes again in its own backward pass is not counted."""
     again = forward_flops(request.shape, request.sequence_length, in_layers_only=True)
     sequences = request.micro_batch * request.accumulation
-    return model_flops(request) + (again * sequences if request.gradient_checkpointing else 0)
+    return model_flops(request) + (
+        again * sequences // request.checkpoint_every if request.gradient_checkpointing else 0
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
@@ -15,11 +14,10 @@ from study.predict.request import Memory, Request
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, weight_bytes
 
-# What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
-# read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.6 * GIB, 0.5 * GIB
-# The allocator asks the driver for pieces of 2 MiB, of 20 MiB, and of whole 2 MiB above: what is reserved beyond what
-# is allocated at the peak. Blocks of a training step are mostly of one size and are used again.
+# A CUDA context after one torch tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
+# and for more (https://github.com/NVIDIA/nccl/issues/964).
+CONTEXT_BYTES, COMMUNICATOR_OF_TWO_BYTES, COMMUNICATOR_BYTES = 723 * 2**20, 544 * 2**20, 688 * 2**20
+# Assumed, and no record of this project can tell: what the allocator reserves beyond what is allocated at the peak.
 RESERVED_SHARE = 0.04
 
 
@@ -47,7 +45,7 @@ def predict_memory(request: Request) -> Memory:
     reserved = peak.total * RESERVED_SHARE
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": CONTEXT_BYTES + (COMMUNICATOR_BYTES if request.box.ranks > 1 else 0.0),
+        "context": _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
@@ -60,6 +58,10 @@ def predict_memory(request: Request) -> Memory:
         nvme=nvme,
         notes=tuple(_notes(request, peak)),
     )
+
+
+def _outside_torch(ranks: int) -> float:
+    return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")
@@ -78,7 +80,7 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if largest.elements > settings.reduce_bucket:
         yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
     if shape.tied:
-        yield f"{pieces[0].name} is tied: the head's gradient waits for the embedding's, then both are there and their sum"
+        yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if settings.stage == 3:
         most = gathers_of(request, settings).most
         yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
@@ -144,7 +146,7 @@ def points_of(request: Request) -> list[Point]:
     live, small = max(gathers.live_forward.values(), default=(0, 0))
     begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
     # Until the forward pass has ended, autocast keeps its copies of all weights.
-    cached = kept.cast_layer * layers if recomputed else 0.0
+    cached = kept.cast_layer * layers / request.checkpoint_every if recomputed else 0.0
     points = [
         Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,
@@ -177,11 +179,12 @@ def points_of(request: Request) -> list[Point]:
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
     """What so many first layers keep, and what the last of them makes in its backward pass."""
     recomputed = request.gradient_checkpointing
-    each = kept.checkpoint if recomputed else kept.layer - kept.scores
-    scores = 0.0 if recomputed else layers * kept.scores
+    again = layers / request.checkpoint_every if recomputed else 0.0
+    whole = layers - again
+    scores = whole * kept.scores
     # Autocast's copies live as long as the graph; recomputed layers make theirs again.
-    casts = kept.cast_layer * (0 if recomputed else layers) + kept.cast_head
-    activations = layers * each + kept.outside + casts
+    casts = kept.cast_layer * whole + kept.cast_head
+    activations = again * kept.checkpoint + whole * (kept.layer - kept.scores) + kept.outside + casts
     if working:
         activations += kept.layer_working
         if recomputed:

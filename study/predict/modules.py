@@ -87,9 +87,8 @@ def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tup
         heads: tuple[_Node, ...] = (node("-", end), node("classifier", end))
     else:
         # A tied head is the embedding once more.
-        own = (end, "lm_head") in owned
-        tied = () if own else owned[BEFORE, str(before[0])]
-        heads = (node("lm_head", end) if own else _Node(Call(end, tuple(tied))),)
+        tied = owned[BEFORE, str(before[0])] if shape.tied else []
+        heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
     root = _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads))
     backward = root.calls(backward=True)
     if recomputes:

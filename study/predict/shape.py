@@ -199,7 +199,9 @@ def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple
 
 
 def _head(sizes: _Sizes, bias: bool = False) -> _Named:
-    return [] if sizes["tied"] else _linear("lm_head", sizes["vocabulary"], sizes["hidden"], bias)
+    head = _linear("lm_head", sizes["vocabulary"], sizes["hidden"], bias)
+    # A tied one has no matrix of its own.
+    return head[1:] if sizes["tied"] else head
 
 
 _FAMILIES: dict[str, Callable[[_Sizes], tuple[_Named, _Named, _Named]]] = {

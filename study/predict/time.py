@@ -162,7 +162,7 @@ def _backward_s(step: _Step) -> float:
         if each.in_layer:
             of_weights = _product_s(step, each.out, step.tokens, each.inner)
             matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
-    again = _layers_forward_s(step) if step.request.gradient_checkpointing else 0.0
+    again = _layers_forward_s(step) / step.request.checkpoint_every if step.request.gradient_checkpointing else 0.0
     attention = _attention_s(step) * (2.0 if step.request.attention == "eager" else _FUSED_BACKWARD_OVER_FORWARD)
     rest = _head_s(step, 2) + _logits_s(step) * 2 / 3 + _casts_s(step) / 2
     return matrices + attention + _elementwise_s(step, 2 / 3) + rest + again
@@ -238,7 +238,7 @@ def _launched_s(step: _Step) -> float:
     """What the processor needs to start one micro-batch's kernels: backward is as much as two forward passes."""
     request = step.request
     each = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
-    return each * request.shape.layers * (4 if request.gradient_checkpointing else 3)
+    return each * request.shape.layers * (3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0))
 
 
 def _offload_s(step: _Step) -> float:

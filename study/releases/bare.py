@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -134,7 +135,7 @@ def plain_loop(is_bf16: bool, clipping: float) -> dict[str, Any]:
     kind = torch.bfloat16 if is_bf16 else torch.float32
     model.to(kind)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LEARNING_RATE)
-    losses, norms, weights = [], [], []
+    losses, norms = [], []
     for inputs, targets in batches():
         pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
         for weight, master in pairs:
@@ -146,9 +147,8 @@ def plain_loop(is_bf16: bool, clipping: float) -> dict[str, Any]:
             master.grad = None if weight.grad is None else weight.grad.float()
         norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), clipping or float("inf"))))
         optimizer.step()
-        losses.append(float(loss))
-        weights.append(_flat(masters.parameters()))
-    return {"losses": losses, "norms": norms, "weights": weights}
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "norms": norms, "weights": _flat(masters.parameters()).tolist()}
 
 
 def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
     engine, micro_step = through(case, model, optimizer)
     kind = torch.float32 if case.precision == "fp32" else torch.bfloat16
     micro = BATCH // RANKS // case.accumulation
-    losses, norms, weights = [], [], []
+    losses, norms, readings = [], [], []
     for inputs, targets in batches():
         total = torch.zeros(())
         for index in range(case.accumulation):
@@ -184,8 +184,9 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
         norm = engine.get_global_grad_norm()
         norms.append(None if norm is None else float(norm))
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=case.stage == 3):
-            weights.append(_flat(engine.module.parameters()))
-    return {"losses": losses, "norms": norms, "weights": weights}
+            weights = _flat(engine.module.parameters())
+        readings.append(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+    return {"losses": losses, "norms": norms, "weights": weights.tolist(), "readings": readings}
 
 
 MicroStep = Callable[[Callable[[], Any], bool], Any]
@@ -226,10 +227,10 @@ def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, Mi
     return engine, micro_step
 
 
-def _flat(parameters: Iterator[Any]) -> list[float]:
+def _flat(parameters: Iterator[Any]) -> torch.Tensor:
     import torch
 
-    return list(torch.cat([one.detach().float().cpu().flatten() for one in parameters]).tolist())
+    return torch.cat([one.detach().float().cpu().flatten() for one in parameters])
 
 
 def start(work: Callable[[], Any], output: Path) -> int:
@@ -256,9 +257,10 @@ def collect(children: Mapping[int, Path]) -> list[dict[str, Any]]:
     """What each child left. One that hangs is ended, and so is one whose partner has failed."""
     deadline, alive = time.monotonic() + _CASE_LIMIT_S, set(children)
     while alive and time.monotonic() < deadline:
-        alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
-        if any("error" in _read(output) for output in children.values()):
+        ended = {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
+        if any("losses" not in _read(children[pid]) for pid in ended):
             deadline = min(deadline, time.monotonic() + 2)
+        alive -= ended
         time.sleep(0.02)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
@@ -287,9 +289,9 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "losses_off": _short(max(map(_share, mine["losses"], right["losses"]))),
         "norm": _short(mine["norms"][0], 6), "right_norm": _short(right["norms"][0], 6),
-        "weights_off": _short(_distance(mine["weights"][-1], right["weights"][-1])),
+        "weights_off": _short(_distance(mine["weights"], right["weights"])),
         # After how many of the steps the two ranks read other weights.
-        "readings_apart": sum(a != b for a, b in zip(mine["weights"], other["weights"], strict=True)),
+        "readings_apart": sum(a != b for a, b in zip(mine["readings"], other["readings"], strict=True)),
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from study.releases.bare import is_right, read_rows
+from study.releases.bare import INSTALLED, is_right, read_rows
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, lettered
@@ -30,6 +30,7 @@ PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "re
 # DeepSpeed without this project's trainer, by study/releases/bare.py.
 BARE = "bare.json"
 _CALLERS = ("bare", "boundary", "accelerate")
+_NOT_RUN = "\N{MIDDLE DOT}"
 _REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
 _HEAD = """# Releases: which of them train as one process does
 
@@ -111,12 +112,12 @@ def _grid(cells: Sequence[Cell], letters: dict[Cause, str]) -> pd.DataFrame:
 
 def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     if not cells:
-        return "\N{MIDDLE DOT}"
+        return _NOT_RUN
     (cell,) = cells
-    kind = cell.verdict.kind
+    kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
     if kind == "different":
-        return ("".join(letters[cause] for cause in cell.causes) or "?") + "'" * cell.differs_sometimes
-    return {"equal": "=", "crashes": "x"}.get(kind, "-")
+        return (why or "?") + "'" * cell.differs_sometimes
+    return {"equal": "=", "crashes": "x"}.get(kind, "-") + why
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
@@ -126,7 +127,7 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",
-        f"- Whose: {_WHOSE[cause.blame]}",
+        f"- Whose: {_WHOSE[cause.blame]}; {_seen_then(cells)}",
         f"- Seen here in {len(cells)} cells: DeepSpeed {seen}; {strategies}"
         + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
         *(f"- Read in {each.package} {each.release}, `{each.file}`, lines {each.lines}: {markdown_text(each.says)}"
@@ -142,11 +143,21 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
 
 
 _WHOSE = {
-    "engine": "DeepSpeed's; it shows with releases of its own time and without this project's trainer too",
-    "pairing": "a mismatch of releases: DeepSpeed alone does not do it, and with other releases beside it neither",
+    "engine": "DeepSpeed's",
+    "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
     "trainer": "this study's own trainer or audit, with that release",
     "unknown": "not established",
 }
+
+
+def _seen_then(cells: Sequence[Cell]) -> str:
+    """Whether the releases of its own time do it too."""
+    beside = "with Accelerate and torch of its time"
+    if then := list(dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time)):
+        return f"seen in {', '.join(then)} {beside} too"
+    return f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
+
+
 _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 
 
@@ -203,9 +214,13 @@ def _control(bare: Sequence[dict[str, Any]]) -> str:
         return ""
     rows = []
     strategies = list(dict.fromkeys(row["strategy"] for row in asked))
-    for stack in dict.fromkeys(row["stack"] for row in asked):
+    for stack in sorted(
+        {row["stack"] for row in asked}, key=lambda name: (name == INSTALLED, release_order(name), name)
+    ):
         signs = {(row["caller"], row["strategy"]): _sign_of_bare(row) for row in asked if row["stack"] == stack}
-        line = {f"`{name}`": " / ".join(signs.get((caller, name), " ") for caller in _CALLERS) for name in strategies}
+        line = {
+            f"`{name}`": " / ".join(signs.get((caller, name), _NOT_RUN) for caller in _CALLERS) for name in strategies
+        }
         rows.append({"Stack": stack, **line})
     head = (
         "## The bare control\n\nA small model on two ranks, four micro-steps in a step, without this project's trainer:"

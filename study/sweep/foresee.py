@@ -11,6 +11,7 @@ from study.host.memory import GIB
 from study.launch.cell import Cell
 from study.predict.advise import device_bytes
 from study.predict.boxes import box_of
+from study.predict.floor import ANY_DEVICE
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
@@ -20,10 +21,6 @@ from study.sweep.needs import needs_of
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
 from study.sweep.suite_file import Suite
-from study.theory.hardware import Device
-
-# Where nobody says what it runs on. A device of no memory is a process in the host's.
-_ANY_DEVICE = Device("any", "", dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), 1.0), 1.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +47,15 @@ class Foresight:
         is_elsewhere = self.suite.requires.gpus > self.host.gpus
         return self.suite.requires.host_memory_gib if is_elsewhere else self.host.host_memory_gib
 
+    def nodes(self, cell: Cell) -> int:
+        """That the cell takes, of the box that it is for."""
+        if self.box is not None:
+            return -(-cell.world_size // self.box.gpus_per_node)
+        wanted = self.suite.requires
+        if wanted.gpus > self.host.gpus:
+            return -(-cell.world_size // (wanted.gpus_per_node or wanted.gpus))
+        return self.host.nodes_for(cell.world_size) or 1
+
     def told(self, cell: Cell) -> str:
         """In a few words."""
         said, request = [], self._request(cell)
@@ -60,13 +66,13 @@ class Foresight:
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             held = memory.host_peak.value
             if device is None:
-                held += cell.world_size * memory.peak_allocated.value
+                held += cell.world_size / self.nodes(cell) * memory.peak_allocated.value
             # A cap is the allocator's, and does not see the context.
             is_cap = cell.config.device_memory_cap_gib is not None
             on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
             fits = held <= self.host_gib * GIB and (device is None or on_device <= device * GIB)
         said.append(self._time(cell, request))
-        if is_certain_to_run_out(cell, device, self.host_gib):
+        if is_certain_to_run_out(cell, device, self.host_gib, self.nodes(cell)):
             said.append("certain to run out of memory")
         elif fits is not None:
             said.append("fits" if fits else "runs out of memory")
@@ -92,8 +98,10 @@ class Foresight:
         except UserError:
             return None
         plan = config.batch_plan(ranks)
-        per_node = min(ranks, self.box.gpus_per_node) if self.box else cell.world_size
-        device = dataclasses.replace(_ANY_DEVICE, memory_gib=self.device_gib(cell) or 0.0)
+        # A virtual rank stands alone on its box, whatever the size of its job.
+        per_node = -(-cell.world_size // self.nodes(cell))
+        # A device of no memory is a process in the host's.
+        device = dataclasses.replace(ANY_DEVICE, memory_gib=self.device_gib(cell) or 0.0)
         box = self.box or Box("any", device, per_node)
         return Request(
             shape=shape, strategy=read_strategy(cell.strategy).overridden(config),
@@ -109,20 +117,21 @@ def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | No
     return Foresight(suite, host, durations, None if name is None else box_of(name))
 
 
-def is_certain_to_run_out(cell: Cell, device_gib: float | None, host_gib: float) -> bool:
+def is_certain_to_run_out(cell: Cell, device_gib: float | None, host_gib: float, nodes: int = 1) -> bool:
     """By what no run of it can do without: never said of a cell that fits. Without a GPU the host is the device."""
     needs = needs_of(cell)
     if needs is None:
         return False
     on_host = needs.host_bytes if device_gib is not None else cell.world_size * needs.device_bytes
-    return on_host > host_gib * GIB or (device_gib is not None and needs.device_bytes > device_gib * GIB)
+    return on_host / nodes > host_gib * GIB or (device_gib is not None and needs.device_bytes > device_gib * GIB)
 
 
 def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
     """On this very box, of cells that are not there to show it."""
     for cell in cells:
         device = cell.config.device_memory_cap_gib or (min(host.gpu_memory_gib) if host.gpus else None)
-        if cell.expect != "oom" and is_certain_to_run_out(cell, device, host.host_memory_gib):
+        nodes = host.nodes_for(cell.world_size) or 1
+        if cell.expect != "oom" and is_certain_to_run_out(cell, device, host.host_memory_gib, nodes):
             needs = needs_of(cell)
             assert needs is not None
             yield (

@@ -1,4 +1,4 @@
-"""study/train.py, which prints a digest of every whole parameter as each checkpoint is saved."""
+"""study/train.py, which writes a digest of every whole parameter beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from study.run.open import exit_status_of
 save = checkpoint.save_checkpoint
 
 
-def save_and_print(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
+def save_and_write(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
     save(run, accelerator, schedule, step)
     digests = {}
     for name, parameter in accelerator.unwrap_model(accelerator._models[0]).named_parameters():
         with _whole(parameter):
             digests[name] = hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
-    print("PROBE " + json.dumps({"rank": run.launch.rank, "step": step, "digests": digests}), flush=True)
+    if run.launch.is_main:
+        (run.output_dir / checkpoint.FOLDER / "live_weights.json").write_text(json.dumps(digests))
 
 
 def _whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters([parameter])
+    return deepspeed.zero.GatheredParameters([parameter])
 
 
-checkpoint.save_checkpoint = save_and_print
+checkpoint.save_checkpoint = save_and_write
 if __name__ == "__main__":
     os._exit(exit_status_of(train.main))
