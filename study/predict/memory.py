@@ -46,10 +46,10 @@ def predict_memory(request: Request) -> Memory:
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
-    reserved = peak.total * RESERVED_SHARE
+    reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": _outside_torch(request.box.ranks),
+        "context": 0.0 if request.box.in_host_memory else _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
