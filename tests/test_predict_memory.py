@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from study.cli import main
 from study.models.presets import PRESETS
@@ -53,6 +54,15 @@ def test_a_shape_has_every_tensor_of_the_model_in_its_order(model_type):
         real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
         assert [(piece.elements, piece.rows) for piece in pieces_of(request.shape)] == real
         assert request.shape.parameters == sum(elements for elements, _ in real)
+
+
+def test_mpt_has_no_bias_and_ties_its_head():
+    architecture = {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 97, "max_seq_len": 50}
+    with torch.device("meta"):
+        model = transformers.MptForCausalLM(transformers.MptConfig(**architecture))
+    real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
+    shape = shape_of_architecture("mpt", "mpt", architecture)
+    assert [(piece.elements, piece.rows) for piece in pieces_of(shape)] == real
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

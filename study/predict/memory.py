@@ -36,16 +36,20 @@ class Point:
 def predict_memory(request: Request) -> Memory:
     state = state_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
+    if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
+        # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
+        # start and stay (initialize_optimizer_states).
+        always["optimizer"] += state_of(request, waiting=False).grads_device
     points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
     if request.box.in_host_memory:
         points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
-    reserved = peak.total * RESERVED_SHARE
+    reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": _outside_torch(request.box.ranks),
+        "context": 0.0 if request.box.in_host_memory else _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
