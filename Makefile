@@ -47,8 +47,10 @@ readme: install
 claims: install
 	$(BIN)/python -m study.claims.page
 
-# docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml.
+# docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml. The report is
+# made first where runs are named: make releases RUNS=runs
 releases: install
+	$(if $(RUNS),$(BIN)/study report releases --runs-dir $(RUNS))
 	$(BIN)/python -m study.releases.page
 
 # Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.

@@ -90,7 +90,7 @@ def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
     # The rows of the tables themselves, and between two of them.
     [
         ("8xA100", 2**28, 194.07), ("8xH200", 2**28, 436.15), ("8xH100", 2**34, 482.26),
-        ("4x8xH100", 2**28, 160.1), ("64x8xH100", 2**28, 32.9),
+        ("4x8xH100", 2**28, 160.1), ("64x8xH100", 2**28, 32.9), ("2x1xH100", 2**28, 361.7 / 8),
     ],
 )  # fmt: skip
 def test_bandwidth_is_what_was_measured_where_it_was(box: str, payload: int, expected: float) -> None:
@@ -142,6 +142,17 @@ def test_more_work_takes_more_time() -> None:
 def test_a_small_micro_batch_waits_for_the_processor() -> None:
     tiny = asked(box=box_of("H100"), strategy=read_strategy("single"), sequence_length=16, micro_batch=1)
     assert predict_time(tiny).parts["compute"] > FITTED.launch_s * 32 * 3
+
+
+def test_copies_keep_the_gathers_off_the_network() -> None:
+    """hsdp shards within a machine, and hpz gathers there for its backward pass."""
+    box = dataclasses.replace(box_of("8x8xA100"), network_gb_per_s=3.0)
+    waited = {
+        name: predict_time(asked(strategy=read_strategy(name), box=box)).parts["communication_exposed"]
+        for name in ("fsdp2", "hsdp", "zero3", "zero3_hpz")
+    }
+    assert waited["hsdp"] < waited["fsdp2"]
+    assert waited["zero3_hpz"] < waited["zero3"]
 
 
 def test_compiling_and_a_fused_loss_save_time() -> None:

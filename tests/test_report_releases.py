@@ -31,6 +31,15 @@ causes:
     left: {release: 0.19.8, change: https://github.com/deepspeedai/DeepSpeed/pull/1}
     gpu: shows
     gpu_why: the same Python runs there
+  - id: race
+    title: weights are read too early
+    blame: engine
+    strategies: [zero3]
+    deepspeed: "<0.19.8"
+    sometimes: true
+    says: By chance.
+    gpu: hidden
+    gpu_why: one stream
 """
 SHIFT: dict[str, Any] = {"loss_shift": 0.1, "norm": 0.25}
 
@@ -72,6 +81,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     write(root, "0.18.6", "zero3_cpu", 4, state="failed", reason="AttributeError: <i>no such</i> key")
     write(root, "0.18.6", "zero2_cpu", 4, state="unsupported", reason="deepspeed-0.18.6 is not installable: no wheel")
     write(root, "0.19.8", "zero1", 4)
+    write(root, "0.18.6", "zero3")
     # No `single` of its own: another stack of the same torch and Accelerate has one.
     write(root, "0.19.2", "zero1", 4)
     write_parquet(read_runs(root), root / "kept")
@@ -101,7 +111,7 @@ def test_each_cell_is_held_against_one_process_under_its_own_stack(records: Reco
         **{(stack, "ddp", 4): "equal" for stack in ("0.18.6", "0.18.6-then", "0.19.8")},
         ("0.18.6", "zero1", 1): "equal", ("0.18.6", "zero1", 4): "different", ("0.18.6-then", "zero1", 4): "different",
         ("0.18.6", "zero2", 4): "different", ("0.18.6-then", "zero2", 4): "equal",
-        ("0.18.6", "zero3", 4): "different", ("0.18.6", "zero3_cpu", 4): "crashes",
+        ("0.18.6", "zero3", 1): "equal", ("0.18.6", "zero3", 4): "different", ("0.18.6", "zero3_cpu", 4): "crashes",
         ("0.18.6", "zero2_cpu", 4): "not installable", ("0.19.8", "zero1", 4): "equal", ("0.19.2", "zero1", 4): "equal",
     }  # fmt: skip
     assert cell_of(records, "0.18.6", "zero1").single.startswith("single-0.18.6-1")
@@ -123,6 +133,9 @@ def test_a_cell_of_which_one_run_is_wrong_is_wrong_and_says_that_it_is_luck(reco
     assert (lucky.verdict.kind, lucky.differs_sometimes, len(lucky.runs)) == ("different", True, 2)
     assert lucky.worst_run.endswith("r2")
     assert not cell_of(records, "0.18.6", "zero1").differs_sometimes
+    # Right once, in a release whose fault strikes by chance, is no proof.
+    assert cell_of(records, "0.18.6", "zero3", 1).is_lucky
+    assert not cell_of(records, "0.19.8", "zero1").is_lucky
 
 
 def test_the_answer_names_the_good_release_and_a_report_of_stacks_asks_nothing_of_their_speed(records: Records) -> None:
@@ -135,6 +148,7 @@ def test_the_answer_names_the_good_release_and_a_report_of_stacks_asks_nothing_o
     assert {question.name for question in answers(records)} == {"releases", "runs"}
     table = avoid_table(records).set_index("Strategy")
     assert table.loc["zero1"].tolist() == ["none", "0.18.6", "0.18.6"]
+    assert table.loc["zero3"].tolist() == ["on a CPU 0.18.6", "on a CPU 0.18.6", "not run"]
     assert table.loc["zero2", "Accumulating, with Accelerate and torch of its time"] == "none"
     said = verdict_table(records).set_index(["Release", "Beside", "Strategy", "Micro-steps"])
     assert said.loc[("0.18.6", "today", "zero1", 4), "Cause"] == "a the gradient is divided <b>twice</b>"
@@ -145,7 +159,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     today, then = release_grid(records)
     axes = today.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.19.8", "0.19.2", "0.18.6"]
-    assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "?'", "a"]
+    assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "a", "b'"]
     assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
     assert "another training, by a mismatch of releases" in labels
@@ -166,7 +180,7 @@ def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(
     assert "### a: the gradient is divided &lt;b&gt;twice&lt;/b&gt;" in text
     assert "`deepspeed/runtime/engine.py`, lines 10-12" in text
     assert "Gone in 0.19.8 https://github.com/deepspeedai/DeepSpeed/pull/1" in text
-    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | \N{MIDDLE DOT} / ?' | " in text
+    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | = / b' | " in text
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
     assert "| 0.18.6 | ! / = / x |" in text
     assert "| 0.18.6 | `zero3_cpu` | crashes | AttributeError: &lt;i&gt;no such&lt;/i&gt; key |" in text

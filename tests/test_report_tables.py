@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from study.report.plots.nodes import efficiency
 from study.report.questions import QUESTIONS, TABLES, nodes
 from study.report.records.frames import Records, read_records
 from synthetic_records import PARAMETERS, state_bytes, told, write_run
@@ -263,4 +264,4 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     assert planned["Efficiency"].isna().all()
     answer = told(nodes.answer(records))
     assert answer.sentence.startswith("On up to 2 machines a rank keeps 7")
-    assert len(nodes.efficiency(records)) == 3
+    assert len(efficiency(records)) == 3

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from study.host.box import gpu_names, this_box
-from study.host.devices import available_cores, processor
+from study.host.cgroups import available_cores
+from study.host.devices import processor
 from study.host.folders import cache_directory
 from study.host.nodes import Node, print_node
 from study.host.operators import own_build_folder

@@ -50,7 +50,8 @@ def _between_nodes(box: Box, payload_bytes: float) -> float:
     tables = _tables()
     size = tables["by_nodes_payload"]
     grown = _interpolated(tables["four_nodes"], payload_bytes) / _interpolated(tables["four_nodes"], size)
-    network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"]
+    # Measured with eight devices in a node, each with its own card.
+    network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"] * min(1.0, box.gpus_per_node / 8)
     return _interpolated(tables["by_nodes"], box.nodes) * grown * network
 
 

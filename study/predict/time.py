@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from study.predict import flops
+from study.predict.exchange import exchange_of
 from study.predict.floor import state_bytes
 from study.predict.intervals import estimate
-from study.predict.links import Collective, collective_s
 from study.predict.request import Memory, Request, Time
 
 
@@ -66,8 +66,6 @@ _OPTIMIZER_BYTES = 92
 _AUTOCAST_BYTES = 12
 # DeepSpeed's Adam on the host reads gradient, master and two moments, and writes three of them and the new weight.
 _CPU_ADAM_BYTES = 30
-_DDP_BUCKET_BYTES = 25 * 2**20
-_FALLBACK_BUCKET = 500_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +95,10 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
     pieces = request.accumulation
     floor = _launched_s(step)
     compute = pieces * max(forward + backward, floor) + _optimizer_s(step)
-    hidden, waited = _communication(step, forward, backward)
-    waited += constants.hidden_share * hidden
+    exchange = exchange_of(request, step.weight_bytes, forward, backward)
     parts = {
-        "compute": compute, "communication_exposed": waited, "communication_overlapped": hidden,
+        "compute": compute, "communication_exposed": exchange.waited + constants.hidden_share * exchange.hidden,
+        "communication_overlapped": exchange.hidden,
         "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
     }  # fmt: skip
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
@@ -236,58 +234,11 @@ def _share_on_host(request: Request) -> float:
     return float(sections["zero_optimization"]["offload_optimizer"].get("ratio", 1.0))
 
 
-def _communication(step: _Step, forward: float, backward: float) -> tuple[float, float]:
-    """Seconds that hide behind computing, and seconds that are waited for."""
-    request = step.request
-    strategy, stage = request.strategy, request.strategy.zero_stage
-    parameters, pieces = request.shape.parameters, request.accumulation
-    # DeepSpeed sends what it holds; FSDP2 and DDP under autocast 16-bit weights and fp32 gradients, in turn.
-    weights = parameters * (2.0 if strategy.is_fsdp and request.precision != "fp32" else step.weight_bytes)
-    gradients = weights if strategy.is_fsdp else parameters * step.weight_bytes
-    settings = (strategy.deepspeed or {}).get("zero_optimization", {})
-    bucket = float(settings.get("reduce_bucket_size") or _FALLBACK_BUCKET) * step.weight_bytes
-    if step.ranks == 1 or strategy.name == "single":
-        return 0.0, 0.0
-    if strategy.is_fsdp or stage == 3:
-        layers = request.shape.layers + 1
-        chunk = weights / layers
-        gathered = pieces * _sent_s(step, "all_gather", weights, chunk)
-        scattered = (1 if strategy.is_fsdp else pieces) * _sent_s(step, "reduce_scatter", gradients, chunk)
-        waits = not strategy.is_fsdp and settings.get("overlap_comm") is False
-        first = _sent_s(step, "all_gather", chunk, chunk)
-        ahead = _overlap(gathered, 0.0 if waits else pieces * forward, first)
-        behind = _overlap(gathered + scattered, 0.0 if waits else pieces * backward, first)
-        return ahead[0] + behind[0], ahead[1] + behind[1]
-    if stage in (1, 2):
-        times = pieces if stage == 2 else 1
-        reduced = times * _sent_s(step, "reduce_scatter", gradients, bucket)
-        hides = bool(settings.get("overlap_comm"))
-        hidden, waited = _overlap(reduced, times * backward if hides else 0.0, 0.0)
-        gather = float(settings.get("allgather_bucket_size") or _FALLBACK_BUCKET) * step.weight_bytes
-        return hidden, waited + _sent_s(step, "all_gather", weights, gather)
-    if stage == 0:
-        return 0.0, _sent_s(step, "all_reduce", gradients, bucket)
-    reduced = _sent_s(step, "all_reduce", gradients, _DDP_BUCKET_BYTES)
-    return _overlap(reduced, backward, _sent_s(step, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES))
-
-
 def _launched_s(step: _Step) -> float:
     """What the processor needs to start one micro-batch's kernels: backward is as much as two forward passes."""
     request = step.request
     each = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
     return each * request.shape.layers * (3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0))
-
-
-def _sent_s(step: _Step, collective: Collective, total: float, chunk: float) -> float:
-    """In calls of one chunk."""
-    chunk = min(chunk, total)
-    return total / chunk * collective_s(step.request.box, collective, chunk) if chunk else 0.0
-
-
-def _overlap(sent: float, room: float, last: float) -> tuple[float, float]:
-    """The last call has nothing left to hide behind."""
-    hidden = max(0.0, min(sent - last, room))
-    return hidden, sent - hidden
 
 
 def _offload_s(step: _Step) -> float:

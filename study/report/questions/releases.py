@@ -50,6 +50,8 @@ def answer(records: Records) -> Answer | None:
             f" shows too, as its source reads; {kinds.count({'hidden'})} have one that a GPU does not show, and"
             f" {kinds.count(set())} none that is known."
         )
+    if lucky := sum(cell.is_lucky for cell in cells):
+        notes.append(f"{lucky} cells agree that run through a fault which strikes by chance: they are no proof.")
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
@@ -80,9 +82,11 @@ def _avoided(cells: Sequence[Cell]) -> str:
     if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
         return "none of them runs"
     bad: dict[str, bool] = {}
-    for cell in _bad(cells):
-        bad[cell.release] = bad.get(cell.release, True) and cell.gpu_hides_it
-    return ", ".join(f"{release} (on a CPU)" if is_hidden else release for release, is_hidden in bad.items()) or "none"
+    for cell in cells:
+        if cell.verdict.kind == "different" or cell.is_lucky:
+            bad[cell.release] = bad.get(cell.release, True) and (cell.is_lucky or cell.gpu_hides_it)
+    everywhere, on_a_cpu = (", ".join(name for name in bad if bad[name] is hidden) for hidden in (False, True))
+    return "; ".join(filter(None, [everywhere, on_a_cpu and f"on a CPU {on_a_cpu}"])) or "none"
 
 
 def verdict_table(records: Records) -> pd.DataFrame:

@@ -81,10 +81,18 @@ class Cell:
         return bool(self.causes) and all(cause.gpu == "hidden" for cause in self.causes)
 
     @property
+    def is_lucky(self) -> bool:
+        """Right, and by chance: its releases have a fault that may strike such a cell."""
+        return self.verdict.kind == "equal" and any(cause.sometimes for cause in self._causes("weights"))
+
+    @property
     def causes(self) -> tuple[Cause, ...]:
         verdict = self.verdict
         differs = {"crashes": "crash", "refuses": "refuses", "different": verdict.what}.get(verdict.kind)
-        return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs) if differs else ()
+        return self._causes(differs) if differs else ()
+
+    def _causes(self, differs: str) -> tuple[Cause, ...]:
+        return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs)
 
 
 def release_order(release: str) -> tuple[int, ...]:

@@ -1,0 +1,96 @@
+"""Seconds that ranks talk in an optimizer step: what hides behind computing, and what is waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from study.predict.links import Collective, collective_s
+from study.predict.request import Box, Request
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+_FALLBACK_BUCKET = 500_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    hidden: float
+    waited: float
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(self.hidden + other.hidden, self.waited + other.waited)
+
+
+def exchange_of(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
+    """`forward` and `backward` are the seconds of one micro-batch's passes, behind which there is room."""
+    strategy, stage = request.strategy, request.strategy.zero_stage
+    if request.box.ranks == 1 or strategy.name == "single":
+        return Exchange(0.0, 0.0)
+    if strategy.is_fsdp or stage == 3:
+        return _sharded(request, weight_bytes, forward, backward)
+    total, settings = request.shape.parameters * weight_bytes, _settings(request)
+    bucket = float(settings.get("reduce_bucket_size") or _FALLBACK_BUCKET) * weight_bytes
+    if stage is None:
+        last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
+        return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
+    if stage == 0:
+        return Exchange(0.0, _calls_s(request.box, "all_reduce", total, bucket))
+    times = request.accumulation if stage == 2 else 1
+    reduced = times * _calls_s(request.box, "reduce_scatter", total, bucket)
+    gather = float(settings.get("allgather_bucket_size") or _FALLBACK_BUCKET) * weight_bytes
+    room = times * backward if settings.get("overlap_comm") else 0.0
+    return _overlap(reduced, room, 0.0) + Exchange(0.0, _calls_s(request.box, "all_gather", total, gather))
+
+
+def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
+    """Each layer is gathered for both passes: by hsdp within a copy, by hpz the second time within its group."""
+    strategy, times = request.strategy, request.accumulation
+    # Under Accelerate FSDP2 sends weights as it holds them; with its own 16 bits alone it sends those.
+    narrow = strategy.is_fsdp and request.precision != "fp32" and not request.autocast
+    total = request.shape.parameters * (2.0 if narrow else weight_bytes)
+    chunk = total / (request.shape.layers + 1)
+    inner = _within(request.box, strategy.ranks_of_a_copy(request.box.ranks, request.box.gpus_per_node))
+    outer = inner if strategy.is_fsdp else request.box
+    first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
+    scattered = _calls_s(outer, "reduce_scatter", total, chunk)
+    copies = request.box.ranks // outer.ranks
+    if copies > 1:
+        scattered += _calls_s(
+            _across(request.box, outer, copies), "all_reduce", total / outer.ranks, chunk / outer.ranks
+        )
+    can_hide = strategy.is_fsdp or _settings(request).get("overlap_comm") is not False
+    alone = _calls_s(outer, "all_gather", chunk, chunk)
+    ahead = _overlap(times * first, times * forward * can_hide, alone)
+    return ahead + _overlap(times * (second + scattered), times * backward * can_hide, alone)
+
+
+def _within(box: Box, ranks: int | None) -> Box:
+    """The box of a group of neighbours."""
+    if ranks is None or ranks >= box.ranks:
+        return box
+    if ranks <= box.gpus_per_node:
+        return dataclasses.replace(box, nodes=1, gpus_per_node=ranks)
+    return dataclasses.replace(box, nodes=ranks // box.gpus_per_node)
+
+
+def _across(box: Box, group: Box, copies: int) -> Box:
+    """The ranks at one place of every copy: one of each machine, where a copy fills at least that."""
+    if group.ranks < box.gpus_per_node and box.nodes == 1:
+        return dataclasses.replace(box, gpus_per_node=copies)
+    return dataclasses.replace(box, nodes=copies, gpus_per_node=1)
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    return dict((request.strategy.deepspeed or {}).get("zero_optimization", {}))
+
+
+def _calls_s(box: Box, collective: Collective, total: float, chunk: float) -> float:
+    """In calls of one chunk."""
+    chunk = min(chunk, total)
+    return total / chunk * collective_s(box, collective, chunk) if chunk else 0.0
+
+
+def _overlap(sent: float, room: float, last: float) -> Exchange:
+    """The last call has nothing left to hide behind."""
+    hidden = max(0.0, min(sent - last, room))
+    return Exchange(hidden, sent - hidden)
