@@ -7,14 +7,17 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from study.cli import main
 from study.models.presets import PRESETS
 from study.predict.activations import activations_of
 from study.predict.boxes import box_of
 from study.predict.floor import least_activation_bytes
+from study.predict.gathers import gathers_of
 from study.predict.memory import points_of, predict_memory
 from study.predict.request import Request
+from study.predict.settings import engine_settings
 from study.predict.shape import model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
@@ -51,6 +54,15 @@ def test_a_shape_has_every_tensor_of_the_model_in_its_order(model_type):
         real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
         assert [(piece.elements, piece.rows) for piece in pieces_of(request.shape)] == real
         assert request.shape.parameters == sum(elements for elements, _ in real)
+
+
+def test_mpt_has_no_bias_and_ties_its_head():
+    architecture = {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 97, "max_seq_len": 50}
+    with torch.device("meta"):
+        model = transformers.MptForCausalLM(transformers.MptConfig(**architecture))
+    real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
+    shape = shape_of_architecture("mpt", "mpt", architecture)
+    assert [(piece.elements, piece.rows) for piece in pieces_of(shape)] == real
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -106,11 +118,11 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         strategy = dataclasses.replace(request.strategy, deepspeed=changed)
         return predict_memory(dataclasses.replace(request, strategy=strategy))
 
-    for settings in (
-        {"reduce_bucket_size": 50_000_000},
-        {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0},
-    ):
-        assert with_settings(**settings).peak_allocated.value < default
+    assert with_settings(reduce_bucket_size=50_000_000).peak_allocated.value < default
+    settings = engine_settings(request.strategy, request.shape.hidden)
+    at_once = dataclasses.replace(settings, max_reuse_distance=0, prefetch_bucket=0)
+    assert gathers_of(request, at_once).most < gathers_of(request, settings).most / 2
+    assert gathers_of(request, at_once).elements > gathers_of(request, settings).elements
     offloaded = with_settings(offload_optimizer={"device": "cpu"})
     assert offloaded.peak_allocated.value < default
     assert offloaded.host_parts["state"] == pytest.approx(request.shape.parameters * (2 + 4 + 12), rel=1e-3)

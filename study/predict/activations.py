@@ -33,6 +33,8 @@ _FUSED = {
     "bert": _Kept(8, 2, 0, 0, 2, 8, 0, 8),
     "gpt2": _Kept(8, 5, 0, 0, 2, 6, 0, 8),
     "gpt_neox": _Kept(10, 2, 0, 0, 1, 9, 0, 10),
+    # GPT-NeoX's without what rotary positions keep.
+    "mpt": _Kept(8, 2, 0, 0, 2, 6, 0, 8),
     "llama": _Kept(6, 4, 2, 2, 4, 5, 2, 4),
     "gemma": _Kept(6, 4, 2, 2, 4, 5, 4, 2),
 }
@@ -43,6 +45,7 @@ _EAGER = {
     "gpt_neo": _Kept(8, 5, 0, 0, 2, 8, 2, 6),
     "gptj": _Kept(6, 5, 0, 0, 1, 8, 2, 4),
     "gpt_neox": _Kept(7, 2, 0, 0, 1, 6, 0, 7),
+    "mpt": _Kept(8, 2, 0, 0, 2, 6, 0, 8),
     "llama": _Kept(6, 4, 4, 0, 4, 5, 2, 4),
     "gemma": _Kept(6, 4, 4, 0, 4, 5, 4, 2),
     "gemma2": _Kept(10, 4, 4, 0, 8, 5, 8, 2),
@@ -52,12 +55,12 @@ _ALIKE = {"mistral": "llama", "qwen2": "llama"}
 _SCORES = {"gemma2": 2.0}
 _SOFTMAX_IN_FP32 = {
     "bert": (), "gpt2": ("autocast",),
-    **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "llama", "gemma", "gemma2"), ("autocast", "engine")),
+    **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "mpt", "llama", "gemma", "gemma2"), ("autocast", "engine")),
 }  # fmt: skip
 # Tensors of scores that a forward pass has at once, where it masks them by hand.
 _SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
 # Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
-_PASSING = {"bert": 1.0, "gpt_neox": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
+_PASSING = {"bert": 1.0, "gpt_neox": 1.0, "mpt": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
 # The others' configurations have none.
 _WITH_DROPOUT = ("bert", "gpt2")
 
@@ -126,7 +129,8 @@ def activations_of(request: Request) -> Activations:
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
-        checkpoint=tokens * shape.hidden * stream,
+        checkpoint=tokens * shape.hidden * stream
+        + (_products(request, tokens, width) if request.keeps_products else 0),
         outside=tokens
         * shape.hidden
         * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated + upcast)
@@ -160,6 +164,15 @@ def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> 
     each = _SCORES.get(name, 1.0) * width + (4 if mode in _SOFTMAX_IN_FP32[name] else 0)
     each += width + 1 if request.dropout and name in _WITH_DROPOUT else 0
     return each * pairs * request.sequence_length
+
+
+def _products(request: Request, tokens: int, width: int) -> float:
+    """torchtitan's apply_ac: of products in their order the first, the third and so on, and the fused attention."""
+    shape = request.shape
+    query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    outputs = [query, key, key, shape.hidden, *([shape.inner] * (2 if shape.gated else 1)), shape.hidden]
+    pairs = request.micro_batch * shape.heads * request.sequence_length
+    return tokens * width * (sum(outputs[::2]) + query) + 4.0 * pairs
 
 
 def _masks(request: Request, name: str, fused: bool, stream: int) -> float:

@@ -109,7 +109,7 @@ def _this() -> Box:
         # Ranks meet in the host's memory: each byte is read and written by the sender, the kernel and the receiver.
         pcie_gb_per_s=copied / 6,
     )  # fmt: skip
-    return Box("this", device, cores, host_gib_per_node=host_gib, host_memory_gb_per_s=copied)
+    return Box("this", device, cores, gathers_into_copies=True, host_gib_per_node=host_gib, host_memory_gb_per_s=copied)
 
 
 def _measured(name: str, memory_gib: float) -> Device:

@@ -45,18 +45,18 @@ def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
     """The strategy's settings count with what a run overrides in them."""
     weights = (Tensor("weights.weight", _ELEMENTS // _LAYERS, _LAYERS, True, rows=_ELEMENTS // _LAYERS),)
     shape = ModelShape(
-        name="large", model_type="llama", family="causal-lm", layers=_LAYERS, hidden=1, inner=1, heads=1, key_value_heads=1,
-        head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
+        name="large", model_type="llama", family="causal-lm", layers=_LAYERS, hidden=1, inner=1, heads=1,
+        key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
     )  # fmt: skip
     request = Request(
         shape, strategy, Box("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
     state = state_of(request, waiting=False)
-    share = {name: value / _ELEMENTS for name, value in dataclasses.asdict(state).items()}
+    share = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}
     stays = share["optimizer_nvme"] + share["grads_nvme"]
     return StateBytes(
         share["params_device"], share["grads_device"], share["optimizer_device"],
-        host=state.host / _ELEMENTS, nvme=state.nvme / _ELEMENTS,
+        host=state.host / shape.parameters, nvme=state.nvme / shape.parameters,
         nvme_per_step=2 * stays, nvme_per_pass=share["params_nvme"],
     )  # fmt: skip
 

@@ -47,12 +47,12 @@ def _within_a_node(box: Box, collective: Collective, payload_bytes: float) -> fl
 
 
 def _between_nodes(box: Box, payload_bytes: float) -> float:
+    """Measured with eight devices in a node, each with a card of its own: of fewer, each card carries as much more."""
     tables = _tables()
-    size = tables["by_nodes_payload"]
-    grown = _interpolated(tables["four_nodes"], payload_bytes) / _interpolated(tables["four_nodes"], size)
-    # Measured with eight devices in a node, each with its own card.
-    network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"] * min(1.0, box.gpus_per_node / 8)
-    return _interpolated(tables["by_nodes"], box.nodes) * grown * network
+    size, cards = tables["by_nodes_payload"], min(1.0, box.gpus_per_node / 8)
+    grown = _interpolated(tables["four_nodes"], payload_bytes / cards) / _interpolated(tables["four_nodes"], size)
+    network = box.network_gb_per_s / tables["by_nodes_network_gb_per_s"]
+    return _interpolated(tables["by_nodes"], box.nodes) * grown * network * cards
 
 
 def _interpolated(table: Mapping[float, float], place: float) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from study.host.memory import GIB
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
@@ -15,11 +14,10 @@ from study.predict.request import Memory, Request
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, weight_bytes
 
-# What a CUDA context with torch's and cuBLAS's handles takes, and NCCL's buffers for one communicator of many ranks:
-# read with nvidia-smi beside torch.cuda.memory_reserved, as torch's allocator does not see either.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.6 * GIB, 0.5 * GIB
-# The allocator asks the driver for pieces of 2 MiB, of 20 MiB, and of whole 2 MiB above: what is reserved beyond what
-# is allocated at the peak. Blocks of a training step are mostly of one size and are used again.
+# A CUDA context after one torch tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
+# and for more (https://github.com/NVIDIA/nccl/issues/964).
+CONTEXT_BYTES, COMMUNICATOR_OF_TWO_BYTES, COMMUNICATOR_BYTES = 723 * 2**20, 544 * 2**20, 688 * 2**20
+# Assumed, and no record of this project can tell: what the allocator reserves beyond what is allocated at the peak.
 RESERVED_SHARE = 0.04
 
 
@@ -38,16 +36,20 @@ class Point:
 def predict_memory(request: Request) -> Memory:
     state = state_of(request)
     always = {"parameters": state.params_device, "optimizer": state.optimizer_device}
+    if request.strategy.zero_stage == 3 and request.strategy.offload_device("optimizer"):
+        # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
+        # start and stay (initialize_optimizer_states).
+        always["optimizer"] += state_of(request, waiting=False).grads_device
     points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
     if request.box.in_host_memory:
         points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
-    reserved = peak.total * RESERVED_SHARE
+    reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": CONTEXT_BYTES + (COMMUNICATOR_BYTES if request.box.ranks > 1 else 0.0),
+        "context": 0.0 if request.box.in_host_memory else _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
@@ -60,6 +62,10 @@ def predict_memory(request: Request) -> Memory:
         nvme=nvme,
         notes=tuple(_notes(request, peak)),
     )
+
+
+def _outside_torch(ranks: int) -> float:
+    return float(CONTEXT_BYTES + (0 if ranks == 1 else COMMUNICATOR_OF_TWO_BYTES if ranks == 2 else COMMUNICATOR_BYTES))
 
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "logits", "attention")

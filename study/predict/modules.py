@@ -52,6 +52,7 @@ _CALLED: dict[str, tuple[_Tree, _Tree, _Tree]] = {
          ["dense_h_to_4h", "-", "dense_4h_to_h"], "-"],
         ["final_layer_norm"],
     ),
+    "mpt": (["wte"], ["norm_1", ["Wqkv", "out_proj"], "norm_2", ["up_proj", "-", "down_proj", "-"]], ["norm_f"]),
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _LLAMA),
     "gemma2": (_LLAMA[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
 }  # fmt: skip

@@ -95,6 +95,8 @@ class Request:
     optimizer: OptimizerName = "adamw"
     # With checkpointing one layer of so many is recomputed, and the others are kept.
     checkpoint_every: int = 1
+    # A recomputed layer keeps what its attention puts out and every other product: torchtitan's selective option.
+    keeps_products: bool = False
     # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
     dropout: bool = False
     # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are as

@@ -27,9 +27,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Keys of transformers for the same thing, the most common one first.
 _KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
 _WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "tied", "type")
@@ -75,7 +75,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         raise UserError(f"{name}: no arithmetic for model_type {model_type!r}", said + f"known: {', '.join(_FAMILIES)}")
     get = {**_DEFAULTS.get(model_type, {}), **{key: value for key, value in architecture.items() if value is not None}}
     needed = {field: next((get[key] for key in keys if key in get), None) for field, keys in _KEYS.items()}
-    inner_is_free = model_type in ("gpt2", "gptj", "gpt_neo")
+    inner_is_free = model_type in ("gpt2", "gptj", "gpt_neo", "mpt")
     inner = (
         get.get("n_inner") or get.get("intermediate_size") or (4 * (needed["hidden"] or 0) if inner_is_free else None)
     )
@@ -180,6 +180,16 @@ def _gpt_neox(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
     return before, layer, [*_norm("final_layer_norm", h), *_head(sizes)]
 
 
+def _mpt(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
+    """Without a bias anywhere, and with ALiBi for positions."""
+    h, inner = sizes["hidden"], sizes["inner"]
+    layer = [
+        *_norm("norm_1", h, False), *_linear("Wqkv", 3 * h, h, False), *_linear("out_proj", h, h, False),
+        *_norm("norm_2", h, False), *_linear("up_proj", inner, h, False), *_linear("down_proj", h, inner, False),
+    ]  # fmt: skip
+    return [("wte.weight", (sizes["vocabulary"], h))], layer, [*_norm("norm_f", h, False), *_head(sizes)]
+
+
 def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple[_Named, _Named, _Named]]:
     def tensors(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
         h, inner, said = sizes["hidden"], sizes["inner"], sizes["said"]
@@ -207,6 +217,7 @@ def _head(sizes: _Sizes, bias: bool = False) -> _Named:
 _FAMILIES: dict[str, Callable[[_Sizes], tuple[_Named, _Named, _Named]]] = {
     "bert": _bert, "gpt2": _gpt2, "gpt_neo": _gpt_neo, "gptj": _gptj, "gpt_neox": _gpt_neox, "llama": _llama(),
     "mistral": _llama(), "qwen2": _llama(query_bias=True), "gemma": _llama(), "gemma2": _llama(norms=4),
+    "mpt": _mpt,
 }  # fmt: skip
 _GATED = ("llama", "mistral", "qwen2", "gemma", "gemma2")
 

@@ -68,8 +68,10 @@ def peak_of(memory: Memory, kind: Kind) -> float:
 
 
 def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
-    """Of what is checkpointed in part, halfway between all and nothing: half of a layer is the common choice."""
-    return statistics.mean(peak_of(predict_memory(each), kind or row.peak_kind) for each in _variants(row))
+    request = row.request
+    if row.selective:
+        request = dataclasses.replace(request, gradient_checkpointing=True, keeps_products=True)
+    return peak_of(predict_memory(request), kind or row.peak_kind)
 
 
 def predicted_fit(row: Measured) -> bool:
@@ -81,5 +83,6 @@ def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:
 
 
 def _variants(row: Measured) -> list[Request]:
+    """What is computed again in part, halfway between all and nothing."""
     asked = (True, False) if row.selective else (row.request.gradient_checkpointing,)
     return [dataclasses.replace(row.request, gradient_checkpointing=each) for each in asked]
