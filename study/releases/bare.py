@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import json
 import os
@@ -24,213 +23,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
 from study.host.stacks import stacks
+from study.releases.bare_cases import LEARNING_RATE, RANKS, Case, build_model, cases, plain_loop, train
 
-if TYPE_CHECKING:
-    import torch
-
-RANKS, BATCH, STEPS, LEARNING_RATE = 2, 16, 6, 1e-2
 INSTALLED = "installed"
-# `zero1_cpu` is no strategy of this study: it tells what of zero2_cpu is the offload's.
-STRATEGIES = ("zero0", "zero1", "zero1_cpu", "zero2", "zero2_cpu", "zero3", "zero3_cpu_optimizer", "zero3_cpu")
 MARK = "result: "
 # What rounding may do to a loss or a norm. The installed release is off by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
 _CASE_LIMIT_S = 90
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    caller: str
-    strategy: str
-    accumulation: int
-    # Where the loss is made: inside the model, which returns it beside its outputs as those of transformers do, or not.
-    loss: str = "inside"
-    # `bf16-fp32` accumulates its gradients in fp32.
-    precision: str = "fp32"
-    clipping: float = 1.0
-
-    @property
-    def stage(self) -> int:
-        return int(self.strategy[4])
-
-    def settings(self) -> dict[str, Any]:
-        """For `deepspeed.initialize`. torch's AdamW everywhere, so that no operator of a release is needed."""
-        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": self.stage == 3}
-        if "_cpu" in self.strategy:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        if self.strategy == "zero3_cpu":
-            zero["offload_param"] = {"device": "cpu"}
-        if self.stage == 3:
-            # By default a rank keeps parameters of under 1e5 elements whole, which here would be all.
-            zero["stage3_param_persistence_threshold"] = 0
-        settings = {
-            "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH // RANKS // self.accumulation,
-            "gradient_accumulation_steps": self.accumulation, "gradient_clipping": self.clipping,
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": zero, "bf16": {"enabled": self.precision != "fp32"},
-        }  # fmt: skip
-        return settings | ({"data_types": {"grad_accum_dtype": "fp32"}} if self.precision == "bf16-fp32" else {})
-
-
-def cases() -> Iterator[Case]:
-    for strategy in STRATEGIES:
-        yield Case("bare", strategy, 1)
-        yield Case("bare", strategy, 4)
-        yield Case("bare", strategy, 4, loss="outside")
-        yield Case("accelerate", strategy, 4)
-    for strategy in ("zero1", "zero2"):
-        yield Case("boundary", strategy, 4)
-        yield Case("bare", strategy, 4, clipping=0.0)
-    yield Case("bare", "zero2_cpu", 2)
-    yield Case("bare", "zero0", 1, precision="bf16")
-    yield Case("bare", "zero2", 4, precision="bf16")
-    yield Case("bare", "zero1", 4, precision="bf16-fp32")
-
-
-def build_model() -> torch.nn.Module:
-    from torch import manual_seed, nn
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-
-        def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
-            outputs = self.layers(inputs)
-            return outputs if targets is None else {"loss": _loss(outputs, targets), "outputs": outputs}
-
-    manual_seed(0)
-    return Model()
-
-
-def _loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    # So large that the right gradient is clipped, and a quarter of it is not.
-    return torch.nn.functional.mse_loss(outputs.float(), targets) / 8
-
-
-def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        inputs = torch.randn(BATCH, 32, generator=generator) * 3
-        yield inputs, inputs[:, :4] * 4
-
-
-def plain_loop(is_bf16: bool, clipping: float) -> dict[str, Any]:
-    """What every case should come to: one process, the whole batch, torch alone."""
-    import torch
-
-    # Under bf16 an engine computes in it, and keeps and steps weights in fp32.
-    masters, model = build_model(), build_model()
-    kind = torch.bfloat16 if is_bf16 else torch.float32
-    model.to(kind)
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=LEARNING_RATE)
-    losses, norms = [], []
-    for inputs, targets in batches():
-        pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
-        for weight, master in pairs:
-            weight.data.copy_(master.data)
-        model.zero_grad()
-        loss = model(inputs.to(kind), targets)["loss"]
-        loss.backward()
-        for weight, master in pairs:
-            master.grad = None if weight.grad is None else weight.grad.float()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), clipping or float("inf"))))
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "norms": norms, "weights": _flat(masters.parameters()).tolist()}
-
-
-def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
-    """One case, on this rank of a group of its own."""
-    import deepspeed
-    import torch
-
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-    }  # fmt: skip
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    model = build_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    through = _through_accelerate if case.caller == "accelerate" else _through_engine
-    engine, micro_step = through(case, model, optimizer)
-    kind = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    micro = BATCH // RANKS // case.accumulation
-    losses, norms, readings = [], [], []
-    for inputs, targets in batches():
-        total = torch.zeros(())
-        for index in range(case.accumulation):
-            start = (index * RANKS + rank) * micro
-            given, wanted = inputs[start : start + micro].to(kind), targets[start : start + micro]
-
-            def forward(given: Any = given, wanted: Any = wanted) -> torch.Tensor:
-                return engine(given, wanted)["loss"] if case.loss == "inside" else _loss(engine(given), wanted)
-
-            total += micro_step(forward, index == case.accumulation - 1).detach() / case.accumulation / RANKS
-        torch.distributed.all_reduce(total)
-        losses.append(float(total))
-        norm = engine.get_global_grad_norm()
-        norms.append(None if norm is None else float(norm))
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=case.stage == 3):
-            weights = _flat(engine.module.parameters())
-        readings.append(hashlib.sha256(weights.numpy().tobytes()).hexdigest())
-    return {"losses": losses, "norms": norms, "weights": weights.tolist(), "readings": readings}
-
-
-MicroStep = Callable[[Callable[[], Any], bool], Any]
-
-
-def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
-    import deepspeed
-
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.settings())
-
-    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
-        loss = forward()
-        if case.caller == "boundary":
-            engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        engine.backward(loss)
-        if is_last or case.caller == "bare":
-            engine.step()
-        return loss
-
-    return engine, micro_step
-
-
-def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
-
-    PartialState(cpu=True)
-    accelerator = Accelerator(
-        gradient_accumulation_steps=case.accumulation, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=case.settings())
-    )
-    engine, _ = accelerator.prepare(model, optimizer)
-
-    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
-        with accelerator.accumulate(engine):
-            loss = forward()
-            accelerator.backward(loss)
-        return loss
-
-    return engine, micro_step
-
-
-def _flat(parameters: Iterator[Any]) -> torch.Tensor:
-    import torch
-
-    return torch.cat([one.detach().float().cpu().flatten() for one in parameters])
 
 
 def start(work: Callable[[], Any], output: Path) -> int:
