@@ -34,8 +34,8 @@ def causes_of(row: dict[str, Any]) -> list[Cause]:
     return [cause for cause in found if shown.get(cause.id, True)]
 
 
-def test_the_control_tells_of_ten_releases_and_of_the_installed_one() -> None:
-    assert len({row["deepspeed"] for row in ROWS}) >= 10
+def test_the_control_tells_of_both_sides_of_a_cause_and_of_what_is_installed() -> None:
+    assert {"0.17.6", "0.18.6", "0.19.0", "0.19.6"} <= {row["deepspeed"] for row in ROWS}
     assert any(row["stack"] == bare.INSTALLED for row in ROWS)
 
 
@@ -63,12 +63,12 @@ def test_a_cause_shows_in_the_control(name: str) -> None:
         assert all(bare.is_right(row) for row in mine if row["caller"] == "bare" and row["precision"] == "fp32")
 
 
-def test_stage_0_in_bf16_reports_65536_times_its_norm_where_its_cause_says_so() -> None:
+def test_stage_0_in_bf16_ends_far_off_where_its_cause_says_so() -> None:
     rows = [row for row in ROWS if row["strategy"] == "zero0" and row["precision"] == "bf16" and not row.get("error")]
-    found = {row["deepspeed"]: row["norm"] / row["right_norm"] for row in rows}
-    assert {release: round(ratio, -3) for release, ratio in found.items() if ratio > 2} == {
-        row["deepspeed"]: 66_000 for row in rows if CAUSES["stage0-bf16-scale"].is_in(row)
-    }
+    # DeepSpeed's first step of gradients of zero, which this study's runs take back, makes 0.46 of it in every release.
+    far_off = {row["deepspeed"] for row in rows if row["weights_off"] > 0.6}
+    assert far_off == {row["deepspeed"] for row in rows if CAUSES["stage0-bf16-keeps-gradients"].is_in(row)}
+    assert len(far_off) < len(rows)
 
 
 @pytest.mark.parametrize("name", sorted(proof.cause for proof in PROOFS))
