@@ -163,7 +163,7 @@ def test_a_box_without_compilers_is_told_what_to_install(poor: subprocess.Comple
     assert line_of(poor.stdout, "libaio")[0] == "missing"
     state, found, _ = line_of(poor.stdout, "strategies")
     assert state == "missing"
-    assert "zero3_cpu, for want of: compiler, ninja;" in found
+    assert "zero3_cpu, zero3_hpz, for want of: compiler, ninja;" in found
     assert "(single, ddp" in found
 
 

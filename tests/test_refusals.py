@@ -398,7 +398,7 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path:
 
 
 def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
-    if shutil.disk_usage(tmp_path).free > 1209 * 2**30:
+    if shutil.disk_usage(tmp_path).free > 1343 * 2**30:
         pytest.skip("the drive here is large enough")
     model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
     folders = ("--nvme_path", str(tmp_path / "drive"), "--output_dir", str(tmp_path / "run"))
@@ -406,8 +406,8 @@ def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode == 2
     assert len(lines) == 1, result.stderr
-    # 16 bytes of each for the optimizer's state and gradients, and 2 for the parameter itself, on both ranks together.
-    assert "zero3_nvme with 72 billion parameters takes 1209.4 GiB there" in lines[0]
+    # 16 bytes of each for the optimizer's state and gradients, and 4 for the parameter itself, on both ranks together.
+    assert "zero3_nvme with 72 billion parameters takes 1343.8 GiB there" in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -43,8 +43,8 @@ STRATEGIES: Mapping[str, Style] = {
     "zero3_nvme": Style("#9c1179", "h", (0, (5, 1.5, 1, 1.5, 1, 1.5))),
     "zero3_cpu_nvme": Style("#b328da", "*", (0, (2, 2))),
     "fsdp2": Style("#3e1665", "X", (0, (8, 2))),
-    "hsdp": Style("#8a7bd1", "H", (0, (8, 2, 1, 2))),
-    "zero3_hpz": Style("#7a2a00", "8", (0, (5, 1))),
+    "hsdp": Style("#183c3c", "H", (0, (8, 2, 1, 2))),
+    "zero3_hpz": Style("#6d1404", "8", (0, (5, 1))),
 }
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 

@@ -23,8 +23,8 @@ def answer(records: Records) -> Answer | None:
     releases = sorted({cell.release for cell in today}, key=release_order)
     good = [name for name in releases if not _bad(cell for cell in today if cell.release == name)]
     sentence = (
-        f"Not in {len(releases) - len(good)} of {len(releases)} releases with today's Accelerate and torch. As one"
-        f" process does, under every strategy that they run, train: {', '.join(good) or 'none'}."
+        f"With today's Accelerate and torch {len(releases) - len(good)} of {len(releases)} releases train otherwise"
+        f" than one process under some strategy. As it does under all of them train: {', '.join(good) or 'none'}."
     )
     bad = _bad(today)
     # What is a matter of luck may be right anywhere.
@@ -49,7 +49,7 @@ def answer(records: Records) -> Answer | None:
         notes.append(
             f"Of {len(bad)} cells that are wrong today {sum('shows' in kind for kind in kinds)} have a cause that a GPU"
             f" shows too, as its source reads; {kinds.count({'hidden'})} have one that a GPU does not show, and"
-            f" {kinds.count(set())} none that is known."
+            f" the cause of {kinds.count(set())} is not known."
         )
     if lucky := sum(cell.is_lucky for cell in cells):
         notes.append(f"{lucky} cells agree that run through a fault which strikes by chance: they are no proof.")

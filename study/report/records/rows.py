@@ -122,7 +122,7 @@ def run_row(run: Run) -> dict[str, Any]:
         row["virtual"] = config.virtual_world_size is not None
         row["matmul_tflops"] = matmul_tflops(notes, config.precision)
     row |= cell | _engine(run.engine) | _environment(run.environment)
-    if (per_machine := run.traffic.get("ranks_per_machine")) is not None:
+    if row.get("virtual") and (per_machine := run.traffic.get("ranks_per_machine")) is not None:
         # Of a virtual job, whose machines are not there.
         row["machines"] = row["world_size"] // per_machine
     if not run.engine and row.get("strategy"):
