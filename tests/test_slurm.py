@@ -226,6 +226,8 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     assert "stopped: Slurm ends this job\n2 of 2 cells are left" in job.said()
     # Slurm itself would wait for two minutes.
     wait_until(lambda: job.fact("JobState") == "PENDING", 20)
+    # A node refuses a credential of the second in which it revoked the last one.
+    time.sleep(2)
     slurm.ask("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     assert job.ended() == "COMPLETED", job.said()
     found = records(runs)
