@@ -93,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
         root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         _refuse_another_stack(root, stack)
         matrix = Matrix(root.absolute(), this_box(), stack, options.precision, chosen=bool(options.only))
+        matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
         print(f"{_named(stack)}; {matrix.where}", file=out, flush=True)
@@ -118,6 +119,7 @@ class Matrix:
     ):
         """`chosen` where the user named the strategies, so that none is spared a precision."""
         self.root, self.box, self._stack, self._precisions, self._chosen = root, box, stack, precisions, chosen
+        self.is_kept = True
         self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
         self.tolerances: dict[Precision, Tolerance] = {}
 
@@ -176,7 +178,7 @@ class Matrix:
 
     def _run(self, cells: Sequence[Cell]) -> None:
         """What has no record yet."""
-        if run_cells(cells, self.root, self.box).stopped:
+        if run_cells(cells, self.root, self.box, is_kept=self.is_kept).stopped:
             raise KeyboardInterrupt
 
     def _trace(self, cell: Cell) -> Trace:

@@ -40,9 +40,18 @@ class Stopped(KeyboardInterrupt):
 
 
 def run_cells(
-    cells: Sequence[Cell | Search], root: Path, box: Box, *, retry: bool = False, time_budget_s: float | None = None
+    cells: Sequence[Cell | Search],
+    root: Path,
+    box: Box,
+    *,
+    retry: bool = False,
+    time_budget_s: float | None = None,
+    is_kept: bool = True,
 ) -> Sweep:
-    """Everything that is not answered yet, in the order given. `root` holds one directory per cell."""
+    """Everything that is not answered yet, in the order given.
+
+    `root` holds one directory per cell; where it is not kept, nobody can go on with what is left.
+    """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
         ended = end_leftovers(root)
@@ -70,7 +79,8 @@ def run_cells(
             sweep.left = len(to_do) - sweep.finished
             if sweep.left:
                 what = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
-                progress.say(f"{sweep.left} of {len(cells)} {what} are left; the same command goes on with them")
+                goes_on = "; the same command goes on with them" if is_kept else ""
+                progress.say(f"{sweep.left} of {len(cells)} {what} are left{goes_on}")
             return sweep
 
 
