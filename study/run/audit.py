@@ -14,6 +14,7 @@ from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
 from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
+from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 
@@ -60,6 +61,8 @@ def audit(
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": _uses_tf32(),
     }
+    if (team := live_team(accelerator, model)) is not None:
+        live["team"] = team
     asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
     differences = [
@@ -160,6 +163,8 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
+    if strategy.team is not None:
+        asked["team"] = asked_team(run.launch)
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
+from study.run import sequence
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
@@ -36,7 +37,12 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     settings = copy.deepcopy(dict(strategy.deepspeed))
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         settings["zero_optimization"]["zero_hpz_partition_size"] = of_a_copy
-    settings["train_batch_size"] = plan.global_batch_size
+    if strategy.team:
+        # Follows from the next two. DeepSpeed counts the ranks of a team as if each had its own samples, or not, by
+        # how far it has come.
+        del settings["train_batch_size"]
+    else:
+        settings["train_batch_size"] = plan.global_batch_size
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
     settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     settings["gradient_clipping"] = config.max_grad_norm
@@ -109,6 +115,8 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         of_a_copy = launch.ranks_of_a_copy(config)
         assert of_a_copy is not None
         arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
+    elif launch.strategy.team is not None and launch.strategy.team.divides == "sequence":
+        arguments["parallelism_config"] = sequence.parallelism(run.plan, launch.strategy.team, config)
     accelerator = Accelerator(**arguments)
     hold_to_precision(accelerator, config)
     return accelerator
@@ -134,7 +142,11 @@ def prepare(
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
+    if sequence.divides(accelerator):
+        sequence.make_ready(model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    if sequence.divides(accelerator):
+        sequence.put_right(prepared_model)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)

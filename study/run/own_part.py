@@ -19,4 +19,8 @@ def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterat
     """
     from accelerate.utils import send_to_device
 
+    from study.run import sequence
+
+    if sequence.divides(accelerator):
+        micro_batch = sequence.own_tokens(micro_batch)
     yield send_to_device(micro_batch, accelerator.device, non_blocking=True)
