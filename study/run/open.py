@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,14 +294,3 @@ class OpenRun:
                 self.keep_log()
             end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
         console.say(f"{ending.state}: {ending.why}")
-
-
-def exit_status_of(main: Callable[[], int]) -> int:
-    """For `os._exit`: what is printed is flushed, and a refused request is a status like any other."""
-    try:
-        return main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
