@@ -18,16 +18,15 @@ from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
 from study.record.directory import read_run
 from study.spec.config import RunConfig
+from study.spec.launched import Launch, this_launch
 from study.spec.names import SHIPPED, digest_of
 from study.spec.strategies import (
     STRATEGY_NAMES,
     STUDIED_STRATEGIES,
     WITH_COPIES,
-    Launch,
     Strategy,
     asked_of_files,
     read_strategy,
-    this_launch,
 )
 from study.spec.strategy_files import read_deepspeed_json, read_yaml
 
