@@ -65,10 +65,10 @@ def cases() -> Iterator[Case]:
         yield Case("boundary", strategy, 4)
         yield Case("bare", strategy, 4, clipping=0.0)
     # Several backward passes in one micro-step, which is no accumulation: nothing is to be divided.
-    for strategy in (name for name in STRATEGIES if name != "zero1_cpu"):
+    for strategy in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3"):
+        yield Case("bare-losses", strategy, 4, loss="outside")
         for passes in ("losses", "forwards"):
             yield Case(f"bare-{passes}", strategy, 1, loss="outside")
-            yield Case(f"bare-{passes}", strategy, 4, loss="outside")
             yield Case(f"boundary-{passes}", strategy, 1, loss="outside")
             yield Case(f"accelerate-{passes}", strategy, 1, loss="outside")
     yield Case("bare", "zero2_cpu", 2)
