@@ -95,7 +95,7 @@ class Foresight:
             shape = model_shape(config.model_name_or_path)
         except UserError:
             return None
-        plan = config.batch_plan(ranks)
+        plan = cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
