@@ -23,7 +23,7 @@ from study.report.plots.time import frontier, offload, step_time, traffic
 from study.report.questions import QUESTIONS
 from study.report.records.frames import Records, read_parquet
 from study.report.site.show import as_svg
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, WITH_TEAMS
 
 ALL = [draw for question in QUESTIONS for draw in question.figures.values()]
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
