@@ -36,10 +36,11 @@ _YAML_KEYS_THAT_DIFFER = {
     "distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config",
 }  # fmt: skip
 # Two copies, each over two ranks; and teams of two.
-_MESHES = {"hsdp": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}} | dict.fromkeys(
-    ("ulysses_zero1", "ulysses_zero2", "ulysses_zero3"),
-    {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"},
-)
+_COPIES = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+_SEQUENCE = {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"}
+_MESHES = {
+    "hsdp": _COPIES, "ulysses_zero1": _SEQUENCE, "ulysses_zero2": _SEQUENCE, "ulysses_zero3": _SEQUENCE,
+}  # fmt: skip
 # Keys whose DeepSpeed default would otherwise decide a comparison unseen (buckets above all).
 _ZERO_KEYS = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",

@@ -8,17 +8,25 @@ from study.errors import UserError
 from study.models.presets import FAMILY_OF_TASK
 from study.run import sequence
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedConfig
 
 
-def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig) -> None:
-    """What cannot be divided is refused before anything is written."""
+def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None) -> None:
+    """What cannot be divided is refused before anything is written. `saved_by` is of a checkpoint to go on from."""
     strategy, team = launch.strategy, launch.strategy.team
-    if team is None or team.divides == "tensors":
+    if team is None:
+        return
+    if saved_by not in (None, launch.world_size) and (team.divides, strategy.zero_stage) != ("sequence", 3):
+        # DeepSpeed's universal checkpoint takes a team for ranks that hold other tensors, and misses their files.
+        raise UserError(
+            f"a checkpoint of {strategy.name} goes on with as many ranks as saved it, which were {saved_by}",
+            f"use --num_processes {saved_by}",
+        )
+    if team.divides == "tensors":
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
         raise UserError(
