@@ -9,7 +9,7 @@ import pytest
 from runs import RunFactory, train
 from study.errors import UserError
 from study.record.directory import Run, read_run
-from study.run.checks import check_team
+from study.run.teams import check_team
 from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch
 from study.spec.strategies import WITH_TEAMS, read_strategy
@@ -55,7 +55,7 @@ def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, tmp_path: Pat
         assert result.returncode == 0, result.stderr[-3000:]
         runs[name] = read_run(output_dir)
     losses = [row["loss"] for row in runs["single"].steps]
-    assert losses[0] - losses[-1] > 0.1, "steps must move the weights, or any gradient would do"
+    assert losses[0] - losses[-1] > 0.04, "steps must move the weights, or any gradient would do"
     assert_same_training(runs[strategy], runs["single"])
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
+from study.run import tensors
 from study.run.live import asked_of_fsdp, dtype_name, optimizer_settings, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.run.teams import asked_team, live_team
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
     from study.run.open import OpenRun
     from study.run.steps import StepLog
+
+
+# By name: transformers', and what DeepSpeed's AutoTP makes of them.
+_LINEAR = ("Linear", "Conv1D", "LinearLayer", "LinearAllreduce")
 
 
 def audit(
@@ -72,7 +77,7 @@ def audit(
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_parameters": tensors.parameters_of(model, launch.strategy.team_size),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
@@ -96,8 +101,9 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-    if live["world_size"] == 1 and live["zero_stage"]:
-        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
+    if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
+        alone = "team" if "team" in live else "rank"
+        warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
@@ -185,7 +191,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         return
     precision = config.precision
     expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
-    layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
+    layer = next(module for module in model.modules() if type(module).__name__ in _LINEAR)
 
     def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         handle.remove()

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
-from study.run import sequence
+from study.run import sequence, tensors
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
@@ -40,7 +40,9 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     if strategy.team:
         # Follows from the next two. DeepSpeed counts the ranks of a team as if each had its own samples, or not, by
         # how far it has come.
-        del settings["train_batch_size"]
+        settings.pop("train_batch_size", None)
+        if strategy.team.divides == "tensors":
+            settings["tensor_parallel"]["autotp_size"] = strategy.team.ranks
     else:
         settings["train_batch_size"] = plan.global_batch_size
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
@@ -118,6 +120,8 @@ def make_accelerator(run: OpenRun) -> Accelerator:
     elif launch.strategy.team is not None and launch.strategy.team.divides == "sequence":
         arguments["parallelism_config"] = sequence.parallelism(run.plan, launch.strategy.team, config)
     accelerator = Accelerator(**arguments)
+    if tensors.divides(accelerator):
+        tensors.load_whole()
     hold_to_precision(accelerator, config)
     return accelerator
 
@@ -144,9 +148,15 @@ def prepare(
     check_compute_dtype(model, config)
     if sequence.divides(accelerator):
         sequence.make_ready(model)
+    if tensors.divides(accelerator):
+        tensors.make_ready(accelerator, model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if sequence.divides(accelerator):
         sequence.put_right(prepared_model)
+    if tensors.divides(accelerator):
+        tensors.put_right(prepared_model, virtual=config.virtual_world_size is not None)
+        # Its layers are other ones by now.
+        check_compute_dtype(prepared_model, config)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)

@@ -38,7 +38,7 @@ WITH_COPIES = ("hsdp", "zero3_hpz")
 # Two copies, and two ranks for each.
 LEAST_RANKS_WITH_COPIES = 4
 # Whose ranks work on the same samples together.
-WITH_TEAMS = ("ulysses_zero1", "ulysses_zero2", "ulysses_zero3")
+WITH_TEAMS = ("ulysses_zero1", "ulysses_zero2", "ulysses_zero3", "zero1_tp", "zero2_tp", "zero3_tp")
 STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
 # Where nobody says it: of a virtual job, and in arithmetic.
 RANKS_OF_A_MACHINE = 8
