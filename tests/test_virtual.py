@@ -25,7 +25,16 @@ from study.virtual.summary import RankSummary
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
-QUICK = (("ddp", 2), ("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4), ("ulysses_zero3", 2))
+QUICK = (
+    ("ddp", 2),
+    ("zero2", 2),
+    ("zero3_cpu", 2),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("zero3_hpz", 4),
+    ("ulysses_zero3", 2),
+    ("zero2_tp", 2),
+)
 ALL = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.presets import preset_layers
-from study.run import tensors
+from study.run import activations, tensors
 from study.run.live import asked_of_fsdp, dtype_name, optimizer_settings, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
-from study.spec.overrides import parse_overrides
+from study.spec.overrides import override, parse_overrides
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,8 @@ def audit(
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
+    if is_deepspeed and launch.strategy.team is not None:
+        live["partitioned_activations"] = activations.live_partition(model)
     if (team := live_team(accelerator, model)) is not None:
         live["team"] = team
     asked = _asked(run, plan) | asked_of_fsdp(accelerator)
@@ -151,6 +153,9 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
     if strategy.team is not None:
         asked["team"] = asked_team(run.launch)
+        if strategy.deepspeed is not None:
+            settings = override(strategy.deepspeed, config.engine_override)
+            asked["partitioned_activations"] = activations.are_partitioned(settings)
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value

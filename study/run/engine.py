@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
-from study.run import sequence, tensors
+from study.run import activations, sequence, tensors
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
@@ -155,6 +155,8 @@ def prepare(
         sequence.put_right(prepared_model)
     if tensors.divides(accelerator):
         tensors.put_right(prepared_model, virtual=config.virtual_world_size is not None)
+        if activations.are_partitioned(accelerator.state.deepspeed_plugin.deepspeed_config):
+            activations.partition_activations(model)
         # Its layers are other ones by now.
         check_compute_dtype(prepared_model, config)
     if config.virtual_world_size:
