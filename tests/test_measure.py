@@ -20,6 +20,7 @@ from probes import measured_steps
 from study.measure import Meters
 from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
+from study.measure.forward import ForwardWatch
 from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
 from study.measure.state import StateWatch
@@ -344,6 +345,27 @@ def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next() -> None:
     assert meters.traffic is not None
     assert meters.traffic["step"] == 2
     assert meters.state is not None
+
+
+def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
+    wide, narrow, samples = 4096, 1024, 512
+    model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
+    inputs = torch.randn(samples, narrow)
+
+    def held(forward: Any) -> int | None:
+        caller = torch.nn.Module()
+        caller.inner, caller.forward = model, forward  # type: ignore[method-assign]
+        with ForwardWatch(caller) as watch:
+            caller(inputs).sum().backward()
+        return watch.report["forward_holds_bytes"]
+
+    # The matrix library's scratch memory stays from its first use on.
+    model(inputs).sum().backward()
+    kept = held(lambda x: model(x))
+    # The linear layer's output is gone once the ReLU has made its own of it.
+    assert kept == pytest.approx((wide + narrow) * samples * FP32, rel=0.02)
+    recomputed = held(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
+    assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 
 
 @pytest.fixture

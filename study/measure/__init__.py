@@ -22,6 +22,7 @@ import torch
 
 from study.measure.clock import LEAST_WARMUP_STEPS, HostCost, StepClock, step_time_statistics
 from study.measure.energy import EnergyMeter
+from study.measure.forward import ForwardWatch
 from study.measure.memory import MemoryMeter, Phase
 from study.measure.profiling import PROFILER_WARMUP_STEPS, StepProfiler
 from study.measure.state import StateWatch
@@ -71,9 +72,13 @@ class Meters:
         if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
-            with TrafficWatch(step, self.ranks_per_machine) as traffic, StateWatch(*self._started) as state:
+            with (
+                TrafficWatch(step, self.ranks_per_machine) as traffic,
+                StateWatch(*self._started) as state,
+                ForwardWatch(self._started[0]) as forward,
+            ):
                 yield
-            self.traffic, self.state = traffic.report(), state.report
+            self.traffic, self.state = traffic.report(), state.report and state.report | forward.report
             if state.report is None and state.unknown is None:
                 # A loss scaler skipped this step, so the next one is watched.
                 self.watched_step = step + 1
