@@ -85,9 +85,10 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
 
 def _grids(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     text = (
-        "## The grid\n\n`=` is equal up to rounding, a letter a [cause](#causes) below, `?` a difference whose cause is"
-        " not known, `'` behind it a difference in some runs only, `x` a crash, `-` refused or not installable, a dot"
-        " not run. Left of the bar: one micro-step; right of it: four.\n"
+        "## The grid\n\n`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a"
+        " [cause](#causes) below, `?` a difference whose cause is not known, `'` behind it a difference in some runs"
+        " only, `x` a crash, `-` refused or not installable, a dot not run. Left of the bar: one micro-step; right of"
+        " it: four.\n"
     )
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     for precision in precisions:
@@ -117,7 +118,7 @@ def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
-    return {"equal": "=", "crashes": "x"}.get(kind, "-") + why
+    return {"equal": "(=)" if cell.is_lucky else "=", "crashes": "x"}.get(kind, "-") + why
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:

@@ -26,7 +26,6 @@ _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "e
 # Runs that agree in these do the same work, and one of them without an engine is what the others are held against.
 _SAME_WORK = ("max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps", "dropout",
               "learning_rate", "warmup_ratio")  # fmt: skip
-_STUDY = "study"
 
 Row = Mapping[str, Any]
 
