@@ -82,7 +82,7 @@ PROOFS = (
         (("deepspeed/runtime/engine.py",
           'if self.zero_optimization() and hasattr(self.optimizer, "zero_grad"):',
           'if hasattr(self.optimizer, "zero_grad"):'),
-         (_UNFUSED, "self.cur_scale = 1.0 * 2**16", "self.cur_scale = 1.0")),
+         (_UNFUSED, "self.cur_scale = dynamic_loss_args[INITIAL_LOSS_SCALE]", "self.cur_scale = 1.0")),
         # A first step of gradients of zero, which the newest release takes too.
         beside=((_UNFUSED, "        self.initialize_optimizer_states()\n", ""),),
     ),
