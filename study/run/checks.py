@@ -23,9 +23,10 @@ from study.run import machines
 from study.run.copies import check_copies
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
+from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import Launch, Strategy, shell_environment, this_launch, virtual_launch
+from study.spec.strategies import Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -56,7 +57,7 @@ def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConf
         if trainer != "study":
             raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
         launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
-    return config, launch
+    return config, dataclasses.replace(launch, strategy=launch.strategy.with_team(config.team_size))
 
 
 def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None) -> Request:
@@ -80,7 +81,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
         refuse_what_no_virtual_run_has(config)
     check_copies(config, launch, gpus)
     notice = check_devices(launch, gpus)
-    plan = config.batch_plan(launch.world_size)
+    plan = config.batch_plan(launch.world_size, launch.strategy.team_size)
     own = "" if trainer == "study" else f"-{trainer}"
     default = Path("runs") / config.run_id(f"{launch.strategy.name}{own}", launch.world_size)
     output_dir = folder_named(str(config.output_dir or default))

@@ -15,12 +15,11 @@ from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES, WITH_COPIES, read_strategy
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, read_strategy
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
-RANKS_OF_COPIES = 4
 # A probe asks what fits: it does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 # What each trainer runs.
@@ -84,7 +83,7 @@ def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
         is_of_copies = values["strategy"] in WITH_COPIES
-        values.setdefault("world_size", box.gpus or (RANKS_OF_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
+        values.setdefault("world_size", box.gpus or (LEAST_RANKS_WITH_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
         for override in grid.overrides:
             if _matches(values, override.where, grid.place):
                 values |= override.fixed
@@ -157,7 +156,7 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         # What `auto` means is settled here once, for the id and for the run.
         cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
-        config.batch_plan(cell.ranks)
+        cell.plan  # noqa: B018 - refuses a batch that does not divide
         read_strategy(cell.strategy).check_engine_flags(config)
         if cell.strategy not in _STRATEGIES[cell.trainer]:
             raise UserError(f"trainer: {cell.trainer} does not run {cell.strategy}", "exclude the combination")
