@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from study.host.stacks import THEN, release_order
 from study.releases.bare import read_rows
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.control import NOT_RUN, control
@@ -23,7 +24,7 @@ from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, lettered
 from study.report.questions.releases import QUESTION, avoid_table
 from study.report.records.frames import Records, read_parquet
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.workloads import strategy_order
 from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
@@ -211,7 +212,7 @@ def _same(cell: Cell) -> tuple[object, ...]:
 def _stacks(cells: Sequence[Cell]) -> str:
     versions = {cell.stack: cell.versions for cell in cells}
     rows = [
-        {"Stack": stack, "Kind": "of its time" if stack.endswith("-then") else "today", **{
+        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today", **{
             name: versions[stack][name] or "not known" for name in PACKAGES}}
         for stack in sorted(versions, key=lambda name: (release_order(name), name))
     ]  # fmt: skip

@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
+from study.host.stacks import release_order
 from study.releases.causes import Cause, read_causes
 from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
 from study.report.plots.palette import INK, QUIET, RELEASES
 from study.report.records.frames import Records, steps_by_run
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.workloads import strategy_order
 
 # Cells are drawn for one clipping: what it does is in the table.
