@@ -81,8 +81,8 @@ PROFILE: Mapping[str, Fill] = {
 OTHER = Fill("#b0b6bd", "")
 # What came of a release: right, wrong, wrong together with another release, or nothing to compare.
 RELEASES: Mapping[str, Fill] = {
-    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "cpu": Fill("#d98a7e", ""),
-    "mismatch": Fill("#d2691e", "////"),
+    "equal": Fill("#74b06f", ""), "lucky": Fill("#c3dec0", ""), "different": Fill("#b3240f", ""),
+    "cpu": Fill("#d98a7e", ""), "mismatch": Fill("#d2691e", "////"),
     "refuses": Fill("#c9ced4", ""), "crashes": Fill("#767c85", ""), "not installable": Fill("#e8ebee", ""),
     "not judged": Fill("#e8ebee", "xxxx"),
 }  # fmt: skip
