@@ -230,7 +230,7 @@ def excess_bytes(memory: Memory, box: Box) -> float:
     """What is missing, or else the room that is left, as a negative number."""
     host_bytes = (box.host_gib_per_node or 0) * GIB
     if box.in_host_memory:
-        return box.gpus_per_node * memory.peak_allocated.value + memory.host_peak.value - host_bytes
+        return box.gpus_per_node * memory.peak_reserved.value + memory.host_peak.value - host_bytes
     on_host = memory.host_peak.value - host_bytes if box.host_gib_per_node is not None else -math.inf
     on_device = device_bytes(memory) - usable_bytes(box)
     # What is on the host does not go by the samples.

@@ -12,9 +12,9 @@ from study.predict.memory import predict_memory
 from study.predict.request import Memory, Request
 from study.predict.time import FITTED, Constants, predict_time
 
-# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process, or, without a
-# GPU, the process itself.
-Kind = Literal["allocated", "reserved", "device", "resident"]
+# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
+# GPU, the process itself: one that keeps what it freed, or one that gave it back.
+Kind = Literal["allocated", "reserved", "device", "resident", "resident_returned"]
 GIB = 2**30
 
 
@@ -26,8 +26,8 @@ class Measured:
     request: Request
     peak_bytes: float | None = None
     peak_kind: Kind = "allocated"
-    # Between two steps: the project's own records have it.
-    steady_bytes: float | None = None
+    # In the process, and for nothing that a request says.
+    libraries_bytes: float = 0.0
     step_s: float | None = None
     # None where nobody tried the device's limit.
     fits: bool | None = None
@@ -61,8 +61,9 @@ def peak_of(memory: Memory, kind: Kind) -> float:
     """The predicted figure of the same kind."""
     if kind == "allocated":
         return memory.peak_allocated.value
-    if kind == "resident":
-        return memory.peak_allocated.value + memory.host_parts["rank"]
+    if kind in ("resident", "resident_returned"):
+        tensors = memory.peak_reserved if kind == "resident" else memory.peak_allocated
+        return tensors.value + memory.host_parts["rank"]
     outside = memory.device_parts["context"] if kind == "device" else 0.0
     return memory.peak_reserved.value + outside
 
@@ -71,7 +72,7 @@ def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
     request = row.request
     if row.selective:
         request = dataclasses.replace(request, gradient_checkpointing=True, keeps_products=True)
-    return peak_of(predict_memory(request), kind or row.peak_kind)
+    return peak_of(predict_memory(request), kind or row.peak_kind) + row.libraries_bytes
 
 
 def predicted_fit(row: Measured) -> bool:
