@@ -9,11 +9,10 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.host import EVALUATION_BYTES
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.state import state_of
@@ -29,6 +28,7 @@ SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claim
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
 _WITHOUT_COPIES = ("1f63150", "771d7fe")
 # They kept what they freed, as real ranks do for the sake of their times.
+_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
 _KEPT_WHAT_THEY_FREED = (*_WITHOUT_COPIES, "dd505bf", "6edd112")
 _PROCESSOR = Device(
     name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
@@ -81,7 +81,7 @@ def own_rows() -> list[Measured]:
         Measured(
             source="own", name=f"{run.suite} {run.run}", request=request_of(run),
             peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run),
-            libraries_bytes=EVALUATION_BYTES if 0 < run.eval_steps < run.steps else 0.0,
+            evaluated=_evaluated(run),
         )
         for run in _runs().itertuples()
     ]  # fmt: skip
@@ -90,6 +90,13 @@ def own_rows() -> list[Measured]:
 def _kind_of(run: Any) -> Kind:
     kept = not run.virtual or str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
     return "resident" if kept else "resident_returned"
+
+
+def _evaluated(run: Any) -> Literal["never", "between", "last"]:
+    if 0 < run.eval_steps < run.steps:
+        return "between"
+    at_end = not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT)
+    return "last" if at_end else "never"
 
 
 def compared() -> Iterator[Compared]:
