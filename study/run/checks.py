@@ -23,9 +23,10 @@ from study.run import machines
 from study.run.copies import check_copies
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
+from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import Launch, Strategy, shell_environment, this_launch, virtual_launch
+from study.spec.strategies import Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.

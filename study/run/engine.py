@@ -10,8 +10,8 @@ from study.host.box import free_gpu_bytes
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
+from study.spec.launched import Launch
 from study.spec.overrides import override
-from study.spec.strategies import Launch
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
 
 if TYPE_CHECKING:
