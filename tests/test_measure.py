@@ -145,6 +145,19 @@ def test_a_phase_that_comes_back_keeps_its_largest_peak() -> None:
     assert meter.report()["phases"]["eval"]["host"] > meter.report()["phases"]["init"]["host"] + 48 * MIB
 
 
+def test_what_the_last_evaluation_leaves_is_in_no_step() -> None:
+    meter = MemoryMeter(CPU)
+    meter.enter_phase("steady")
+    meter.step_done()
+    with meter.phase("eval"):
+        left = torch.ones(64 * MIB // FP32)
+    phases = meter.report()["phases"]
+    assert left.numel()
+    assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
+    meter.step_done()
+    assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
+
+
 def test_what_a_cpu_box_cannot_measure_is_null() -> None:
     report = MemoryMeter(CPU).report()
     assert report["phases"]["init"]["host"] > 0

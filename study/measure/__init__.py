@@ -15,6 +15,7 @@ meters.finish()
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,8 @@ class Meters:
     def start(self, model: Any, optimizer: Any) -> None:
         """Call when everything is prepared, right before the first step."""
         self._started = (model, optimizer)
+        # Reference cycles hold tensors until some collection: transformers drops the output layer that it ties.
+        gc.collect()
         self.memory.enter_phase("first_step")
         self.clock.resume()
 

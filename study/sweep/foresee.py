@@ -66,7 +66,7 @@ class Foresight:
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             held = memory.host_peak.value
             if device is None:
-                held += cell.world_size / self.nodes(cell) * memory.peak_allocated.value
+                held += cell.world_size / self.nodes(cell) * memory.peak_reserved.value
             # A cap is the allocator's, and does not see the context.
             is_cap = cell.config.device_memory_cap_gib is not None
             on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
