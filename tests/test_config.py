@@ -39,7 +39,7 @@ OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "device_memory_cap_gib": (3.0, True), "engine_override": (("a=1",), True), "checkpointing_steps": (3, True),
     "nvme_path": ("elsewhere", False), "output_dir": ("elsewhere", False), "overwrite_output_dir": (True, False),
     "resume_from_checkpoint": ("latest", False), "report_to": ("tensorboard", False),
-    "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True),
+    "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True), "team_size": (2, True),
 }  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
     optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
-    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank"}
+    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "team_size"}
     config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
     unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
     assert unresolved == optional
@@ -181,7 +181,7 @@ def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, mi
             for change in changes:
                 dataclasses.replace(config, **change).batch_plan(world_size)
         else:
-            cut = plan.world_size * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
+            cut = plan.teams * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
             assert cut == plan.global_batch_size == batch
             assert micro in (None, plan.per_device_train_batch_size)
     assert refused or (world_size, micro or 1) == (1, 1)

@@ -13,9 +13,18 @@ from typing import Any
 
 from study.errors import UserError
 from study.spec.config import RunConfig
-from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, mesh_of, name_of
+from study.spec.names import (
+    SHIPPED,
+    asked_of_deepspeed,
+    asked_of_fsdp,
+    asked_without_engine,
+    mesh_asked,
+    mesh_of,
+    name_of,
+)
 from study.spec.strategies import RANKS_OF_A_MACHINE, Strategy
 from study.spec.strategy_files import read_deepspeed_json
+from study.spec.team import team_of
 
 # What `accelerate launch` tells its ranks of the file, and leaves as it finds it where the file does not say it.
 _SAID_BY_THE_FILE = re.compile(
@@ -47,6 +56,15 @@ class Launch:
     @property
     def ranks_per_machine(self) -> int:
         return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
+
+    @property
+    def team(self) -> int:
+        """Which of the teams this rank is in."""
+        return self.rank // self.strategy.team_size
+
+    @property
+    def leads_its_team(self) -> bool:
+        return self.rank % self.strategy.team_size == 0
 
     @property
     def is_main(self) -> bool:
@@ -148,9 +166,9 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
         for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
     )
-    if has_megatron or (has_mesh and not has_fsdp):
-        section = "megatron_lm" if has_megatron else "parallelism_config"
-        raise UserError(f"the launched Accelerate file has a {section}, which no strategy here has", "leave it out")
+    if has_megatron:
+        raise UserError("the launched Accelerate file has a megatron_lm, which no strategy here has", "leave it out")
+    mesh = mesh_asked(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
@@ -160,15 +178,20 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
             )
         settings = read_deepspeed_json(Path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        asked = asked_of_deepspeed(settings, zero3_init)
+        asked = asked_of_deepspeed(settings, zero3_init, mesh)
         return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
     if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        asked = asked_of_fsdp(environment)
-        if has_mesh and mesh_of(asked) is None:
+        asked = asked_of_fsdp(environment, mesh)
+        if has_mesh and mesh_of(asked) is None and team_of(asked) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
-        return _named(name_of(asked), "FSDP", None, asked, mesh_of(asked))
+        return _named(name_of(asked), "FSDP", None, asked)
+    if has_mesh:
+        asked = asked_without_engine(mesh)
+        if team_of(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        return _named(name_of(asked), "MULTI_GPU", None, asked)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
@@ -179,6 +202,6 @@ def _named(
     distributed_type: str,
     settings: Mapping[str, Any] | None,
     asked: Mapping[str, Any],
-    mesh: tuple[int, int] | None = None,
 ) -> Strategy:
-    return Strategy(name, distributed_type, settings, None if name in SHIPPED else asked, mesh)
+    own = None if name in SHIPPED else asked
+    return Strategy(name, distributed_type, settings, own, mesh_of(asked), team_of(asked))

@@ -13,9 +13,18 @@ from typing import Any
 
 from study.errors import UserError
 from study.spec.config import RunConfig
-from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, mesh_of
+from study.spec.names import (
+    SHIPPED,
+    asked_of_deepspeed,
+    asked_of_fsdp,
+    asked_without_engine,
+    digest_of,
+    mesh_asked,
+    mesh_of,
+)
 from study.spec.overrides import override, parse_overrides
 from study.spec.strategy_files import read_deepspeed_json, read_yaml
+from study.spec.team import Team, team_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
@@ -44,6 +53,12 @@ class Strategy:
     own_settings: Mapping[str, Any] | None = None
     # Of FSDP: how many copies of the state there are, and over how many ranks each is sharded.
     mesh: tuple[int, int] | None = None
+    # Where ranks work on the same samples together.
+    team: Team | None = None
+
+    @property
+    def team_size(self) -> int:
+        return self.team.ranks if self.team else 1
 
     @property
     def is_fsdp(self) -> bool:
@@ -70,13 +85,26 @@ class Strategy:
         device = section["device"] if section else "none"
         return None if device == "none" else device
 
+    def with_team(self, size: int | None) -> Strategy:
+        """As --team_size asks; None leaves the file's."""
+        if size is None:
+            return self
+        if self.team is None:
+            raise UserError(
+                f"--team_size {size}: under {self.name} no ranks share their samples",
+                "leave it out, or launch a strategy with teams",
+            )
+        return dataclasses.replace(self, team=dataclasses.replace(self.team, ranks=size))
+
     def overridden(self, config: RunConfig) -> Strategy:
         """With the settings that a run asks for instead of the file's."""
+        resized = self.with_team(config.team_size)
         if self.deepspeed is None:
-            return self
+            return resized
         asked = override(self.deepspeed, config.engine_override)
         sizes_are_asked = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
-        return dataclasses.replace(self, deepspeed=asked, own_settings=asked if sizes_are_asked else self.own_settings)
+        own_settings = asked if sizes_are_asked else self.own_settings
+        return dataclasses.replace(resized, deepspeed=asked, own_settings=own_settings)
 
     @property
     def uses_nvme(self) -> bool:
@@ -127,12 +155,14 @@ def read_strategy(name: str) -> Strategy:
             f"accelerate_configs/ asks for something else under the name {name} than this study does",
             f"restore {name}.yaml and its JSON, and give your own settings files of their own",
         )
-    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked))
+    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked), team=team_of(asked))
 
 
 def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As `name_of` takes it, before anything is launched."""
+    mesh = mesh_asked({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
     if settings is not None:
-        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True))
-    sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
-    return asked_of_fsdp({key.upper(): str(value) for key, value in sections.items()})
+        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
+    if "fsdp_config" not in document:
+        return asked_without_engine(mesh)
+    return asked_of_fsdp({key.upper(): str(value) for key, value in document["fsdp_config"].items()}, mesh)

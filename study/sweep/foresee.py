@@ -9,14 +9,14 @@ from study.errors import UserError
 from study.host.box import Box as Host
 from study.host.memory import GIB
 from study.launch.cell import Cell
-from study.predict.advise import device_bytes
 from study.predict.boxes import box_of
+from study.predict.fits import device_bytes
 from study.predict.floor import ANY_DEVICE
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.time import predict_time
-from study.spec.strategies import WITH_COPIES, read_strategy
+from study.spec.strategies import read_strategy
 from study.sweep.needs import needs_of
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
@@ -89,15 +89,13 @@ class Foresight:
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
     def _request(self, cell: Cell) -> Request | None:
-        """None for a model of which only its name is known, and for strategies whose second copies nobody predicts."""
+        """None for a model of which only its name is known."""
         config, ranks = cell.config, cell.ranks
-        if cell.strategy in WITH_COPIES:
-            return None
         try:
             shape = model_shape(config.model_name_or_path)
         except UserError:
             return None
-        plan = config.batch_plan(ranks)
+        plan = cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.

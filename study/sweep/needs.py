@@ -32,7 +32,7 @@ def needs_of(cell: Cell) -> Needs | None:
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return None
-    shape, plan = shape_of_preset(preset), config.batch_plan(cell.ranks)
+    shape, plan = shape_of_preset(preset), cell.plan
     strategy = read_strategy(cell.strategy).overridden(config)
     state = state_bytes(strategy, config.precision, cell.ranks)
     request = Request(

@@ -62,7 +62,7 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
     always = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
         return always + built + _offloaded_bytes(config, launch, shape, per_weight)
-    tokens = config.seq_length * config.batch_plan(launch.world_size).per_device_train_batch_size
+    tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.team_size).per_device_train_batch_size
     # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
