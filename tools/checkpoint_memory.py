@@ -23,7 +23,7 @@ import yaml
 from study.host.environment import describe_environment
 from study.launch.cell import accelerate
 from study.launch.run import clean_environment
-from study.record.directory import read_run
+from study.record.directory import read_run, read_status
 from study.record.schema import STATE_KINDS
 from study.report.site.page import table_markdown
 from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
@@ -48,47 +48,57 @@ print(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split
 
 
 def measure(runs: Path) -> dict[str, Any]:
-    runs.mkdir(parents=True, exist_ok=True)
+    """Goes on where it was stopped."""
     arms = {}
     for arm in ARMS:
         folder = runs / arm.replace(", ", "-").replace(" ", "-")
-        saved = folder / "save"
-        checkpoint = saved / "checkpoints" / STEP
-        figures: dict[str, Any] = {"save": _launched(arm, saved, RANKS, "--checkpointing_steps", "2")}
-        sizes = [file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()]
-        figures["checkpoint_bytes"] = sum(sizes)
-        for ranks in (RANKS, 1):
-            resumed = ("--resume_from_checkpoint", str(checkpoint))
-            figures[f"load_by_{ranks}"] = _launched(arm, folder / f"load-{ranks}", ranks, *resumed)
-        if (checkpoint / "zero_to_fp32.py").exists():
-            figures["one_file_gib"] = _made_one_file(checkpoint, folder / "one-file")
-        shutil.rmtree(saved / "checkpoints")
-        arms[arm] = figures
-        print(f"{arm}: done", flush=True)
+        done = folder / "figures.json"
+        if not done.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            figures = _measured(arm, folder)
+            done.write_text(json.dumps(figures), encoding="utf-8")
+            shutil.rmtree(folder / "save" / "checkpoints")
+        arms[arm] = json.loads(done.read_text(encoding="utf-8"))
     return {"environment": describe_environment(), "flags": FLAGS, "ranks": RANKS, "arms": arms}
 
 
+def _measured(arm: str, folder: Path) -> dict[str, Any]:
+    checkpoint = folder / "save" / "checkpoints" / STEP
+    figures: dict[str, Any] = {"save": _launched(arm, folder / "save", RANKS, "--checkpointing_steps", "2")}
+    figures["checkpoint_bytes"] = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    for ranks in (RANKS, 1):
+        resumed = ("--resume_from_checkpoint", str(checkpoint))
+        figures[f"load_by_{ranks}"] = _launched(arm, folder / f"load-{ranks}", ranks, *resumed)
+    if (checkpoint / "zero_to_fp32.py").exists():
+        figures["one_file_gib"] = _made_one_file(checkpoint, folder / "one-file")
+    return figures
+
+
 def _launched(arm: str, folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
-    """Of each rank: the peaks of host memory by phase, and the bytes of model state."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Of each rank: the peaks of host memory by phase, and the bytes of model state. What ended well is kept."""
+    if not (folder / "status.json").exists() or read_status(folder)["state"] != "ok":
+        shutil.rmtree(folder, ignore_errors=True)
+        _launch(arm, folder, ranks, *flags)
+    return [
+        {
+            "phases_host_gib": {phase: peaks["host"] for phase, peaks in rank["phases"].items()},
+            "state_bytes": sum(size for kind in STATE_KINDS for size in rank["state"]["state_bytes"][kind].values()),
+        }
+        for rank in read_run(folder).memory["ranks"]
+    ]
+
+
+def _launch(arm: str, folder: Path, ranks: int, *flags: str) -> None:
     file = STRATEGY_DIRECTORY / f"{arm}.yaml"
     if arm == WHOLE_FSDP2:
         document = yaml.safe_load((STRATEGY_DIRECTORY / "fsdp2.yaml").read_text(encoding="utf-8"))
         document["fsdp_config"]["fsdp_state_dict_type"] = "FULL_STATE_DICT"
         file = folder.parent / "fsdp2.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(yaml.safe_dump(document), encoding="utf-8")
     launcher = [accelerate(), "launch", "--config_file", str(file), "--num_processes", str(ranks)]
     command = [*launcher, "study/train.py", *FLAGS, *flags, "--output_dir", str(folder.absolute())]
     environment = clean_environment(folder.parent, folder.parent / "refusal.json")
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
-    return [
-        {
-            "phases_host_gib": {phase: peaks["host"] for phase, peaks in rank["phases"].items()},
-            "state_bytes": sum(size for kind in STATE_KINDS for size in rank["state"][kind].values()),
-        }
-        for rank in read_run(folder).memory["ranks"]
-    ]
 
 
 def _made_one_file(checkpoint: Path, output: Path) -> float:
