@@ -21,6 +21,7 @@ from study.errors import Unsupported, UserError, first_line
 from study.host.contents import content_digest, sealed, whole_or_nothing
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
+from study.models.adapters import add_adapters
 from study.models.architecture import attention, build_model, model_class, model_config, shape_of, with_run_settings
 from study.models.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
@@ -112,6 +113,7 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
             # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
             # inside the forward pass, which cuts a compiled graph in two.
             model.loss_type = "ForCausalLM"
+    add_adapters(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -6,14 +6,16 @@ record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
+from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
 from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
+from study.run.optimizer import asked_settings, live_settings
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 
@@ -56,7 +58,8 @@ def audit(
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
-        "optimizer_settings": _optimizer_settings(base),
+        "optimizer_settings": live_settings(base),
+        "adapters": adapters_in(accelerator.unwrap_model(model)),
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": _uses_tf32(),
     }
@@ -77,13 +80,18 @@ def audit(
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_parameters": _elements(model.parameters()),
+        "trainable_parameters": _elements(one for one in model.parameters() if one.requires_grad),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
         "torch": torch.__version__,
         "deepspeed": package_version("deepspeed"),
     }
+
+
+def _elements(parameters: Iterable[Any]) -> int:
+    return sum(getattr(one, "ds_numel", one.numel()) for one in parameters)
 
 
 def _uses_tf32() -> bool:
@@ -151,10 +159,8 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "optimizer_settings": {
-            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
-            "decoupled_weight_decay": True,
-        },
+        "optimizer_settings": asked_settings(config),
+        "adapters": asked_adapters(config),
     }  # fmt: skip
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
@@ -164,19 +170,6 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
     return asked
-
-
-def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    group = optimizer.param_groups[0]
-    # torch.optim.AdamW decouples by its class, DeepSpeedCPUAdam by a switch that defaults to on.
-    decoupled = getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
-    return {
-        "lr": group["initial_lr"] if "initial_lr" in group else group["lr"],
-        "weight_decay": group["weight_decay"],
-        "betas": list(group["betas"]),
-        "eps": group["eps"],
-        "decoupled_weight_decay": bool(decoupled),
-    }
 
 
 def _read_deepspeed(engine: Any) -> dict[str, Any]:
