@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         # Data and initial weights that cannot be had are refused too. The weights are one set for every arm, made
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
-        data = load_data(config, run.cache)
+        data = load_data(config, run.cache, run.own_samples)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
         run.begin(data, initial)
 
@@ -115,13 +115,14 @@ def train_step(
 ) -> tuple[torch.Tensor, Any]:
     """One optimizer step over this rank's micro-batches; returns this rank's mean loss and the gradient norm."""
     import torch
-    from accelerate.utils import send_to_device
+
+    from study.run.own_part import own_part
 
     losses = []
     grad_norm = None
     for micro_batch in micro_batches:
-        with accelerator.accumulate(model):
-            loss = model(**send_to_device(micro_batch, accelerator.device, non_blocking=True)).loss
+        with accelerator.accumulate(model), own_part(accelerator, micro_batch) as inputs:
+            loss = model(**inputs).loss
             # Scales by the accumulation steps where the engine does not; doing it here too would be once too often.
             accelerator.backward(loss)
             if accelerator.sync_gradients:

@@ -181,7 +181,7 @@ def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, mi
             for change in changes:
                 dataclasses.replace(config, **change).batch_plan(world_size)
         else:
-            cut = plan.world_size * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
+            cut = plan.teams * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
             assert cut == plan.global_batch_size == batch
             assert micro in (None, plan.per_device_train_batch_size)
     assert refused or (world_size, micro or 1) == (1, 1)

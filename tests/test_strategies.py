@@ -300,6 +300,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "deepspeed": expected.deepspeed,
                 "own_settings": None,
                 "mesh": [2, 2] if strategy == "hsdp" else None,
+                "team": None,
             },
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
             "virtual": False,

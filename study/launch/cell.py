@@ -13,7 +13,7 @@ from study.errors import UserError
 from study.host.nodes import allocated_box
 from study.host.slurm import this_job
 from study.launch.step import on_nodes
-from study.spec.config import RunConfig
+from study.spec.config import BatchPlan, RunConfig
 from study.spec.strategies import REPOSITORY, read_strategy
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
@@ -51,6 +51,11 @@ class Cell:
     def ranks(self) -> int:
         """How many ranks the measured job has; of a virtual one a single process is launched."""
         return self.config.virtual_world_size or self.world_size
+
+    @property
+    def plan(self) -> BatchPlan:
+        team_size = read_strategy(self.strategy).with_team(self.config.team_size).team_size
+        return self.config.batch_plan(self.ranks, team_size)
 
     @property
     def arm(self) -> str:

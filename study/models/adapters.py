@@ -28,7 +28,7 @@ def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
         target_modules="all-linear",
         task_type=TaskType.SEQ_CLS if is_classifier else TaskType.CAUSAL_LM,
     )
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
         inject_adapter_in_model(settings, model)
     if is_classifier:

@@ -116,7 +116,7 @@ def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
     every = [cell for cell in plan_cells(read_suite(find_suite(SUITE)), box) if isinstance(cell, Cell)]
     every = [cell for cell in every if cell.config.precision == "fp32" and cell.config.max_grad_norm]
     mine = [cell for cell in every if cell.strategy == strategy]
-    steps = {cell.config.batch_plan(cell.ranks).gradient_accumulation_steps: cell for cell in mine}
+    steps = {cell.plan.gradient_accumulation_steps: cell for cell in mine}
     if not mine or strategy == "single":
         names = ", ".join(dict.fromkeys(cell.strategy for cell in every if cell.strategy != "single"))
         raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {names}")

@@ -162,6 +162,8 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "optimizer_settings": asked_settings(config),
         "adapters": asked_adapters(config),
     }  # fmt: skip
+    if config.bf16_states:
+        asked["bf16_states"] = True
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
@@ -196,6 +198,7 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "nvme_path": ", ".join(sorted(nvme_paths)) or None,
         "precision": precision,
         "param_dtype": _name(next(engine.module.parameters()).dtype),
+        "bf16_states": _has_bf16_states(engine),
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
@@ -203,6 +206,13 @@ def _read_deepspeed(engine: Any) -> dict[str, Any]:
         "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
         **second_copy(engine),
     }
+
+
+def _has_bf16_states(engine: Any) -> bool:
+    """The masters are there from the start, and Adam makes its moments like them."""
+    groups = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    masters = [master for name in groups for master in getattr(engine.optimizer, name, [])]
+    return bool(masters) and {_name(master.dtype) for master in masters} == {"bfloat16"}
 
 
 def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConf
         if trainer != "study":
             raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
         launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
-    return config, launch
+    return config, dataclasses.replace(launch, strategy=launch.strategy.with_team(config.team_size))
 
 
 def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None) -> Request:
@@ -80,7 +80,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
         refuse_what_no_virtual_run_has(config)
     check_copies(config, launch, gpus)
     notice = check_devices(launch, gpus)
-    plan = config.batch_plan(launch.world_size)
+    plan = config.batch_plan(launch.world_size, launch.strategy.team_size)
     own = "" if trainer == "study" else f"-{trainer}"
     default = Path("runs") / config.run_id(f"{launch.strategy.name}{own}", launch.world_size)
     output_dir = folder_named(str(config.output_dir or default))
@@ -206,8 +206,9 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
     wanted, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
-        # Weights and Adam's two moments, in fp32.
-        wanted, what = wanted + 12 * shape_of(config).parameters, "a record with a checkpoint"
+        # Weights and Adam's two moments, in fp32; of frozen weights no moments.
+        each = 12 if config.peft == "none" else 4
+        wanted, what = wanted + each * shape_of(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
     if free < wanted:
         # Not `Unsupported`, which a sweep would take for a final answer: the disk may have room tomorrow.

@@ -10,6 +10,7 @@ from study.host.box import free_gpu_bytes
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
+from study.spec.options import settings_of_options
 from study.spec.overrides import override
 from study.spec.strategies import Launch
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
@@ -47,6 +48,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
         settings["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
     elif config.precision == "fp16-engine":
         settings["fp16"] = dict(FP16_SECTION)
+    settings |= settings_of_options(config, settings)
     for what in ("offload_optimizer", "offload_param"):
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":

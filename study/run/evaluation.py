@@ -14,6 +14,7 @@ from study.run.steps import DIVERGED_FIX
 from study.tasks.metrics import summarize_evaluation
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
 
     from study.run.open import OpenRun
@@ -26,20 +27,24 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
     task, split, batch_size = run.config.task, run.data.eval, run.plan.per_device_train_batch_size
     was_training = model.training
     model.eval()
-    world_size, rank = accelerator.num_processes, accelerator.process_index
-    turns = -(-len(split) // (batch_size * world_size))
+    launch, teams = run.launch, run.plan.teams
+    turns = -(-len(split) // (batch_size * teams))
     losses, predictions = [], []
+
+    def gathered(own: torch.Tensor) -> torch.Tensor:
+        """Of all teams, one after the other, as the indices below are; a team's ranks all have the same."""
+        return accelerator.gather(own).unflatten(0, (teams, -1, batch_size))[:, 0].flatten(0, 1)
+
     with torch.no_grad():
         for turn in range(turns):
-            first = (turn * world_size + rank) * batch_size
+            first = (turn * teams + launch.team) * batch_size
             indices = [index % len(split) for index in range(first, first + batch_size)]
             batch = {name: tensor.to(accelerator.device) for name, tensor in split.__getitems__(indices).items()}
             logits = model(**batch).logits
-            losses.append(accelerator.gather(_sample_losses(task, logits, batch["labels"])))
+            losses.append(gathered(_sample_losses(task, logits, batch["labels"])))
             if task == "bert-imdb":
-                predictions.append(accelerator.gather(logits.argmax(-1)))
+                predictions.append(gathered(logits.argmax(-1)))
     model.train(was_training)
-    # gather() lays the ranks' batches one after the other, which is the order of the indices above.
     sample_losses = torch.cat(losses)[: len(split)].double().cpu()
     if not sample_losses.isfinite().all():
         raise RunFailed("the evaluation loss is not a number: the step before it left unusable weights", DIVERGED_FIX)

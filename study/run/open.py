@@ -227,7 +227,12 @@ class OpenRun:
         """Which samples this rank takes in a step, a list for each micro-batch."""
         from study.tasks.blocks import step_samples
 
-        return self.plan.micro_batches(step_samples(self.config, len(self.data.train), step - 1), self.launch.rank)
+        return self.plan.micro_batches(step_samples(self.config, len(self.data.train), step - 1), self.launch.team)
+
+    @property
+    def own_samples(self) -> int | None:
+        """How many of a step's samples this rank takes, where there are no others to take the rest."""
+        return self.plan.samples_per_team if self.launch.virtual else None
 
     def loop_starts(self) -> None:
         """Called by steps(); start-up ends here."""

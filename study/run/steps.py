@@ -26,6 +26,7 @@ class StepLog:
 
     def __init__(self, run: OpenRun, accelerator: Accelerator):
         self._accelerator, self._record = accelerator, run.record
+        self._leads_its_team = run.launch.leads_its_team
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
         # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
         self._virtual = run.launch.virtual
@@ -49,7 +50,8 @@ class StepLog:
         skipped: bool = False,
     ) -> None:
         """What a step left behind; `micro_batches` as they were on the host, to prove which samples it took."""
-        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches)
+        # The sum over all ranks has each sample once.
+        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches) if self._leads_its_team else 0
         self._pending.append((step, loss, learning_rate, grad_norm, samples_hash, skipped))
         self.skipped_steps += skipped
 

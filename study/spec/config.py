@@ -37,8 +37,8 @@ WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 _NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
 # Flags that came later. A run that does not use them keeps the name it had before they existed.
 _LATER_FLAGS = {
-    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "peft": "none", "lora_rank": 8,
-    "lora_alpha": 16, "optimizer": "adamw",
+    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "team_size": None, "peft": "none",
+    "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
 }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ class RunConfig:
     max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
     precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
-    peft: Peft = _flag("lora: train small matrices beside all linear layers, and freeze the model's own weights", "none")
+    bf16_states: bool = _flag("with bf16-engine: no fp32 masters, and the optimizer's states in bf16 as well", False)
+    peft: Peft = _flag("lora: train small matrices beside all linear layers, and freeze the model's weights", "none")
     lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
     lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
@@ -87,6 +88,9 @@ class RunConfig:
     eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end", at_least=0)
     logging_steps: int = _flag("write step rows, and notice a NaN, every so many steps", at_least=1)
     nvme_path: str = _flag("folder on the drive that NVMe strategies offload to", "nvme_offload")
+    team_size: int | None = _flag(
+        "how many ranks share a sample, under a strategy that divides samples or layers", at_least=2
+    )
     device_memory_cap_gib: float | None = _flag(
         "let this process use no more GPU memory, to stand in for a smaller GPU"
     )
@@ -110,17 +114,22 @@ class RunConfig:
             )
         return self.max_steps or self.num_train_epochs * steps_per_epoch
 
-    def batch_plan(self, world_size: int) -> BatchPlan:
+    def batch_plan(self, ranks: int, team_size: int = 1) -> BatchPlan:
         """How the global batch is cut over ranks and accumulation steps. Every cut has the same samples."""
-        batch = self.global_batch_size
-        forward = world_size * (self.per_device_train_batch_size or 1)
-        next_larger = -(-batch // forward) * forward
-        if batch % world_size:
+        if ranks % team_size:
             raise UserError(
-                f"--global_batch_size {batch} does not divide over {world_size} ranks",
+                f"{ranks} rank{'s'[: ranks > 1]} cannot form teams of {team_size}", "use a multiple of that"
+            )
+        batch, teams = self.global_batch_size, ranks // team_size
+        over = f"{ranks} ranks" if team_size == 1 else f"{teams} teams of {team_size} ranks"
+        forward = teams * (self.per_device_train_batch_size or 1)
+        next_larger = -(-batch // forward) * forward
+        if batch % teams:
+            raise UserError(
+                f"--global_batch_size {batch} does not divide over {over}",
                 f"use a multiple of {forward}, such as {next_larger}",
             )
-        per_rank = batch // world_size
+        per_rank = batch // teams
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
             most = min(micro, per_rank)
@@ -128,11 +137,10 @@ class RunConfig:
             near = range(most, max(0, most - 10_000), -1)
             smaller = next((size for size in near if per_rank % size == 0), math.gcd(per_rank, micro))
             raise UserError(
-                f"--per_device_train_batch_size {micro} on {world_size} ranks"
-                f" does not divide --global_batch_size {batch}",
+                f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
                 f"use {smaller}, or --global_batch_size {next_larger}",
             )
-        return BatchPlan(batch, world_size, micro, per_rank // micro)
+        return BatchPlan(batch, teams, micro, per_rank // micro)
 
     def run_id(self, strategy: str, world_size: int) -> str:
         """A name a person can read, with a hash of everything that makes this run what it is."""
@@ -172,14 +180,19 @@ class BatchPlan:
     """One optimizer step's samples over ranks and micro-batches."""
 
     global_batch_size: int
-    world_size: int
+    # A team is one rank, unless the strategy has several share their samples.
+    teams: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
 
-    def micro_batches(self, step_samples: Sequence[int], rank: int) -> list[list[int]]:
-        """This rank's micro-batches out of one step's samples, in order."""
+    @property
+    def samples_per_team(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def micro_batches(self, step_samples: Sequence[int], team: int) -> list[list[int]]:
+        """A team's micro-batches out of one step's samples, in order."""
         size = self.per_device_train_batch_size
-        starts = ((turn * self.world_size + rank) * size for turn in range(self.gradient_accumulation_steps))
+        starts = ((turn * self.teams + team) * size for turn in range(self.gradient_accumulation_steps))
         return [list(step_samples[start : start + size]) for start in starts]
 
 

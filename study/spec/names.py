@@ -43,7 +43,7 @@ _SWITCHES = {key for key, default in _FSDP_DEFAULTS.items() if default in ("true
 _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 
-def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool) -> dict[str, Any]:
+def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]) -> dict[str, Any]:
     """What decides the run: without what its flags set, and without the folder to swap to."""
     asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
     zero = asked["zero_optimization"]
@@ -52,10 +52,15 @@ def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool) -> dict[st
             zero[section].pop("nvme_path", None)
     if zero["stage"] == 3:
         asked["zero3_init_flag"] = zero3_init
-    return asked
+    return asked | _only({"sp_size"}, mesh, "a DeepSpeed file")
 
 
-def asked_of_fsdp(exported: Mapping[str, str]) -> dict[str, Any]:
+def asked_without_engine(mesh: Mapping[str, int]) -> dict[str, Any]:
+    """Of a MULTI_GPU file."""
+    return _only({"tp_size"}, mesh, "a MULTI_GPU file")
+
+
+def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
     """From the variables that `accelerate launch` exports."""
     asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
     for key in _SWITCHES:
@@ -64,11 +69,13 @@ def asked_of_fsdp(exported: Mapping[str, str]) -> dict[str, Any]:
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
-    return {key.lower(): value for key, value in (asked | _mesh_asked(exported)).items()}
+    sizes = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
+    # The one size left over is all ranks, as without the section.
+    return {key.lower(): value for key, value in asked.items()} | ({} if set(sizes) == {"dp_shard_size"} else sizes)
 
 
-def _mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
-    """The sizes of Accelerate's parallelism_config; empty where all ranks share one copy, as without the section."""
+def mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of Accelerate's parallelism_config, from the variables that `accelerate launch` exports."""
     sizes = {}
     for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
         text = exported.get(f"PARALLELISM_CONFIG_{key}_SIZE", "1")
@@ -77,13 +84,17 @@ def _mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
                 f"the launched Accelerate file has {key.lower()}_size: {text[:20]}", "set a whole number from 1 up"
             )
         if int(text) > 1:
-            sizes[f"{key}_SIZE"] = int(text)
-    if other := [key for key in sizes if not key.startswith("DP_")]:
+            sizes[f"{key.lower()}_size"] = int(text)
+    return sizes
+
+
+def _only(known: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
+    if other := [key for key in sizes if key not in known]:
         raise UserError(
-            f"the launched Accelerate file has {other[0].lower()}: {sizes[other[0]]}, which no strategy here has",
+            f"the launched Accelerate file has {other[0]}: {sizes[other[0]]}, which no strategy of {file} here has",
             "leave it out",
         )
-    return sizes if "DP_REPLICATE_SIZE" in sizes else {}
+    return dict(sizes)
 
 
 def mesh_of(asked: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -110,7 +121,8 @@ def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
     if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
         return shipped
     if file is None:
-        return f"{'hsdp' if mesh_of(asked) else 'fsdp2'}-custom-{digest}"
+        kinds = {"hsdp": "dp_replicate_size", "cp": "cp_size", "tp": "tp_size"}
+        return f"{next((name for name, key in kinds.items() if key in asked), 'fsdp2')}-custom-{digest}"
     if not _USABLE.fullmatch(file.stem):
         raise UserError(
             f"a run would be named after the DeepSpeed JSON {file.name!r}",

@@ -17,9 +17,20 @@ from typing import Any
 
 from study.errors import UserError
 from study.spec.config import RunConfig
-from study.spec.names import SHIPPED, asked_of_deepspeed, asked_of_fsdp, digest_of, mesh_of, name_of
+from study.spec.names import (
+    SHIPPED,
+    asked_of_deepspeed,
+    asked_of_fsdp,
+    asked_without_engine,
+    digest_of,
+    mesh_asked,
+    mesh_of,
+    name_of,
+)  # fmt: skip
+from study.spec.options import settings_of_options
 from study.spec.overrides import override, parse_overrides
 from study.spec.strategy_files import read_deepspeed_json, read_yaml
+from study.spec.team import Team, team_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
@@ -56,6 +67,12 @@ class Strategy:
     own_settings: Mapping[str, Any] | None = None
     # Of FSDP: how many copies of the state there are, and over how many ranks each is sharded.
     mesh: tuple[int, int] | None = None
+    # Where ranks work on the same samples together.
+    team: Team | None = None
+
+    @property
+    def team_size(self) -> int:
+        return self.team.ranks if self.team else 1
 
     @property
     def is_fsdp(self) -> bool:
@@ -82,13 +99,27 @@ class Strategy:
         device = section["device"] if section else "none"
         return None if device == "none" else device
 
+    def with_team(self, size: int | None) -> Strategy:
+        """As --team_size asks; None leaves the file's."""
+        if size is None:
+            return self
+        if self.team is None:
+            raise UserError(
+                f"--team_size {size}: under {self.name} no ranks share their samples",
+                "leave it out, or launch a strategy with teams",
+            )
+        return dataclasses.replace(self, team=dataclasses.replace(self.team, ranks=size))
+
     def overridden(self, config: RunConfig) -> Strategy:
         """With the settings that a run asks for instead of the file's."""
+        resized = self.with_team(config.team_size)
         if self.deepspeed is None:
-            return self
-        asked = override(self.deepspeed, config.engine_override)
+            return resized
+        asked = override({**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override)
         sizes_are_asked = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
-        return dataclasses.replace(self, deepspeed=asked, own_settings=asked if sizes_are_asked else self.own_settings)
+        return dataclasses.replace(
+            resized, deepspeed=asked, own_settings=asked if sizes_are_asked else self.own_settings
+        )
 
     @property
     def uses_nvme(self) -> bool:
@@ -116,8 +147,20 @@ class Strategy:
         elif self.deepspeed is None and config.engine_override:
             problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
         else:
+            self._check_options(config)
             return
         raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
+
+    def _check_options(self, config: RunConfig) -> None:
+        offloads = self.offload_device("optimizer") is not None
+        if config.bf16_states and (not self.zero_stage or offloads):
+            raise UserError(
+                f"--bf16_states is DeepSpeed's, of stages 1 to 3 without offload, and not {self.name}'s",
+                "leave it out, or use zero1, zero2 or zero3",
+            )
+        if config.optimizer == "muon" and (self.is_fsdp or offloads):
+            why = "cuts matrices that Muon must see whole" if self.is_fsdp else "steps AdamW on the host"
+            raise UserError(f"--optimizer muon: {self.name} {why}", "use single, ddp, or zero0 to zero3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +181,15 @@ class Launch:
     @property
     def ranks_per_machine(self) -> int:
         return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
+
+    @property
+    def team(self) -> int:
+        """Which of the teams this rank is in."""
+        return self.rank // self.strategy.team_size
+
+    @property
+    def leads_its_team(self) -> bool:
+        return self.rank % self.strategy.team_size == 0
 
     @property
     def is_main(self) -> bool:
@@ -245,9 +297,9 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
         for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
     )
-    if has_megatron or (has_mesh and not has_fsdp):
-        section = "megatron_lm" if has_megatron else "parallelism_config"
-        raise UserError(f"the launched Accelerate file has a {section}, which no strategy here has", "leave it out")
+    if has_megatron:
+        raise UserError("the launched Accelerate file has a megatron_lm, which no strategy here has", "leave it out")
+    mesh = mesh_asked(environment) if has_mesh else {}
     if has_deepspeed:
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         if not file:
@@ -257,15 +309,18 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
             )
         settings = read_deepspeed_json(Path(file))
         zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
-        asked = asked_of_deepspeed(settings, zero3_init)
+        asked = asked_of_deepspeed(settings, zero3_init, mesh)
         return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
     if has_fsdp:
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
-        asked = asked_of_fsdp(environment)
-        if has_mesh and mesh_of(asked) is None:
+        asked = asked_of_fsdp(environment, mesh)
+        if has_mesh and mesh_of(asked) is None and team_of(asked) is None:
             raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
-        return _named(name_of(asked), "FSDP", None, asked, mesh_of(asked))
+        return _named(name_of(asked), "FSDP", None, asked)
+    if mesh:
+        asked = asked_without_engine(mesh)
+        return _named(name_of(asked), "MULTI_GPU", None, asked)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
     return Strategy("single", "NO")
@@ -276,9 +331,9 @@ def _named(
     distributed_type: str,
     settings: Mapping[str, Any] | None,
     asked: Mapping[str, Any],
-    mesh: tuple[int, int] | None = None,
 ) -> Strategy:
-    return Strategy(name, distributed_type, settings, None if name in SHIPPED else asked, mesh)
+    own = None if name in SHIPPED else asked
+    return Strategy(name, distributed_type, settings, own, mesh_of(asked), team_of(asked))
 
 
 def read_strategy(name: str) -> Strategy:
@@ -294,12 +349,14 @@ def read_strategy(name: str) -> Strategy:
             f"accelerate_configs/ asks for something else under the name {name} than this study does",
             f"restore {name}.yaml and its JSON, and give your own settings files of their own",
         )
-    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked))
+    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked), team=team_of(asked))
 
 
 def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """As `name_of` takes it, before anything is launched."""
+    mesh = mesh_asked({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
     if settings is not None:
-        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True))
-    sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
-    return asked_of_fsdp({key.upper(): str(value) for key, value in sections.items()})
+        return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
+    if "fsdp_config" not in document:
+        return asked_without_engine(mesh)
+    return asked_of_fsdp({key.upper(): str(value) for key, value in document["fsdp_config"].items()}, mesh)

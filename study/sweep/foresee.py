@@ -16,6 +16,7 @@ from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.time import predict_time
+from study.spec.options import has_known_state
 from study.spec.strategies import WITH_COPIES, read_strategy
 from study.sweep.needs import needs_of
 from study.sweep.notes import Durations, expected_s
@@ -91,13 +92,13 @@ class Foresight:
     def _request(self, cell: Cell) -> Request | None:
         """None for a model of which only its name is known, and for strategies whose second copies nobody predicts."""
         config, ranks = cell.config, cell.ranks
-        if cell.strategy in WITH_COPIES:
+        if cell.strategy in WITH_COPIES or not has_known_state(config):
             return None
         try:
             shape = model_shape(config.model_name_or_path)
         except UserError:
             return None
-        plan = config.batch_plan(ranks)
+        plan = cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.

@@ -157,7 +157,7 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         config = resolved(asked, accelerator_visible=box.gpus > 0)
         # What `auto` means is settled here once, for the id and for the run.
         cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
-        config.batch_plan(cell.ranks)
+        cell.plan  # noqa: B018 - refuses a batch that does not divide
         read_strategy(cell.strategy).check_engine_flags(config)
         if cell.strategy not in _STRATEGIES[cell.trainer]:
             raise UserError(f"trainer: {cell.trainer} does not run {cell.strategy}", "exclude the combination")

@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from study.tasks.blocks import TaskData
 
 
-def load_data(config: RunConfig, cache_dir: Path) -> TaskData:
-    """The run's training and evaluation samples. Converted files are kept under `cache_dir`."""
+def load_data(config: RunConfig, cache_dir: Path, own_samples: int | None = None) -> TaskData:
+    """The run's training and evaluation samples. Converted files are kept under `cache_dir`.
+
+    `own_samples` is how many of a step's samples a virtual rank takes itself.
+    """
     import torch
 
     from study.tasks.blocks import Split
 
-    if not config.virtual_world_size:
+    if own_samples is None:
         return _load(config, cache_dir)
-    # A virtual rank's own samples are real, and every other rank's are repeats that nobody reads.
-    plan = config.batch_plan(config.virtual_world_size)
-    own = plan.per_device_train_batch_size * plan.gradient_accumulation_steps
-    data = _load(dataclasses.replace(config, train_samples=own), cache_dir)
+    # Those are real, and every other rank's are repeats that nobody reads.
+    data = _load(dataclasses.replace(config, train_samples=own_samples), cache_dir)
     rows = torch.arange(config.train_samples or config.global_batch_size) % len(data.train)
     # No floor: it is a loss, and a virtual run has none to compare it with.
     return dataclasses.replace(data, train=Split(data.train.__getitems__(rows.tolist())), floor=None)

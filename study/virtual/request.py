@@ -43,9 +43,10 @@ class Request:
         config = resolved(asked, accelerator_visible=self.box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
         read_strategy(strategy).check_engine_flags(config)
-        config.batch_plan(config.virtual_world_size or 1)
         asked = dataclasses.replace(asked, scale=config.scale)
-        return Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
+        cell = Cell(strategy, 1, config, asked, repeat=1, time_limit_s=TIME_LIMIT_S)
+        cell.plan  # noqa: B018 - refuses a batch that does not divide
+        return cell
 
 
 def precision_of(asked: str | None, strategy: str) -> Precision:

@@ -61,7 +61,7 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
     always = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
         return always + built + _offloaded_bytes(config, launch, shape, per_weight)
-    tokens = config.seq_length * config.batch_plan(launch.world_size).per_device_train_batch_size
+    tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.team_size).per_device_train_batch_size
     # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
@@ -89,6 +89,9 @@ def _state_and_working_bytes(
     config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
 ) -> float:
     elements, ranks, strategy = shape.parameters, launch.world_size, launch.strategy
+    if config.peft != "none" and strategy.zero_stage != 3:
+        # Frozen weights have no gradients and no states, and adapters are small.
+        return built_bytes + per_weight * elements
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
