@@ -58,8 +58,8 @@ def _check_options(config: RunConfig) -> None:
         raise UserError(f"--bf16_states does not go with --precision {config.precision}", "use --precision bf16-engine")
     if config.optimizer == "muon" and config.max_grad_norm:
         raise UserError(
-            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip Muon's updates"
-            " there, and other engines the gradients",
+            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip what Muon"
+            " makes of the gradients, and other engines the gradients",
             "use --max_grad_norm 0",
         )
 
