@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks_per_machine=launch.ranks_per_machine,
         )
 
-        model = load_initial_model(config, initial)
+        model = load_initial_model(config, initial, launch.strategy)
         model, optimizer = engine.prepare(accelerator, model, make_optimizer(model, config), config)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)

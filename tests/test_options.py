@@ -21,10 +21,9 @@ STATES = ("--precision", "bf16-engine", "--bf16_states")
 FP32_RELATIVE = 1e-5
 # By kind of engine; the others are among the long tests.
 QUICK = ("ddp", "zero2", "zero3", "fsdp2")
-REST = (
-    "zero0", "zero1", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer", "zero3_nvme",
-    "zero3_cpu_nvme", "hsdp", "zero3_hpz",
-)  # fmt: skip
+REST = ("zero0", "zero1", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "hsdp", "zero3_hpz")
+# Whose adapters must be larger, or DeepSpeed swaps none of their states.
+ON_DRIVE = ("zero3_nvme_optimizer", "zero3_nvme")
 long = pytest.mark.long
 
 
@@ -62,6 +61,15 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
     assert whole.engine["trainable_parameters"] == whole.engine["model_parameters"]
     assert losses(whole)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
     assert arm.summary["model_flops_per_step"] < 0.75 * whole.summary["model_flops_per_step"]
+
+
+@long
+@pytest.mark.parametrize("strategy", ON_DRIVE)
+def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
+    flags = (*GPT, *LORA, "--lora_rank", "256")
+    single, arm = run_of("single", *flags), run_of(strategy, *flags)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+    assert arm.summary["state_bytes_per_rank"]["optimizer"]["nvme"] > 0
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
+from study.models.tensor_plans import divides_while_loading
 from study.run.copies import second_copy, sharded_copies
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.run.optimizer import asked_settings, live_settings
+from study.run.tensors import live_team
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 
@@ -144,7 +146,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
-    on_cores = strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available()
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.team and not torch.cuda.is_available()
     asked: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
@@ -168,6 +170,8 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
+    if divides_while_loading(strategy):
+        asked["team"] = {"divides": "tensors", "ranks": strategy.team_size, "state_over": 1}
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -218,8 +222,6 @@ def _has_bf16_states(engine: Any) -> bool:
 def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
-    from study.measure.inventory import dtensor_type
-
     buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
         **dict.fromkeys(("zero_stage", "offload_optimizer", "offload_param", "nvme_path")),
@@ -228,12 +230,21 @@ def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: B
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "buckets": buckets,
         **_read_fsdp(model),
-        "fully_sharded": any(isinstance(parameter, dtensor_type()) for parameter in model.parameters()),
-        **sharded_copies(model),
+        **_read_parts(model),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
     }
+
+
+def _read_parts(model: torch.nn.Module) -> dict[str, Any]:
+    """Of tensors that are divided over ranks: gathered again by FSDP2, or never."""
+    from study.measure.inventory import dtensor_type
+
+    if (team := live_team(model)) is not None:
+        return {"fully_sharded": False, "team": team}
+    is_divided = any(isinstance(parameter, dtensor_type()) for parameter in model.parameters())
+    return {"fully_sharded": is_divided, **sharded_copies(model)}
 
 
 def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.run import machines
 from study.run.copies import check_copies
+from study.run.tensors import check_tensors
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.names import BATCH_KEYS
@@ -94,7 +95,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     import_libraries(launch.strategy)
     if launch.strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy)
-    model_config(config)
+    check_tensors(config, launch, model_config(config))
     if launch.is_main:
         check_room_for_record(config, output_dir)
     if launch.strategy.uses_nvme:

@@ -22,7 +22,7 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(trained, betas=BETAS, eps=EPSILON, fused=True, **adam)
+        return torch.optim.AdamW(_by_kind(trained), betas=BETAS, eps=EPSILON, fused=True, **adam)
     # Its import compiles: not at the top of the file.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -38,6 +38,14 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
          "eps": EPSILON, **adam},
     ]  # fmt: skip
     return MuonWithAuxAdam([group for group in groups if group["params"]])
+
+
+def _by_kind(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """A fused step takes tensors of one kind: divided ones apart from whole ones."""
+    kinds: dict[type, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(type(parameter), []).append(parameter)
+    return [{"params": kind} for kind in kinds.values()]
 
 
 def hidden_matrices(model: PreTrainedModel) -> set[int]:

@@ -41,7 +41,9 @@ STUDIED_STRATEGIES = (
 )  # fmt: skip
 # Those that a suite names one by one. They hold more than one copy, each within a part of the ranks.
 WITH_COPIES = ("hsdp", "zero3_hpz")
-STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES)
+# Whose ranks work on the same samples together.
+WITH_TEAMS = ("tp",)
+STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
 # What `accelerate launch` tells its ranks of the file, and leaves as it finds it where the file does not say it.
 _SAID_BY_THE_FILE = re.compile(
     r"ACCELERATE_(USE_(DEEPSPEED|FSDP|MEGATRON_LM|SAGEMAKER|PARALLELISM_CONFIG)|DEEPSPEED_\w+|CONFIG_DS_FIELDS"
