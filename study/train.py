@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.run.open import exit_status_of, open_run
+from study.run.exit import exit_status_of
+from study.run.open import open_run
 
 if TYPE_CHECKING:
     import torch

@@ -143,7 +143,7 @@ def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
     optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
-    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank"}
+    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "team_size"}
     config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
     unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
     assert unresolved == optional

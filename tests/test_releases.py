@@ -17,7 +17,8 @@ from study.host.releases import UNVERIFIED_VARIABLE, VERIFIED
 from study.record.directory import read_run
 from study.run.checks import checked
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import read_strategy
 
 if sys.version_info >= (3, 11):
     import tomllib

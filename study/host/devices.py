@@ -12,7 +12,7 @@ from study.errors import Unsupported
 from study.host.box import driver_cuda, driver_version, visible_gpus
 from study.host.cgroups import available_cores
 from study.host.imports import importing
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 # malloc.h's numbers for these, and the largest threshold that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

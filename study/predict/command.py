@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from study.errors import UserError
 from study.host.memory import GIB
-from study.predict.advise import device_bytes, fits, usable_bytes
 from study.predict.boxes import box_of
+from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
 from study.predict.request import Attention, Estimate, OptimizerName, Prediction, Request
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", choices=get_args(OptimizerName), default="adamw")
+    add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
@@ -101,6 +102,7 @@ def _request(options: argparse.Namespace) -> Request:
         accumulation=options.accumulation, precision=config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
+        autocast=options.autocast or not strategy.is_fsdp,
     )  # fmt: skip
 
 

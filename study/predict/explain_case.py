@@ -8,15 +8,12 @@ from typing import Any
 
 from study.errors import UserError
 from study.predict.floor import ANY_DEVICE
-from study.predict.request import Box, ModelShape, Request, Tensor
+from study.predict.request import Box, ModelShape, Request, Tensor, box_of_ranks
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
-
-# A machine of forums; which device it is does not matter to bytes.
-_RANKS_PER_NODE = 8
 
 # Accelerate fills these in from the model's width.
 _FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
@@ -91,12 +88,13 @@ class Case:
 
 
 def _box(ranks: int) -> Box:
-    nodes, rest = divmod(ranks, _RANKS_PER_NODE)
-    return Box("any", ANY_DEVICE, ranks, 1) if rest or not nodes else Box("any", ANY_DEVICE, _RANKS_PER_NODE, nodes)
+    """Which device it is does not matter to bytes."""
+    return box_of_ranks("any", ANY_DEVICE, ranks)
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
-    return Strategy(file.name, "DEEPSPEED", {**top, ZERO: dict(zero)})
+    settings = {**top, ZERO: dict(zero)}
+    return Strategy(file.name, "DEEPSPEED", settings, own_settings=settings)
 
 
 def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> Case:
@@ -137,7 +135,7 @@ def _request(
         shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
         micro_batch=micro if type(micro) is int and micro > 0 else work.micro_batch,
         accumulation=steps if type(steps) is int and steps > 0 else 1, precision=precision,
-        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa",
+        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
     )  # fmt: skip
 
 

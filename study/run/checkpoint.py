@@ -25,7 +25,7 @@ from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
 from study.run.other_ranks import check_indexes, load_universal, put_random_states, universal_checkpoint
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

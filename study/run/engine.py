@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
 from study.models.tensor_plans import divides_while_loading
+from study.run import context
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
+from study.spec.launched import Launch
 from study.spec.options import settings_of_options
 from study.spec.overrides import override
-from study.spec.strategies import Launch
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         of_a_copy = launch.ranks_of_a_copy(config)
         assert of_a_copy is not None
         arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
+    elif launch.strategy.team is not None and launch.strategy.team.divides == "context":
+        arguments["parallelism_config"] = context.parallelism(run.plan, launch.strategy.team)
     elif divides_while_loading(launch.strategy):
         arguments["parallelism_config"] = ParallelismConfig(tp_size=launch.strategy.team_size)
     accelerator = Accelerator(**arguments)
@@ -138,6 +141,8 @@ def prepare(
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
+    if context.divides(accelerator):
+        context.make_ready(model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)

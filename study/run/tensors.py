@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import UserError
 from study.models.tensor_plans import check_divisible, divides_while_loading
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import os
 
 from study.host import devices
 from study.measure.memory import MemoryMeter, Phase
-from study.run.open import exit_status_of
+from study.run.exit import exit_status_of
 from study.train import main
 
 _M_MMAP_THRESHOLD = -3

@@ -13,8 +13,9 @@ from study.host.memory import GIB, host_memory, locked_bytes
 from study.models.architecture import Shape, shape_of
 from study.models.presets import LARGEST_LAYERS, find_preset
 from study.spec.config import RunConfig
+from study.spec.launched import Launch
 from study.spec.overrides import override
-from study.spec.strategies import Launch, Strategy
+from study.spec.strategies import Strategy
 
 # Interpreter, torch, DeepSpeed and their libraries.
 LIBRARIES_BYTES = 1.2 * GIB
