@@ -108,7 +108,8 @@ def _request(options: argparse.Namespace) -> Request:
         box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
+        pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
+        checkpoint_every=options.checkpoint_every,
     )  # fmt: skip
 
 
