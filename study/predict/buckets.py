@@ -158,10 +158,10 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     sizes: dict[int, int] = {}
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
-    ranks, done = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, 0.0
+    ranks, done = request.ranks_of_a_copy or request.box.ranks, 0.0
     # Where FSDP itself computes in 16 bits it gathers them; it reduces in the type of its parts.
     own = weight_bytes(request)
-    weight = own if request.autocast or request.precision == "fp32" else 2
+    weight = 2 if request.fsdp_gathers_16_bits else own
     # An untied embedding is a group of its own.
     embedding = sizes.get(BEFORE, 0)
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
