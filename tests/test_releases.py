@@ -60,6 +60,8 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     assert check.state == "missing"
     assert check.found.startswith("accelerate 1.15.0 with deepspeed 0.19.0; no run has shown")
     assert "deepspeed==0.19.8" in check.fix
+    (packages,) = [check for check in versions() if check.name == "packages"]
+    assert "in another one: deepspeed 0.19.0" in packages.found
     faults = {check.found: check for check in versions() if check.name == "known fault"}
     divided = next(found for found in faults if "divided by the accumulation steps twice" in found)
     assert divided.startswith("zero0, zero1, zero2, zero2_cpu, where steps are accumulated")

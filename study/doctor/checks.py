@@ -97,7 +97,9 @@ def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str,
     from packaging.utils import canonicalize_name
 
     meant = [one for one in map(Requirement, requirements) if not one.marker or one.marker.evaluate({"extra": extra})]
-    installed = {canonicalize_name(package.name): package.version for package in metadata.distributions()}
+    # Of several under one name Python takes the first on its path.
+    packages = reversed(list(metadata.distributions()))
+    installed = {canonicalize_name(package.name): package.version for package in packages}
     versions = [(one, installed.get(canonicalize_name(one.name))) for one in meant]
     other = [f"{one.name} {here}" for one, here in versions if here and not one.specifier.contains(here, True)]
     absent = [one.name for one, here in versions if here is None]

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     checks = _all_checks(options.nvme_path, options.hub)
-    missing = [check.name for check in checks if check.state == "missing"]
+    missing = list(dict.fromkeys(check.name for check in checks if check.state == "missing"))
     if options.json:
         print(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
     else:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
+from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
-from study.run import activations, tensors
-from study.run.live import asked_of_fsdp, dtype_name, optimizer_settings, read_deepspeed, read_plain, uses_tf32
+from study.run import activations, autotp
+from study.run.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
+from study.run.optimizer import asked_settings, live_settings
 from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import override, parse_overrides
@@ -54,7 +56,8 @@ def audit(
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
-        "optimizer_settings": optimizer_settings(base),
+        "optimizer_settings": live_settings(base),
+        "adapters": adapters_in(accelerator.unwrap_model(model)),
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
@@ -74,12 +77,14 @@ def audit(
         )
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
+    trained = (one for one in model.parameters() if one.requires_grad)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": tensors.parameters_of(model, launch.strategy.team_size),
+        "model_parameters": autotp.elements(model.parameters(), launch.strategy.team_size),
+        "trainable_parameters": autotp.elements(trained, launch.strategy.team_size),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
@@ -127,7 +132,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
-    on_cores = strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available()
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.team and not torch.cuda.is_available()
     asked: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
@@ -142,11 +147,11 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "optimizer_settings": {
-            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
-            "decoupled_weight_decay": True,
-        },
+        "optimizer_settings": asked_settings(config),
+        "adapters": asked_adapters(config),
     }  # fmt: skip
+    if config.bf16_states:
+        asked["bf16_states"] = True
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:

@@ -208,8 +208,9 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
     wanted, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
-        # Weights and Adam's two moments, in fp32.
-        wanted, what = wanted + 12 * shape_of(config).parameters, "a record with a checkpoint"
+        # Weights and Adam's two moments, in fp32; of frozen weights no moments.
+        each = 12 if config.peft == "none" else 4
+        wanted, what = wanted + each * shape_of(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
     if free < wanted:
         # Not `Unsupported`, which a sweep would take for a final answer: the disk may have room tomorrow.

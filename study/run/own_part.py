@@ -19,8 +19,11 @@ def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterat
     """
     from accelerate.utils import send_to_device
 
-    from study.run import sequence
+    from study.run import context, sequence
 
-    if sequence.divides(accelerator):
-        micro_batch = sequence.own_tokens(micro_batch)
-    yield send_to_device(micro_batch, accelerator.device, non_blocking=True)
+    inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
+    if context.divides(accelerator):
+        with context.own_tokens(accelerator, inputs) as own:
+            yield own
+    else:
+        yield sequence.own_tokens(inputs) if sequence.divides(accelerator) else inputs

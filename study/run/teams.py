@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
 from study.models.presets import FAMILY_OF_TASK
-from study.run import sequence, tensors
+from study.run import autotp, context, sequence, tensors
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None) -> None:
+def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None = None) -> None:
     """What cannot be divided is refused before anything is written. `saved_by` is of a checkpoint to go on from."""
     strategy, team = launch.strategy, launch.strategy.team
     if team is None:
@@ -28,21 +28,24 @@ def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig
         )
     if team.divides == "tensors":
         if strategy.deepspeed is not None:
-            tensors.check_divisible(config, architecture, strategy.name, team.ranks)
+            autotp.check_divisible(config, architecture, strategy.name, team.ranks)
+        tensors.check_tensors(config, launch, architecture)
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
         raise UserError(
             f"{strategy.name} divides the tokens of causal models, and --task {config.task} has none",
             "use --task gpt-wikitext, or a strategy that leaves samples whole",
         )
+    if team.divides == "context":
+        context.check_divisible(config, architecture, strategy.name, team.ranks)
+        return
     if config.seq_length % team.ranks:
         fitting = -(-config.seq_length // team.ranks) * team.ranks
         raise UserError(
             f"--seq_length {config.seq_length} does not divide over the {team.ranks} ranks of a team",
             f"use a multiple of {team.ranks}, such as {fitting}",
         )
-    if team.divides == "sequence":
-        sequence.check_divisible(config, architecture, strategy.name, team.ranks)
+    sequence.check_divisible(config, architecture, strategy.name, team.ranks)
 
 
 def asked_team(launch: Launch) -> dict[str, Any]:
@@ -55,5 +58,5 @@ def asked_team(launch: Launch) -> dict[str, Any]:
 
 def live_team(accelerator: Accelerator, engine: Any) -> dict[str, Any] | None:
     """What a team divides, its ranks, and over how many ranks each part of the state is divided further."""
-    kind = next((kind for kind in (sequence, tensors) if kind.divides(accelerator)), None)
+    kind = next((kind for kind in (sequence, autotp) if kind.divides(accelerator)), None)
     return kind.live_team(engine) if kind else None

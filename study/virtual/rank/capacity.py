@@ -93,6 +93,11 @@ def _state_and_working_bytes(
     strategy = launch.strategy
     divided = _ranks_of_a_layer(strategy)
     elements, ranks = shape.parameters / divided, launch.world_size / divided
+    if config.peft != "none" and strategy.zero_stage != 3:
+        # Frozen weights have no gradients and no states, and adapters are small.
+        return built_bytes + per_weight * elements
+    if strategy.team is not None and strategy.team.divides == "tensors" and strategy.deepspeed is None:
+        return 16 * elements + 4 * 4 * shape.largest_parameter
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
