@@ -76,7 +76,7 @@ def test_a_virtual_rank_holds_and_sends_what_a_real_one_does_to_the_byte(
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", [*ALL, *WITH_TEAMS])
+@pytest.mark.parametrize("strategy", [*ALL, *(name for name in WITH_TEAMS if "zero" in name)])
 def test_the_first_and_the_last_of_two_and_of_four_ranks_are_like_real_ones(
     run_of: RunFactory, strategy: str, ranks: int, tmp_path: Path
 ) -> None:
