@@ -163,6 +163,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
     assert "another training, by a mismatch of releases" in labels
+    assert "the same, and by chance: its releases have a race" in labels
     assert "a  the gradient is divided <b>twice</b>" in labels
     assert "0.18.6: zero1" in then.alt
     (curves,) = fault_curves(records)
@@ -200,7 +201,7 @@ def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(
     assert "### a: the gradient is divided &lt;b&gt;twice&lt;/b&gt;" in text
     assert "`deepspeed/runtime/engine.py`, lines 10-12" in text
     assert "Gone in 0.19.8 https://github.com/deepspeedai/DeepSpeed/pull/1" in text
-    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | = / b' | " in text
+    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | (=) / b' | " in text
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
     assert "| 0.18.6 | ! / = / x |" in text
     assert "| 0.18.6 | `zero3_cpu` | crashes | AttributeError: &lt;i&gt;no such&lt;/i&gt; key |" in text

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from study.baselines import refuse_what_only_the_study_does
 from study.errors import UserError
-from study.run.open import OpenRun, exit_status_of, open_run
+from study.run.exit import exit_status_of
+from study.run.open import OpenRun, open_run
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -24,6 +25,11 @@ def refuse(config: RunConfig, launch: Launch) -> None:
     if config.precision == "fp16" and launch.strategy.name == "zero0":
         raise UserError(
             "hf_trainer cannot tell which steps DeepSpeed's stage 0 skips under fp16", "use study/train.py, or bf16"
+        )
+    if launch.strategy.team is not None:
+        raise UserError(
+            f"hf_trainer gives each rank its own samples, and those of {launch.strategy.name} share them",
+            "use study/train.py, or launch hf_trainer with another file",
         )
     if launch.strategy.is_fsdp:
         raise UserError(

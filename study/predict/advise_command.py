@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from study.host.folders import folder_argument
-from study.predict.advise import Advice, Option, Question, advise, changes, device_bytes, how_sure
+from study.host.memory import GIB
+from study.predict.advise import Advice, Option, Question, advise
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
+from study.predict.advise_words import changes, how_sure, worth_trying
 from study.predict.boxes import box_of
+from study.predict.fits import device_bytes
 from study.predict.request import Request
 from study.predict.shape import model_shape
 
@@ -23,7 +26,19 @@ Each strategy of accelerate_configs/ is taken with its settings fitted to the mo
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
 without --hub. docs/advice.md says what the errors are and what this cannot know.
 """
-_ROW = "{:<22} {:>5} {:>6} {:>9} {:>10} {:>9} {:>9} {:>8}  {}"
+_ROW = "{:<20} {:>5} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told:
+    """Beside the advice itself."""
+
+    # Faster, and not as sure to fit.
+    riskier: Option | None
+    others: list[str]
+    guides: list[Rule]
+    nearest: list[str]
+    files: Files | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +78,12 @@ def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
     advice = advise(_question(options))
     best = advice.best
     files = write_files(best, options.output, options.nvme_path) if best and options.output else None
-    told = list(nearest(best.request)) if nearest and best else []
-    others, guides = list(changes(advice)), rules(advice)
+    near = list(nearest(best.request)) if nearest and best else []
+    told = _Told(worth_trying(advice), list(changes(advice)), rules(advice), near, files)
     if options.json:
-        print(json.dumps(_document(advice, others, guides, told, files), indent=2))
+        print(json.dumps(_document(advice, told), indent=2))
     else:
-        print("\n".join(_page(advice, others, guides, told, files)))
+        print("\n".join(_page(advice, told)))
     return 0 if best else 1
 
 
@@ -86,15 +101,14 @@ def _question(options: argparse.Namespace) -> Question:
     )  # fmt: skip
 
 
-def _document(
-    advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None
-) -> dict[str, Any]:
-    question, best, other = advice.question, advice.best, advice.runner_up
+def _document(advice: Advice, told: _Told) -> dict[str, Any]:
+    question, best, other, files = advice.question, advice.best, advice.runner_up, told.files
     return {
         "model": question.shape.name, "parameters": question.shape.parameters, "hardware": question.box.name,
         "ranks": question.ranks, "sequence_length": question.sequence_length, "precision": question.precision,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
-        "changes": others, "nearest": told, "guides": [dataclasses.asdict(rule) for rule in guides],
+        "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
+        "guides": [dataclasses.asdict(rule) for rule in told.guides],
         "strategies": [_row(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
@@ -103,7 +117,7 @@ def _document(
 def _row(option: Option) -> dict[str, Any]:
     request, memory, time = option.request, option.memory, option.time
     return {
-        "strategy": option.name, "fits": option.fits, "why": option.why,
+        "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_sure, "why": option.why,
         "micro_batch": request.micro_batch if option.fits else 0, "accumulation": request.accumulation,
         "gradient_checkpointing": request.gradient_checkpointing, "precision": request.precision,
         "device_bytes": device_bytes(memory), "peak_reserved": dataclasses.asdict(memory.peak_reserved),
@@ -115,35 +129,48 @@ def _row(option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(advice: Advice, others: list[str], guides: list[Rule], told: list[str], files: Files | None) -> Iterator[str]:
+def _page(advice: Advice, told: _Told) -> Iterator[str]:
     question, best, other = advice.question, advice.best, advice.runner_up
     yield (
         f"{question.shape.name} ({question.shape.parameters / 1e9:.3g} B parameters) on {question.box.name}:"
         f" {question.ranks} x {question.box.device.name}, {question.sequence_length} tokens, {question.precision}\n"
     )
-    yield _ROW.format("strategy", "micro", "again", "peak GiB", "tokens/s", "host GiB", "NVMe GiB", "cost/M", "")
+    yield _ROW.format(
+        "strategy", "micro", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
+    )
     for option in advice.options:
         yield _line(option)
     if best is None:
         yield "\nnothing fits: more GPUs, fewer tokens a sample, or a smaller model"
     else:
-        yield f"\ntake {best.name}: {how_sure(advice)}"
+        yield f"\ntake {_named(best)}: {how_sure(advice)}"
         if other is not None:
             slower = 1 - other.tokens_per_s / best.tokens_per_s
-            yield f"next best {other.name}, {slower:.0%} slower"
-    yield from others
-    for rule in guides:
+            yield f"next best {_named(other)}, " + (f"{slower:.0%} slower" if slower > 0 else "and not as sure to fit")
+        if told.riskier is not None:
+            faster = told.riskier.tokens_per_s / best.tokens_per_s - 1
+            yield f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
+    yield from told.others
+    for rule in told.guides:
         yield f"{rule.document}, {rule.says}: {rule.choice}" + (
             f", which misleads here: {rule.misleads}" * bool(rule.misleads)
         )
-    yield from told
-    if files is not None and best is not None:
-        request = best.request
+    yield from told.nearest
+    if told.files is not None and best is not None:
+        files = told.files
         yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
-        again = "on" if request.gradient_checkpointing else "off"
-        yield f"  {files.command}    (batches of {request.micro_batch}, gradient checkpointing {again})"
+        again = "on" if best.request.gradient_checkpointing else "off"
+        yield f"  {files.command}    (batches of {best.request.micro_batch}, gradient checkpointing {again})"
         yield f"  {files.of_study}"
-    yield "\nagain: gradient checkpointing. Host and NVMe are of one node, tokens/s of all ranks. GiB are 2**30 bytes."
+    yield (
+        "\nagain: gradient checkpointing. up to: the upper end of the peak's interval. Host and NVMe are of one node,"
+        " tokens/s of all ranks. GiB are 2**30 bytes."
+    )
+
+
+def _named(option: Option) -> str:
+    again = "with" if option.request.gradient_checkpointing else "without"
+    return f"{option.name} ({option.request.micro_batch} a rank, {again} checkpointing)"
 
 
 def _line(option: Option) -> str:
@@ -151,7 +178,8 @@ def _line(option: Option) -> str:
     cost = option.cost_per_million_tokens
     return _ROW.format(
         option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
-        f"{device_bytes(memory) / 2**30:.1f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
-        f"{memory.host_peak.value / 2**30:.0f}", f"{memory.nvme / 2**30:.0f}" if memory.nvme else "-",
+        f"{device_bytes(memory) / GIB:.1f}", f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}",
+        f"{option.tokens_per_s:,.0f}" if option.fits else "-", f"{memory.host_peak.value / GIB:.0f}",
+        f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
         f"{cost:.3f}" if cost is not None and option.fits else "-", option.why,
     )  # fmt: skip

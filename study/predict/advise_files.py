@@ -70,6 +70,12 @@ def _launcher(option: Option, inner: Path | None) -> dict[str, Any]:
     if request.box.nodes > 1:
         # Each machine's number and the first one's address are given with the launch.
         document["main_process_port"] = _PORT
+    if request.strategy.mesh is not None:
+        shards = request.ranks_of_a_copy or request.box.ranks
+        document["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": request.box.ranks // shards,
+            "parallelism_config_dp_shard_size": shards,
+        }
     if inner is None:
         document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision
     else:

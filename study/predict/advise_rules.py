@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from study.host.memory import GIB
-from study.predict.advise import Advice, Option, error_of_time
+from study.predict.advise import Advice, Option
+from study.predict.advise_words import error_of_time
 
 # Billions of parameters.
 _S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
@@ -61,6 +62,8 @@ def _misleads(advice: Advice, choice: str) -> str:
         return ""
     if not option.fits:
         return f"does not fit: {option.why}"
+    if best.is_sure and not option.is_sure:
+        return "may not fit: the upper end of its peak's interval does not"
     if option.tokens_per_s < (1 - (error_of_time(best) or _MUCH)) * best.tokens_per_s:
         return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
     return ""

@@ -45,11 +45,9 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
 def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
     """Each layer is gathered for both passes: by hsdp within a copy, by hpz the second time within its group."""
     strategy, times = request.strategy, request.accumulation
-    # Under Accelerate FSDP2 sends weights as it holds them; with its own 16 bits alone it sends those.
-    narrow = strategy.is_fsdp and request.precision != "fp32" and not request.autocast
-    total = request.shape.parameters * (2.0 if narrow else weight_bytes)
+    total = request.shape.parameters * (2.0 if request.fsdp_gathers_16_bits else weight_bytes)
     chunk = total / (request.shape.layers + 1)
-    inner = _within(request.box, strategy.ranks_of_a_copy(request.box.ranks, request.box.gpus_per_node))
+    inner = _within(request.box, request.ranks_of_a_copy)
     outer = inner if strategy.is_fsdp else request.box
     first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
     scattered = _calls_s(outer, "reduce_scatter", total, chunk)

@@ -95,7 +95,7 @@ def _stage3(case: Case) -> list[Cost]:
         says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
     found += _cost(case, "stage3_max_reuse_distance", says, whole * case.weight)
     if (group := case.zero["zero_hpz_partition_size"]) > 1:
-        says = f"each {group:,.0f} ranks hold a second set of all weights, which the peak below does not count"
+        says = f"each {group:,.0f} ranks hold a second set of all weights"
         found += _cost(case, "zero_hpz_partition_size", says, case.shape.parameters * case.weight / group)
     if case.zero["stage3_gather_16bit_weights_on_model_save"]:
         says = "when the model is saved, the first rank has all of its weights in host memory"

@@ -8,15 +8,12 @@ from typing import Any
 
 from study.errors import UserError
 from study.predict.floor import ANY_DEVICE
-from study.predict.request import Box, ModelShape, Request, Tensor
+from study.predict.request import Box, ModelShape, Request, Tensor, box_of_ranks
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
-
-# A machine of forums; which device it is does not matter to bytes.
-_RANKS_PER_NODE = 8
 
 # Accelerate fills these in from the model's width.
 _FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
@@ -91,12 +88,13 @@ class Case:
 
 
 def _box(ranks: int) -> Box:
-    nodes, rest = divmod(ranks, _RANKS_PER_NODE)
-    return Box("any", ANY_DEVICE, ranks, 1) if rest or not nodes else Box("any", ANY_DEVICE, _RANKS_PER_NODE, nodes)
+    """Which device it is does not matter to bytes."""
+    return box_of_ranks("any", ANY_DEVICE, ranks)
 
 
 def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -> Strategy:
-    return Strategy(file.name, "DEEPSPEED", {**top, ZERO: dict(zero)})
+    settings = {**top, ZERO: dict(zero)}
+    return Strategy(file.name, "DEEPSPEED", settings, own_settings=settings)
 
 
 def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> Case:
@@ -109,7 +107,9 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
     if file.deepspeed is None:
         computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
         name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
-        request = _request(shape, Strategy(name, file.distributed_type), ranks, computed, {}, work)
+        mesh = _fitting_mesh(file, ranks, findings)
+        strategy = Strategy(name, file.distributed_type, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
+        request = _request(shape, strategy, ranks, computed, {}, work)
         return Case(file, {}, {}, request, tuple(findings))
     zero, top = _without_old_names(file, findings), dict(file.deepspeed)
     chosen = _precision(file, precision, findings)
@@ -129,6 +129,15 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
     return Case(file, full, top, request, tuple(findings))
 
 
+def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
+    if file.mesh is None or file.mesh[0] * file.mesh[1] == ranks:
+        return file.mesh
+    copies, shards = file.mesh
+    says = f"Accelerate ends with an error: {copies} copies of {shards} ranks are {copies * shards}, and not {ranks}"
+    findings.append(Finding("refused", "parallelism_config", says))
+    return None
+
+
 def _request(
     shape: ModelShape, strategy: Strategy, ranks: int, precision: Precision, top: Mapping[str, Any], work: Workload
 ) -> Request:
@@ -137,7 +146,7 @@ def _request(
         shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
         micro_batch=micro if type(micro) is int and micro > 0 else work.micro_batch,
         accumulation=steps if type(steps) is int and steps > 0 else 1, precision=precision,
-        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa",
+        gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from typing import cast
 
 from study.predict.activations import activations_of
-from study.predict.request import Box, ModelShape, Request, Tensor
+from study.predict.request import ModelShape, Request, Tensor, box_of_ranks
 from study.predict.state import state_of
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
@@ -49,7 +49,7 @@ def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
         key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,
     )  # fmt: skip
     request = Request(
-        shape, strategy, Box("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
+        shape, strategy, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1, 1, cast(Precision, precision), False, "sdpa"
     )
     state = state_of(request, waiting=False)
     share = {name: value / shape.parameters for name, value in dataclasses.asdict(state).items()}

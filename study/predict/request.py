@@ -8,7 +8,7 @@ from typing import Literal
 
 from study.models.presets import Family
 from study.spec.config import Precision
-from study.spec.strategies import Strategy
+from study.spec.strategies import RANKS_OF_A_MACHINE, Strategy
 from study.theory.hardware import Device
 
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
@@ -81,6 +81,12 @@ class Box:
         return self.device.memory_gib == 0
 
 
+def box_of_ranks(name: str, device: Device, ranks: int) -> Box:
+    """Where nobody says how they are spread: full machines, or one."""
+    nodes, rest = divmod(ranks, RANKS_OF_A_MACHINE)
+    return Box(name, device, ranks) if rest or not nodes else Box(name, device, RANKS_OF_A_MACHINE, nodes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     shape: ModelShape
@@ -99,15 +105,31 @@ class Request:
     keeps_products: bool = False
     # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
     dropout: bool = False
-    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, where norms and the residual stream are as
-    # narrow; this study's never does.
+    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, as Accelerate does unless told otherwise. Norms
+    # and the residual stream are as narrow then, and so is what is gathered. This study's own runs autocast.
     autocast: bool = True
     # torch.compile, or kernels written as one: what is no matrix product is read and written less often.
     compiled: bool = False
     # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
     fused_loss: bool = False
-    # torch's AdamW as one kernel, as this study asks for it. False: two temporaries of what it steps at once.
-    fused_optimizer: bool = True
+    # The output layer and its loss for a part of the tokens at a time: Liger's fused linear cross entropy.
+    chunked_loss: bool = False
+    # Copies that torch's AdamW makes of what it steps at once: none as one kernel, as this study asks for it; by
+    # foreach a root (torch/optim/adamw.py, _multi_tensor_adamw), and before torch 2.1 its sum with eps besides.
+    step_copies: int = 0
+    # Without an engine: the model was loaded in 16 bits, and its gradients and moments are as narrow. No masters.
+    pure: bool = False
+    # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
+    expandable_segments: bool = False
+
+    @property
+    def fsdp_gathers_16_bits(self) -> bool:
+        return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
+
+    @property
+    def ranks_of_a_copy(self) -> int | None:
+        """As in Strategy, on this box."""
+        return self.strategy.ranks_of_a_copy(self.box.ranks, self.box.gpus_per_node)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +149,16 @@ class Memory:
     device_parts: Mapping[str, float]
     steady_allocated: Estimate
     peak_allocated: Estimate
+    # By torch's pool, at least.
     peak_reserved: Estimate
+    # And where there is room.
+    pool_with_room: float
     # state, pinned, load, save.
     host_parts: Mapping[str, float]
     host_peak: Estimate
     nvme: float
+    # Without a GPU: a rank's whole process, its libraries and freed blocks that the C library keeps included.
+    process_peak: Estimate | None = None
     # What makes a part what it is, in words for the reader: "gradients of the embedding exceed the bucket".
     notes: tuple[str, ...] = ()
 

@@ -85,7 +85,7 @@ def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
     """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers beside them (bitsandbytes)."""
     if request.optimizer == "adamw_8bit":
         return 2 * (1 + 4 / 256)
-    return 4.0 if settings is not None and settings.bf16_moments else 8.0
+    return 4.0 if request.pure or (settings is not None and settings.bf16_moments) else 8.0
 
 
 def state_of(request: Request, *, waiting: bool = True) -> State:
@@ -103,9 +103,9 @@ def _unsharded(request: Request) -> State:
     held = request.shape.parameters
     if request.strategy.is_fsdp:
         # hsdp shards within a copy, and has several.
-        ranks = request.strategy.ranks_of_a_copy(ranks) or ranks
+        ranks = request.ranks_of_a_copy or ranks
         held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
-    master = FP32_BYTES if weight == 2 else 0
+    master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
     return State(held * weight, held * weight, optimizer)
 
@@ -202,7 +202,7 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
         grads_device, optimizer_device = float(staying * FP32_BYTES), staying * moments
         _offloaded_optimizer(request, settings, parts, part, groups, staying, kept)
     params_device = float(part * weight + whole)
-    if copy := request.strategy.ranks_of_a_copy(request.box.ranks):
+    if copy := request.ranks_of_a_copy:
         # zero_hpz_partition_size: a second part, of what the ranks of a machine share.
         params_device += sum(math.ceil(piece.elements / copy) for piece in pieces_of(request.shape)) * weight
     if settings.parameters is not None:

@@ -46,26 +46,26 @@ def _positions(request: Request) -> int:
 
 def _fsdp(request: Request) -> dict[str, float]:
     """Each layer is gathered again for its backward pass, and so is an untied embedding: it has a group of its own."""
-    ranks, pieces = request.strategy.ranks_of_a_copy(request.box.ranks) or request.box.ranks, pieces_of(request.shape)
+    ranks, pieces = request.ranks_of_a_copy or request.box.ranks, pieces_of(request.shape)
     padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
     again = sum(
         size
         for piece, size in zip(pieces, padded, strict=True)
         if 0 <= piece.place < request.shape.layers or (piece is pieces[0] and not request.shape.tied)
     )
-    times = request.accumulation
-    found = {"all_gather": float((sum(padded) + again) * FP32_BYTES * times),
-             "reduce_scatter": float(sum(padded) * FP32_BYTES * times)}  # fmt: skip
+    times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
+    found = {"all_gather": float((sum(padded) + again) * width * times),
+             "reduce_scatter": float(sum(padded) * width * times)}  # fmt: skip
     if ranks < request.box.ranks:
         # Copies agree on the part of each rank.
-        found["all_reduce"] = float(sum(padded) / ranks * FP32_BYTES * times)
+        found["all_reduce"] = float(sum(padded) / ranks * width * times)
     return found
 
 
 def sent_bytes(request: Request) -> float:
     """Of a ring. hsdp gathers within a copy, and sums over copies; hpz's second gathers count as the first."""
     ranks = request.box.ranks
-    within = request.strategy.ranks_of_a_copy(ranks) if request.strategy.is_fsdp else None
+    within = request.ranks_of_a_copy if request.strategy.is_fsdp else None
     gathering = within or ranks
     summing = ranks // within if within else ranks
     share = (gathering - 1) / gathering

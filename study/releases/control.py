@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from study.host.stacks import release_order
 from study.releases.bare import INSTALLED, is_right
-from study.report.records.stacks import release_order
 from study.report.site.page import table_markdown
 
 NOT_RUN = "\N{MIDDLE DOT}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from study.host.stacks import THEN, release_order
 from study.releases.bare import read_rows
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.control import NOT_RUN, control
@@ -23,7 +24,7 @@ from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, lettered
 from study.report.questions.releases import QUESTION, avoid_table
 from study.report.records.frames import Records, read_parquet
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.workloads import strategy_order
 from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
@@ -86,9 +87,10 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
 
 def _grids(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     text = (
-        "## The grid\n\n`=` is equal up to rounding, a letter a [cause](#causes) below, `?` a difference whose cause is"
-        " not known, `'` behind it a difference in some runs only, `x` a crash, `-` refused or not installable, a dot"
-        " not run. Left of the bar: one micro-step; right of it: four.\n"
+        "## The grid\n\n`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a"
+        " [cause](#causes) below, `?` a difference whose cause is not known, `'` behind it a difference in some runs"
+        " only, `x` a crash, `-` refused or not installable, a dot not run. Left of the bar: one micro-step; right of"
+        " it: four.\n"
     )
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     for precision in precisions:
@@ -118,7 +120,7 @@ def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
-    return {"equal": "=", "crashes": "x"}.get(kind, "-") + why
+    return {"equal": "(=)" if cell.is_lucky else "=", "crashes": "x"}.get(kind, "-") + why
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
@@ -210,7 +212,7 @@ def _same(cell: Cell) -> tuple[object, ...]:
 def _stacks(cells: Sequence[Cell]) -> str:
     versions = {cell.stack: cell.versions for cell in cells}
     rows = [
-        {"Stack": stack, "Kind": "of its time" if stack.endswith("-then") else "today", **{
+        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today", **{
             name: versions[stack][name] or "not known" for name in PACKAGES}}
         for stack in sorted(versions, key=lambda name: (release_order(name), name))
     ]  # fmt: skip

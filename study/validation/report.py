@@ -96,9 +96,9 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # Peaks of GPUs where there are any; what processes hold is another matter.
-    peaks = published if published["predicted_peak_gib"].notna().any() else own
-    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peaks["peak_gib"] / peaks["predicted_peak_gib"]}
+    # What a GPU holds, and what a process without one does.
+    peak, process = (some["peak_gib"] / some["predicted_peak_gib"] for some in (published, own))
+    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peak, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
         some = [one for one in compared if one.figure == figure and one.measured > 1000]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from study.validation.measured import GIB, Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
 
@@ -18,6 +17,7 @@ class Scored:
     device: str
     ranks: int
     use: str
+    use_memory: str
     refused: str | None
     peak_kind: str
     peak_gib: float | None
@@ -48,6 +48,7 @@ def score(row: Measured) -> Scored:
         device=request.box.device.name,
         ranks=request.box.ranks,
         use=row.use,
+        use_memory=row.use_memory,
         refused=refused,
         peak_kind=row.peak_kind,
         peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
@@ -60,25 +61,6 @@ def score(row: Measured) -> Scored:
         else None,
         url=row.url,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Of one figure over some rows; an error is predicted over measured, less one."""
-
-    rows: int
-    median: float | None
-    worst: float | None
-    # With its sign: which way it leans.
-    leaning: float | None
-
-
-def errors_of(found: Iterable[float | None]) -> Errors:
-    errors = [error for error in found if error is not None]
-    if not errors:
-        return Errors(0, None, None, None)
-    sizes = [abs(error) for error in errors]
-    return Errors(len(errors), statistics.median(sizes), max(sizes), statistics.median(errors))
 
 
 @dataclasses.dataclass(frozen=True)

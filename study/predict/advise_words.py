@@ -1,0 +1,83 @@
+"""What is said of advice: how sure it is, what would change it, and what was left for more certainty."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from study.predict.advise import Advice, Option, Question, advise, candidates
+from study.predict.fits import left_share
+
+_FAR_BEHIND = 0.5
+_WORTH_TRYING = 0.05
+_AS_FAST = 0.01
+
+
+def error_of_time(option: Option) -> float | None:
+    """Half the width of the interval of its step, as a share; None where nothing was validated."""
+    time = option.time
+    if time is None or time.step_s.low is None or time.step_s.high is None:
+        return None
+    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
+
+
+def how_sure(advice: Advice) -> str:
+    best, other = advice.best, advice.runner_up
+    if best is None:
+        return "nothing fits, by the model's arithmetic"
+    memory = _of_memory(best)
+    if other is None:
+        return f"it is the only one that fits; {memory}"
+    if best.is_sure and not other.is_sure:
+        return f"it is the only one that is sure to fit; {memory}"
+    gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
+    if gap < _AS_FAST:
+        return f"as fast as the next, and it holds less; {memory}"
+    if error is None:
+        return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
+    sure = "sure" if gap > error else "not sure"
+    return f"{sure} to be faster: {gap:.0%} ahead of the next, and a step's time may be {error:.0%} off; {memory}"
+
+
+def _of_memory(best: Option) -> str:
+    memory, box = best.memory, best.request.box
+    if (memory.process_peak or memory.peak_reserved).high is None:
+        return f"{left_share(memory, box):.0%} of the memory is left, and nobody has validated peaks here"
+    if not best.is_sure:
+        return "it may not fit: the upper end of its peak's interval does not"
+    return f"it fits at the upper end of its peak's interval too, with {left_share(memory, box, True):.0%} left"
+
+
+def worth_trying(advice: Advice) -> Option | None:
+    """Faster than what is recommended, and not as sure to fit."""
+    best = advice.best
+    if best is None or not best.is_sure:
+        return None
+    faster = advise(advice.question, _near(advice), surely=False).best
+    enough = (1 + _WORTH_TRYING) * best.tokens_per_s
+    return faster if faster is not None and faster.tokens_per_s >= enough else None
+
+
+def _near(advice: Advice, question: Question | None = None) -> list[str]:
+    """Without the slowest ones, which are no better for another question."""
+    slowest = 0.0 if advice.best is None else _FAR_BEHIND * advice.best.tokens_per_s
+    slow = {option.name for option in advice.options if option.is_sure and option.tokens_per_s <= slowest}
+    return [name for name in candidates(question or advice.question) if name not in slow]
+
+
+def changes(advice: Advice) -> Iterator[str]:
+    """Other questions near this one, where the answer is another."""
+    question = advice.question
+    box, best = question.box, advice.best
+    others = {
+        f"{2 * question.sequence_length} tokens a sample": {"sequence_length": 2 * question.sequence_length},
+        "twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)},
+    }
+    if box.gpus_per_node > 1:
+        others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
+    for label, changed in others.items():
+        asked = dataclasses.replace(question, **changed)  # type: ignore[arg-type]
+        there = advise(asked, _near(advice, asked)).best
+        now, then = (option.name if option else "nothing" for option in (best, there))
+        if now != then:
+            yield f"with {label} it would be {then}"
