@@ -14,7 +14,8 @@ from study.spec.strategies import REPOSITORY
 
 REPORT = REPOSITORY / "reports" / "releases"
 # No cause tells of several backward passes in a micro-step: study/releases/control.py does.
-ROWS = [row for row in bare.read_rows(REPORT / "bare.json") if "-" not in row["caller"]]
+CONTROL = bare.read_rows(REPORT / "bare.json")
+ROWS = [row for row in CONTROL if "-" not in row["caller"]]
 PROOF_ROWS = bare.read_rows(REPORT / "proofs.json")
 EVERY = {cause.id: cause for cause in read_causes()}
 # Of what ends a run instead of training it wrongly the rows of the control tell an error alone.
@@ -47,7 +48,6 @@ def test_a_row_of_the_control_is_wrong_where_a_cause_says_so_and_nowhere_else(re
     rows = [
         row for row in ROWS
         if row["deepspeed"] == release and row["strategy"] != "zero1_cpu" and row["precision"] == "fp32"
-        and "-" not in row["caller"]
     ]  # fmt: skip
     unexplained = [row for row in rows if bare.is_right(row) is False and not causes_of(row)]
     unseen = [row for row in rows if bare.is_right(row) and causes_of(row)]
@@ -102,7 +102,7 @@ def test_every_change_and_thread_is_a_page_of_its_project() -> None:
 
 def right_releases(caller: str, strategy: str) -> tuple[set[str], set[str]]:
     """Of two losses in one micro-step: the releases that come to the plain loop's result, and those that do not."""
-    mine = [row for row in ROWS if row["stack"] in ("installed", row["deepspeed"])
+    mine = [row for row in CONTROL if row["stack"] in ("installed", row["deepspeed"])
             and (row["caller"], row["strategy"], row["accumulation"]) == (caller, strategy, 1)]  # fmt: skip
     right = {row["deepspeed"] for row in mine if bare.is_right(row)}
     return right, {row["deepspeed"] for row in mine} - right
