@@ -46,6 +46,8 @@ def predict_memory(request: Request) -> Memory:
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
+    # Weights and the optimizer have no error.
+    certain = sum(always.values())
     reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
@@ -55,8 +57,8 @@ def predict_memory(request: Request) -> Memory:
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        peak_allocated=estimate("peak", peak.total),
-        peak_reserved=estimate("peak", peak.total + reserved),
+        peak_allocated=estimate("above_state", peak.total, certain),
+        peak_reserved=estimate("above_state", peak.total + reserved, certain),
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from study.predict.buckets import kept_by_c_library
-from study.predict.request import Box, Request
+from study.predict.request import Request, box_of_ranks
 from study.predict.shape import model_shape
 from study.predict.state import state_of, weight_bytes
 from study.predict.traffic import sent_bytes
@@ -26,6 +26,7 @@ from study.theory.hardware import Device
 from study.validation.measured import GIB, Measured, predicted_peak
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
+ALL_STATE, SENT = "state, all", "sent in a step"
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
 _WITHOUT_COPIES = ("1f63150", "771d7fe")
 _PROCESSOR = Device(
@@ -50,7 +51,8 @@ class Compared:
 
 
 @functools.cache
-def _runs() -> pd.DataFrame:
+def runs() -> pd.DataFrame:
+    """Every record that has ended well."""
     tables = [read_parquet(REPOSITORY / "reports" / suite).runs.assign(suite=suite) for suite in SUITES]
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
@@ -66,7 +68,7 @@ def request_of(run: Any) -> Request:
     copies = not str(run.git_commit).startswith(_WITHOUT_COPIES)
     return Request(
         shape=model_shape(run.model_name_or_path), strategy=strategy,
-        box=Box("processes", _PROCESSOR, ranks, gathers_into_copies=copies),
+        box=dataclasses.replace(box_of_ranks("processes", _PROCESSOR, ranks), gathers_into_copies=copies),
         sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
         accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
         gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
@@ -80,7 +82,7 @@ def own_rows() -> list[Measured]:
             source="own", name=f"{run.suite} {run.run}", request=request_of(run),
             peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident",
         )
-        for run in _runs().itertuples()
+        for run in runs().itertuples()
     ]  # fmt: skip
 
 
@@ -104,29 +106,33 @@ def peak_errors() -> pd.DataFrame:
 
 def compared() -> Iterator[Compared]:
     """Every figure of state by kind and place, all of it, and what left the rank in a step."""
-    for run in _runs().itertuples():
-        request = request_of(run)
-        state = state_of(request)
-        total = dict.fromkeys(("measured", "predicted"), 0.0)
-        for kind in STATE_KINDS:
-            for place in STATE_PLACES:
-                value = getattr(run, f"{kind}_bytes_{place}")
-                measured, predicted = 0.0 if pd.isna(value) else value, getattr(state, f"{kind}_{place}")
-                total["measured"] += measured
-                total["predicted"] += predicted
-                if measured or predicted:
-                    yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
-        yield Compared(run.suite, run.run, "state, all", **total)
-        collectives = json.loads(run.collectives)
-        sent = sum(each["wire_bytes_per_rank"] for each in collectives.values())
-        yield Compared(run.suite, run.run, "sent in a step", sent, sent_bytes(request))
+    for run in runs().itertuples():
+        yield from compared_of(run)
+
+
+def compared_of(run: Any) -> Iterator[Compared]:
+    request = request_of(run)
+    state = state_of(request)
+    total = dict.fromkeys(("measured", "predicted"), 0.0)
+    for kind in STATE_KINDS:
+        for place in STATE_PLACES:
+            value = getattr(run, f"{kind}_bytes_{place}")
+            measured, predicted = 0.0 if pd.isna(value) else value, getattr(state, f"{kind}_{place}")
+            total["measured"] += measured
+            total["predicted"] += predicted
+            if measured or predicted:
+                yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
+    yield Compared(run.suite, run.run, ALL_STATE, **total)
+    collectives = json.loads(run.collectives)
+    sent = sum(each["wire_bytes_per_rank"] for each in collectives.values())
+    yield Compared(run.suite, run.run, SENT, sent, sent_bytes(request))
 
 
 def table() -> pd.DataFrame:
     """By figure: of how many records, and how far off the prediction is."""
     rows = pd.DataFrame([{**dataclasses.asdict(one), "error": abs(one.error)} for one in compared()])
     # A few bytes of norms and flags are sent even where nothing else is.
-    rows = rows[~((rows["figure"] == "sent in a step") & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
+    rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
     found = rows.groupby("figure", sort=False)["error"]
     return pd.DataFrame({
         "figure": list(found.groups), "records": found.count().to_list(),

@@ -15,8 +15,8 @@ from study.spec.strategies import REPOSITORY
 from study.validation import tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
+from study.validation.own import ALL_STATE, SENT, own_rows
 from study.validation.own import compared as own_compared
-from study.validation.own import own_rows
 from study.validation.own import table as own_table
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import score
@@ -26,7 +26,7 @@ FOLDER = REPOSITORY / "reports" / "prediction"
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.validation report`: between which shares of a predicted figure {within:.0%} of the
-# measured ones lie, and over how many rows.
+# measured ones lie, and over how many rows. Of a peak: of what is above weights and optimizer, which are certain.
 """
 
 
@@ -98,9 +98,10 @@ def intervals_text(frame: pd.DataFrame) -> str:
     steps = scored["step_s"] / scored["predicted_step_s"]
     # Peaks of GPUs where there are any; what processes hold is another matter.
     peaks = published if published["predicted_peak_gib"].notna().any() else own
-    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peaks["peak_gib"] / peaks["predicted_peak_gib"]}
+    above = (peaks["peak_gib"] - peaks["state_gib"]) / (peaks["predicted_peak_gib"] - peaks["state_gib"])
+    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above}
     compared = list(own_compared())
-    for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
+    for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         some = [one for one in compared if one.figure == figure and one.measured > 1000]
         ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
