@@ -16,15 +16,15 @@ from study.spec.strategy_files import read_deepspeed_json, read_yaml
 # What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
     "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
-    "hsdp": (None, None, None), "zero3_hpz": (3, None, None),
+    "hsdp": (None, None, None), "zero3_hpz": (3, None, None), "tp": (None, None, None), "cp": (None, None, None),
     "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
     "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
     "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
 }  # fmt: skip
 WITH_DEEPSPEED = [name for name, (stage, _, _) in STRATEGIES.items() if stage is not None]
-_DISTRIBUTED_TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "hsdp": "FSDP"} | dict.fromkeys(
-    WITH_DEEPSPEED, "DEEPSPEED"
-)
+_DISTRIBUTED_TYPES = {
+    "single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "hsdp": "FSDP", "tp": "MULTI_GPU", "cp": "FSDP",
+} | dict.fromkeys(WITH_DEEPSPEED, "DEEPSPEED")  # fmt: skip
 _DEEPSPEED_CONFIG_KEYS = {"deepspeed_config_file", "deepspeed_multinode_launcher", "zero3_init_flag"}
 _FSDP_CONFIG_KEYS = {
     "fsdp_version", "fsdp_auto_wrap_policy", "fsdp_reshard_after_forward", "fsdp_offload_params",
@@ -34,8 +34,12 @@ _FSDP_CONFIG_KEYS = {
 _YAML_KEYS_THAT_DIFFER = {
     "distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config",
 }  # fmt: skip
-# Two copies, each over two ranks.
-_MESH = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+_MESHES = {
+    # Two copies, each over two ranks.
+    "hsdp": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+    "tp": {"parallelism_config_tp_size": 2},
+    "cp": {"parallelism_config_cp_size": 2, "parallelism_config_cp_comm_strategy": "allgather"},
+}
 # Keys whose DeepSpeed default would otherwise decide a comparison unseen (buckets above all).
 _ZERO_KEYS = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
@@ -116,7 +120,7 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         if (None if section is None else set(section)) != keys:
             yield f"{name}.yaml: {key} holds {sorted(section or ())}, not {sorted(keys or ())}"
 
-    if (mesh := document.get("parallelism_config")) != (_MESH if name == "hsdp" else None):
+    if (mesh := document.get("parallelism_config")) != _MESHES.get(name):
         yield f"{name}.yaml: parallelism_config is {mesh!r}"
 
 

@@ -12,10 +12,12 @@ from study.releases.proofs import PROOFS
 from study.spec.strategies import REPOSITORY
 
 REPORT = REPOSITORY / "reports" / "releases"
-ROWS = bare.read_rows(REPORT / "bare.json")
+# No cause tells of several backward passes in a micro-step: study/releases/control.py does.
+ROWS = [row for row in bare.read_rows(REPORT / "bare.json") if "-" not in row["caller"]]
 PROOF_ROWS = bare.read_rows(REPORT / "proofs.json")
-# Of what ends a run instead of training it wrongly the control tells nothing.
-CAUSES = {cause.id: cause for cause in read_causes() if set(cause.differs) != {"crash"}}
+EVERY = {cause.id: cause for cause in read_causes()}
+# Of what ends a run instead of training it wrongly the rows of the control tell an error alone.
+CAUSES = {name: cause for name, cause in EVERY.items() if set(cause.differs) != {"crash"}}
 
 
 def causes_of(row: dict[str, Any]) -> list[Cause]:
@@ -71,15 +73,19 @@ def test_stage_0_in_bf16_ends_far_off_where_its_cause_says_so() -> None:
     assert len(far_off) < len(rows)
 
 
-@pytest.mark.parametrize("name", sorted(proof.cause for proof in PROOFS))
+def test_every_cause_is_proven() -> None:
+    assert sorted(proof.cause for proof in PROOFS) == sorted(EVERY)
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_without_its_lines_a_cause_is_gone(name: str) -> None:
     rows = [row for row in PROOF_ROWS if row["cause"] == name]
     as_released, edited = ([row for row in rows if row["is_edited"] == value] for value in (False, True))
-    if CAUSES[name].sometimes:
+    if EVERY[name].sometimes:
         assert sum(row["readings_apart"] for row in as_released) > 0
         assert [row["readings_apart"] for row in edited] == [0] * len(as_released)
     else:
-        assert [bare.is_right(row) for row in as_released] == [False]
+        assert [bare.is_right(row) for row in as_released] == [False if name in CAUSES else None]
         assert [bare.is_right(row) for row in edited] == [True]
 
 
@@ -87,6 +93,6 @@ def test_every_change_and_thread_is_a_page_of_its_project() -> None:
     of_projects = tuple(
         f"https://github.com/{name}/" for name in ("deepspeedai/DeepSpeed", "huggingface/accelerate", "huggingface/trl")
     )
-    for cause in read_causes():
+    for cause in EVERY.values():
         pages = [*cause.threads, cause.entered.change, cause.left.change]
         assert all(page.startswith(of_projects) for page in pages if page), cause.id

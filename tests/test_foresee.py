@@ -9,6 +9,7 @@ import pytest
 from study.cli import main
 from study.host.box import Box
 from study.launch.cell import Cell
+from study.spec.strategies import WITH_TEAMS
 from study.sweep.foresee import foresight, is_certain_to_run_out, warnings
 from study.sweep.needs import needs_of
 from study.sweep.plan import plan_cells
@@ -73,6 +74,8 @@ def test_a_prediction_is_never_below_what_is_certain(suite: Suite) -> None:
     for cell in cells_of(suite):
         needs = needs_of(cell)
         assert needs is not None
+        if cell.strategy in WITH_TEAMS:
+            continue
         predicted = float(ahead.told(cell).removeprefix("predicted: ").split(" GiB")[0])
         assert predicted >= 0.99 * needs.device_bytes / GIB, cell.id
 

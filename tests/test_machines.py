@@ -24,7 +24,8 @@ from study.record.directory import Run, read_json, read_run
 from study.record.outcome import Ending
 from study.run import machines
 from study.run.checks import check_devices
-from study.spec.strategies import Launch, read_strategy, this_launch
+from study.spec.launched import Launch, this_launch
+from study.spec.strategies import read_strategy
 
 GPT = ("--task", "gpt-wikitext")
 

@@ -31,7 +31,8 @@ from study.report.site.page import table_html
 from study.report.site.show import as_png
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, parse_command_line, resolved
-from study.spec.strategies import Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import read_strategy
 from synthetic_records import told, write_run
 
 STEPS = 11

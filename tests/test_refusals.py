@@ -27,7 +27,8 @@ from study.run.checkpoint import digests_of, find_checkpoint
 from study.run.checks import check_devices, check_launch_flags
 from study.run.copies import check_copies
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import read_strategy
 from study.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"

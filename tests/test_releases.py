@@ -17,7 +17,8 @@ from study.host.releases import UNVERIFIED_VARIABLE, VERIFIED
 from study.record.directory import read_run
 from study.run.checks import checked
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import read_strategy
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +60,8 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     assert check.state == "missing"
     assert check.found.startswith("accelerate 1.15.0 with deepspeed 0.19.0; no run has shown")
     assert "deepspeed==0.19.8" in check.fix
+    (packages,) = [check for check in versions() if check.name == "packages"]
+    assert "in another one: deepspeed 0.19.0" in packages.found
     faults = {check.found: check for check in versions() if check.name == "known fault"}
     divided = next(found for found in faults if "divided by the accumulation steps twice" in found)
     assert divided.startswith("zero0, zero1, zero2, zero2_cpu, where steps are accumulated")

@@ -163,6 +163,7 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
     assert "another training, by a mismatch of releases" in labels
+    assert "the same, and by chance: its releases have a race" in labels
     assert "a  the gradient is divided <b>twice</b>" in labels
     assert "0.18.6: zero1" in then.alt
     (curves,) = fault_curves(records)
@@ -171,16 +172,37 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     assert "0.18.6 zero3 off by" in curves.alt
 
 
+def test_the_page_has_the_losses_of_each_wrong_cell_under_those_of_one_process(records: Records) -> None:
+    text = page(records, [])
+    rows = [line for line in text[text.index("## Losses and norms"):].split("## ")[1].splitlines() if "single" in line
+            or "0.18.6" in line]  # fmt: skip
+    right, *wrong = [[part.strip() for part in row.strip("|").split("|")] for row in rows]
+    assert right[:2] == ["any", "single"]
+    assert {(stack, strategy, cause) for stack, strategy, _, _, cause in wrong} == {
+        ("0.18.6, 0.18.6-then", "zero1", "a"), ("0.18.6", "zero2", "?"), ("0.18.6", "zero3", "b")
+    }  # fmt: skip
+    first, *_, last = right[2].split(", ")
+    zero1 = next(row for row in wrong if row[1] == "zero1")
+    assert zero1[3] == "0.25"
+    assert zero1[2].startswith(f"{first}, ")
+    assert not zero1[2].endswith(last)
+
+
 def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(records: Records) -> None:
     asked = {"stack": "0.18.6", "strategy": "zero1", "accumulation": 4, "precision": "fp32", "loss": "inside",
              "clipping": 1.0, "norm": 1.0, "right_norm": 1.0, "losses_off": 1e-7}  # fmt: skip
     bare = [asked | {"caller": "bare", "losses_off": 0.1}, asked | {"caller": "boundary"},
-            asked | {"caller": "accelerate", "error": "it hung"}]  # fmt: skip
+            asked | {"caller": "accelerate", "error": "it hung"},
+            asked | {"caller": "bare-losses", "loss": "outside", "accumulation": 1, "norm": 0.5},
+            asked | {"caller": "boundary-forwards", "loss": "outside", "accumulation": 1}]  # fmt: skip
     text = page(records, bare)
+    dot = "\N{MIDDLE DOT}"
+    assert f"| 0.18.6 | ! / {dot} / {dot} |" in text
+    assert f"| 0.18.6 | {dot} / = / {dot} / {dot} |" in text
     assert "### a: the gradient is divided &lt;b&gt;twice&lt;/b&gt;" in text
     assert "`deepspeed/runtime/engine.py`, lines 10-12" in text
     assert "Gone in 0.19.8 https://github.com/deepspeedai/DeepSpeed/pull/1" in text
-    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | = / b' | " in text
+    assert "| 0.18.6 | \N{MIDDLE DOT} / = | = / a | \N{MIDDLE DOT} / ? | (=) / b' | " in text
     assert "| 0.18.6 | \N{MIDDLE DOT} / = | \N{MIDDLE DOT} / a | \N{MIDDLE DOT} / = |" in text
     assert "| 0.18.6 | ! / = / x |" in text
     assert "| 0.18.6 | `zero3_cpu` | crashes | AttributeError: &lt;i&gt;no such&lt;/i&gt; key |" in text

@@ -20,7 +20,8 @@ from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, read_run, read_status
 from study.run.checkpoint import digests_of, find_checkpoint
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import read_strategy
 
 GPT = ("--task", "gpt-wikitext")
 

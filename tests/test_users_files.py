@@ -120,6 +120,27 @@ def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(
     assert not (photo.parent / "new").exists()
 
 
+def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_path):
+    (tmp_path / "status.json").write_text("{}")
+    os.mkfifo(tmp_path / "log.txt")
+    result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
+    assert_is_one_line(result.stderr, ("log.txt, which is neither a file nor a folder",), "name a new folder")
+
+
+def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "study/train.py", *FLAGS, "--output_dir", str(tmp_path / "run")],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    # While torch is imported, which takes seconds, and which an interruption may end in any error.
+    wait_until(lambda: "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text())
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "interrupted: stopped from the keyboard. To go on: run it again.\n")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def orphans(tmp_path: Path) -> Iterator[list[psutil.Process]]:
     """Two ranks that train on in tmp_path/run when their launcher has been killed."""

@@ -19,7 +19,8 @@ from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.run.summary import summarize
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STUDIED_STRATEGIES, Launch, read_strategy
+from study.spec.launched import Launch
+from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 from study.virtual.rank.capacity import layers_within, needed_host_bytes
 from study.virtual.request import Request, _strategies, _with_absolute_paths
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from study.baselines import refuse_what_only_the_study_does
 from study.errors import UserError
-from study.run.open import exit_status_of, open_run
+from study.run.exit import exit_status_of
+from study.run.open import open_run
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     import torch

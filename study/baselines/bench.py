@@ -31,7 +31,7 @@ from rich.table import Table
 from study.errors import RunFailed
 from study.record.directory import Run, read_run
 from study.run.console import Progress
-from study.run.open import exit_status_of
+from study.run.exit import exit_status_of
 from study.spec.strategies import REPOSITORY
 from study.sweep.tables import print_tables, table_of
 

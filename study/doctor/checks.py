@@ -22,7 +22,14 @@ from study.host.folders import refuse_unwritable
 from study.host.memory import GIB, can_lock, host_memory, locked_bytes
 from study.host.releases import VERIFIED, package_version, pair_fix, unverified_pair
 from study.releases.causes import PACKAGES, known_faults
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, Strategy, read_strategy
+from study.spec.strategies import (
+    LEAST_RANKS_WITH_COPIES,
+    REPOSITORY,
+    STRATEGY_NAMES,
+    WITH_COPIES,
+    Strategy,
+    read_strategy,
+)
 
 INSTALL = "make -B install"
 INSTALL_ALL = "python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
@@ -90,7 +97,9 @@ def _compare(which: str, requirements: list[str], extra: str = "") -> tuple[str,
     from packaging.utils import canonicalize_name
 
     meant = [one for one in map(Requirement, requirements) if not one.marker or one.marker.evaluate({"extra": extra})]
-    installed = {canonicalize_name(package.name): package.version for package in metadata.distributions()}
+    # Of several under one name Python takes the first on its path.
+    packages = reversed(list(metadata.distributions()))
+    installed = {canonicalize_name(package.name): package.version for package in packages}
     versions = [(one, installed.get(canonicalize_name(one.name))) for one in meant]
     other = [f"{one.name} {here}" for one, here in versions if here and not one.specifier.contains(here, True)]
     absent = [one.name for one, here in versions if here is None]
@@ -169,24 +178,28 @@ def file_system(folder: Path) -> str:
     return max(reversed(mounts), key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown file system"
 
 
-def strategies(checks: list[Check]) -> Check:
-    """Which strategies can train here, and what each of the others lacks."""
+def strategies(checks: list[Check], gpus: int) -> Check:
+    """Which strategies can train here, and what each of the others lacks. `gpus` are all that a run may take."""
     state = {check.name: check.state for check in checks}
     # NCCL is only absent, and not missing, wherever torch can be imported and has no GPU.
     if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:
         return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", INSTALL)
     on_gpu = state["gpus"] == "ok"
     waiting: dict[str, list[str]] = {}
-    for name in STRATEGY_NAMES:
+    too_large = WITH_COPIES if on_gpu and gpus < LEAST_RANKS_WITH_COPIES else ()
+    for name in (name for name in STRATEGY_NAMES if name not in too_large):
         lacks = [need for need in _needs(read_strategy(name), on_gpu) if state[need] == "missing"]
         waiting.setdefault(", ".join(lacks), []).append(name)
     able = waiting.pop("", [])
     found = f"{len(able)} of {len(STRATEGY_NAMES)} train "
     found += "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs are refused"
+    # No fault of the box: the studied ones are all there.
+    others = f"; {', '.join(too_large)} take {LEAST_RANKS_WITH_COPIES} GPUs or more" if too_large else ""
     if not waiting:
-        return Check("strategies", "ok", found)
+        return Check("strategies", "ok", found + others)
     not_here = "; not ".join(f"{', '.join(names)}, for want of: {lacks}" for lacks, names in waiting.items())
-    return Check("strategies", "missing", f"{found} ({', '.join(able)}); not {not_here}", "as the lines above say")
+    found += f" ({', '.join(able)}); not {not_here}{others}"
+    return Check("strategies", "missing", found, "as the lines above say")
 
 
 def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from study.doctor.checks import INSTALL, Check, file_system, memory, nvme_path, strategies, tools, versions
 from study.doctor.cluster import cluster
+from study.errors import UserError
+from study.host.box import this_box
+from study.host.nodes import allocated_box
 from study.spec.strategies import REPOSITORY
 
 # torch and DeepSpeed are imported in seconds, an operator loaded in as many; a cold disk may take ten times that.
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     checks = _all_checks(options.nvme_path, options.hub)
-    missing = [check.name for check in checks if check.state == "missing"]
+    missing = list(dict.fromkeys(check.name for check in checks if check.state == "missing"))
     if options.json:
         print(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
     else:
@@ -58,7 +61,14 @@ def _all_checks(path: Path, ask_hub: bool) -> list[Check]:
     on_drive, folder = nvme_path(path)
     can_lock = next(check.state for check in checks if check.name == "pinned memory") == "ok"
     checks += [on_drive, *_probe(ask_hub, folder, can_lock)]
-    return [*checks, *cluster(), strategies(checks)]
+    return [*checks, *cluster(), strategies(checks, _gpus())]
+
+
+def _gpus() -> int:
+    try:
+        return allocated_box().gpus
+    except UserError:  # which the checks of the cluster tell
+        return this_box().gpus
 
 
 def _probe(ask_hub: bool, folder: Path | None, can_lock: bool) -> list[Check]:

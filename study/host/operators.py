@@ -18,6 +18,7 @@ from typing import Any
 
 from study.errors import Unsupported
 from study.host.devices import processor
+from study.host.folders import refuse_unwritable
 from study.record.directory import read_json, write_json
 from study.record.schema import RecordError
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
@@ -64,7 +65,8 @@ def load_operator(builder: Any) -> Any:
 
 def use_own_build(cache: Path) -> None:
     """A folder of its own, and its own ninja: two installations with one folder rebuild it in turns."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
+    folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
+    refuse_unwritable(Path(folder), f"TORCH_EXTENSIONS_DIR {folder}", "unset it, or name a folder that you may write")
     # ninja is looked for on PATH, where the environment may be missing. Another version of it would build all again.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 

@@ -27,6 +27,8 @@ STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
 STACK_VARIABLE = "ZERO_STUDY_STACK"
 # In a layer's folder once it is whole: what pip installed there, and from which archives.
 LAYER_FILE = "layer.json"
+# Behind the name of a stack that has more of its release's own time than DeepSpeed.
+THEN = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
 _MOST = 1000
 _VERSION = re.compile(r"\d+(\.\d+)+")
@@ -105,7 +107,7 @@ def stacks() -> dict[str, Stack]:
     for deepspeed in then:
         beside = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)
         own = {package: _version(beside, package, version) for package, version in beside.items()}
-        name = f"{_version(then, deepspeed, deepspeed)}-then"
+        name = f"{_version(then, deepspeed, deepspeed)}{THEN}"
         found[name] = Stack(name, {"deepspeed": deepspeed, **own})
     return found
 
@@ -114,6 +116,11 @@ def _version(section: Section, key: str, version: Any) -> str:
     if not isinstance(version, str) or not _VERSION.fullmatch(version):
         raise section.refusal(key, f"is {version!r}", "write a release such as 0.18.9")
     return version
+
+
+def release_order(name: str) -> tuple[int, ...]:
+    """Of a release, or of a stack by name: what sorts it."""
+    return tuple(map(int, re.findall(r"\d+", name)))
 
 
 def describe_stack() -> dict[str, Any] | None:

@@ -141,6 +141,12 @@ _ALL = (
         _GPT2 | {"vocab_size": BUILTIN_VOCABULARY_SIZE, "n_embd": 256, "n_layer": 2, "n_head": 4,
                  "n_positions": TINY_POSITIONS, "bos_token_id": None, "eos_token_id": None},
     ),
+    Preset(
+        "llama-tiny", "llama",
+        {"vocab_size": BUILTIN_VOCABULARY_SIZE, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TINY_POSITIONS,
+         "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None},
+    ),
     # The sizes in the ZeRO papers, with their width and depth where these give the size that is named. (The 13 B of
     # the paper's figures has 62 layers, which makes 12.7 B.)
     Preset("gpt-7.5b", "gpt2", _MEGATRON | {"n_embd": 4096, "n_layer": 36, "n_head": 32}),  # 7.47 B parameters

@@ -40,7 +40,7 @@ def how_sure(advice: Advice) -> str:
 
 def _of_memory(best: Option) -> str:
     memory, box = best.memory, best.request.box
-    if memory.peak_reserved.high is None:
+    if (memory.process_peak or memory.peak_reserved).high is None:
         return f"{left_share(memory, box):.0%} of the memory is left, and nobody has validated peaks here"
     if not best.is_sure:
         return "it may not fit: the upper end of its peak's interval does not"

@@ -134,6 +134,8 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     yield _line("allocated between steps", memory.steady_allocated, GIB)
     yield _line("allocated at the peak", memory.peak_allocated, GIB)
     yield _line("reserved at the peak", memory.peak_reserved, GIB)
+    if memory.process_peak is not None:
+        yield _line("its whole process", memory.process_peak, GIB)
     limit = f" of {usable_bytes(box) / GIB:.1f}"
     yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {'fits' if prediction.fits else 'does not fit'}"
     if traced is not None:

@@ -10,7 +10,7 @@ from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
-from study.predict.request import Memory, Request
+from study.predict.request import Estimate, Memory, Request
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, weight_bytes
 
@@ -41,24 +41,32 @@ def predict_memory(request: Request) -> Memory:
         # start and stay (initialize_optimizer_states).
         always["optimizer"] += state_of(request, waiting=False).grads_device
     points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
-    if request.box.in_host_memory:
-        points = _with_what_the_c_library_keeps(request, points)
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
     # Weights and the optimizer have no error.
     certain = sum(always.values())
-    reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
+    in_host_memory, process = request.box.in_host_memory, None
+    reserved = peak.total * RESERVED_SHARE
+    if in_host_memory:
+        reserved = _peak_with_what_the_c_library_keeps(request, points) - peak.total
+        process = estimate("process", peak.total + reserved + host_parts["rank"])
+    allocated, pool = (
+        # What was published is of GPUs, and so is the interval.
+        Estimate(size) if in_host_memory else estimate("above_state", size, certain)
+        for size in (peak.total, peak.total + reserved)
+    )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": 0.0 if request.box.in_host_memory else _outside_torch(request.box.ranks),
+        "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        peak_allocated=estimate("above_state", peak.total, certain),
-        peak_reserved=estimate("above_state", peak.total + reserved, certain),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
@@ -114,14 +122,14 @@ def _standing(request: Request, state: State) -> float:
     return standing
 
 
-def _with_what_the_c_library_keeps(request: Request, points: list[Point]) -> list[Point]:
+def _peak_with_what_the_c_library_keeps(request: Request, points: list[Point]) -> float:
     """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
-    most, found = 0.0, []
+    most = peak = 0.0
     for point in points:
         small = point.small + _small_activations(request, point.parts)
         most = max(most, small)
-        found.append(Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
-    return found
+        peak = max(peak, point.total + most - small)
+    return peak
 
 
 def _small_activations(request: Request, parts: dict[str, float]) -> float:

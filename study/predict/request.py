@@ -147,6 +147,8 @@ class Memory:
     host_parts: Mapping[str, float]
     host_peak: Estimate
     nvme: float
+    # Without a GPU: a rank's whole process, its libraries and freed blocks that the C library keeps included.
+    process_peak: Estimate | None = None
     # What makes a part what it is, in words for the reader: "gradients of the embedding exceed the bucket".
     notes: tuple[str, ...] = ()
 

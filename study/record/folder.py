@@ -15,7 +15,12 @@ SWAP_PREFIX = "zero-study-swap-"
 
 def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     """A folder with files and without status.json is no run's, and nothing is written there or taken away."""
-    if not folder.is_dir() or (folder / "status.json").is_file():
+    if not folder.is_dir():
+        return
+    # Whoever opens a pipe waits for its other end.
+    if strange := [file.name for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())]:
+        raise UserError(f"{what} holds {strange[0]}, which is neither a file nor a folder", fix)
+    if (folder / "status.json").is_file():
         return
     if any(not _is_leftover(file) for file in folder.iterdir()):
         raise UserError(f"{what} holds files, and none is a run's", fix)

@@ -29,6 +29,10 @@ class Case:
     clipping: float = 1.0
 
     @property
+    def has_two_losses(self) -> bool:
+        return "-" in self.caller
+
+    @property
     def stage(self) -> int:
         return int(self.strategy[4])
 
@@ -60,6 +64,13 @@ def cases() -> Iterator[Case]:
     for strategy in ("zero1", "zero2"):
         yield Case("boundary", strategy, 4)
         yield Case("bare", strategy, 4, clipping=0.0)
+    # Several backward passes in one micro-step, which is no accumulation: nothing is to be divided.
+    for strategy in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3"):
+        yield Case("bare-losses", strategy, 4, loss="outside")
+        for passes in ("losses", "forwards"):
+            yield Case(f"bare-{passes}", strategy, 1, loss="outside")
+            yield Case(f"boundary-{passes}", strategy, 1, loss="outside")
+            yield Case(f"accelerate-{passes}", strategy, 1, loss="outside")
     yield Case("bare", "zero2_cpu", 2)
     yield Case("bare", "zero0", 1, precision="bf16")
     yield Case("bare", "zero2", 4, precision="bf16")
@@ -136,7 +147,7 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    through = _through_accelerate if case.caller == "accelerate" else _through_engine
+    through = _through_accelerate if case.caller.startswith("accelerate") else _through_engine
     engine, micro_step = through(case, model, optimizer)
     kind = torch.float32 if case.precision == "fp32" else torch.bfloat16
     micro = BATCH // RANKS // case.accumulation
@@ -146,11 +157,8 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
         for index in range(case.accumulation):
             start = (index * RANKS + rank) * micro
             given, wanted = inputs[start : start + micro].to(kind), targets[start : start + micro]
-
-            def forward(given: Any = given, wanted: Any = wanted) -> torch.Tensor:
-                return engine(given, wanted)["loss"] if case.loss == "inside" else _loss(engine(given), wanted)
-
-            total += micro_step(forward, index == case.accumulation - 1).detach() / case.accumulation / RANKS
+            parts = _parts(case, engine, given, wanted)
+            total += micro_step(parts, index == case.accumulation - 1) / case.accumulation / RANKS
         torch.distributed.all_reduce(total)
         losses.append(float(total))
         norm = engine.get_global_grad_norm()
@@ -161,7 +169,22 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights.tolist(), "readings": readings}
 
 
-MicroStep = Callable[[Callable[[], Any], bool], Any]
+def _parts(case: Case, engine: Any, given: torch.Tensor, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a micro-step goes backward from: its loss, or two losses that add up to it, as of two tasks."""
+    if case.loss == "inside":
+        yield engine(given, wanted)["loss"]
+        return
+    if not case.has_two_losses:
+        yield _loss(engine(given), wanted)
+        return
+    outputs, middle = None, wanted.shape[1] // 2
+    for columns in (slice(middle), slice(middle, None)):
+        if outputs is None or case.caller.endswith("forwards"):
+            outputs = engine(given)
+        yield _loss(outputs[:, columns], wanted[:, columns]) / 2
+
+
+MicroStep = Callable[[Iterator[Any], bool], Any]
 
 
 def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
@@ -169,14 +192,18 @@ def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroS
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.settings())
 
-    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
-        loss = forward()
-        if case.caller == "boundary":
-            engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        engine.backward(loss)
-        if is_last or case.caller == "bare":
+    says_boundary = case.caller.startswith("boundary")
+
+    def micro_step(parts: Iterator[Any], is_last: bool) -> Any:
+        def backward(part: Any, is_last_part: bool, **how: bool) -> None:
+            if says_boundary:
+                engine.set_gradient_accumulation_boundary(is_boundary=is_last and is_last_part)
+            engine.backward(part, **how)
+
+        total = _backward(case, backward, parts)
+        if is_last or not says_boundary:
             engine.step()
-        return loss
+        return total
 
     return engine, micro_step
 
@@ -190,13 +217,22 @@ def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, Mi
     )
     engine, _ = accelerator.prepare(model, optimizer)
 
-    def micro_step(forward: Callable[[], Any], is_last: bool) -> Any:
+    def micro_step(parts: Iterator[Any], is_last: bool) -> Any:
         with accelerator.accumulate(engine):
-            loss = forward()
-            accelerator.backward(loss)
-        return loss
+            return _backward(case, lambda part, is_last_part, **how: accelerator.backward(part, **how), parts)
 
     return engine, micro_step
+
+
+def _backward(case: Case, backward: Callable[..., Any], parts: Iterator[Any]) -> Any:
+    """A backward pass from each part; returns their sum. A graph is kept for the second one that goes through it."""
+    total = 0.0
+    for number, part in enumerate(parts):
+        is_last = number == case.has_two_losses
+        keeps_graph = not is_last and case.caller.endswith("losses")
+        backward(part, is_last, **({"retain_graph": True} if keeps_graph else {}))
+        total += part.detach()
+    return total
 
 
 def _flat(parameters: Iterator[Any]) -> torch.Tensor:

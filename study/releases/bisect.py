@@ -11,7 +11,7 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.host.box import Box, this_box
-from study.host.stacks import stacks
+from study.host.stacks import THEN, release_order, stacks
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
 from study.record.directory import read_run
@@ -22,7 +22,6 @@ from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
 
 SUITE = "releases"
-THEN = "-then"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,21 +128,17 @@ def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
 
 def releases_between(ends: Sequence[str] | None) -> list[str]:
     """Those of study/releases/stacks.yaml beside today's Accelerate and torch, from the oldest on."""
-    known = sorted((name for name in stacks() if not name.endswith(THEN)), key=_order)
+    known = sorted((name for name in stacks() if not name.endswith(THEN)), key=release_order)
     for end in ends or ():
         if end not in known:
             raise UserError(
                 f"--between: no stack is called {end!r}", f"use two of {', '.join(known)}, or add it to stacks.yaml"
             )
-    first, last = sorted(map(_order, ends)) if ends else (_order(known[0]), _order(known[-1]))
-    found = [name for name in known if first <= _order(name) <= last]
+    first, last = sorted(map(release_order, ends)) if ends else (release_order(known[0]), release_order(known[-1]))
+    found = [name for name in known if first <= release_order(name) <= last]
     if len(found) < 2:
         raise UserError("--between names one release", "name two")
     return found
-
-
-def _order(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
 
 
 def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
@@ -151,9 +146,10 @@ def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
     lines = []
     for cause in read_causes():
         if cause.shows_in(strategy, micro_steps, "fp32"):
-            for word, change, release in (
-                ("came with", cause.entered, found.first_bad), ("went with", cause.left, found.first_good),
-            ):  # fmt: skip
-                if release and change.release == release:
-                    lines.append(f"{cause.title}: {word} {release} {change.change}".rstrip())
+            for word, change, before, after in (
+                ("came with", cause.entered, found.last_good, found.first_bad),
+                ("went with", cause.left, found.last_bad, found.first_good),
+            ):
+                if before and after and release_order(before) < release_order(change.release) <= release_order(after):
+                    lines.append(f"{cause.title}: {word} {change.release} {change.change}".rstrip())
     return lines

@@ -157,6 +157,5 @@ def _releases(section: Section) -> dict[str, str]:
 
 
 def known_faults(versions: Mapping[str, str | None], on_gpu: bool) -> list[Cause]:
-    """Of a stack on such a box: what trains wrongly and says nothing."""
-    trained = (each for each in read_causes() if not each.differs or not _NO_TRAINING.issuperset(each.differs))
-    return [each for each in trained if each.is_in(versions) and not (on_gpu and each.gpu == "hidden")]
+    """What a stack has on such a box."""
+    return [each for each in read_causes() if each.is_in(versions) and not (on_gpu and each.gpu == "hidden")]

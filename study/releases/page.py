@@ -15,13 +15,16 @@ from typing import Any
 
 import pandas as pd
 
-from study.releases.bare import INSTALLED, is_right, read_rows
+from study.host.stacks import THEN, release_order
+from study.releases.bare import read_rows
 from study.releases.causes import PACKAGES, Cause, Change
+from study.releases.control import NOT_RUN, control
+from study.releases.losses import losses
 from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, lettered
 from study.report.questions.releases import QUESTION, avoid_table
 from study.report.records.frames import Records, read_parquet
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.workloads import strategy_order
 from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
@@ -29,8 +32,6 @@ from study.spec.strategies import REPOSITORY
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
 # DeepSpeed without this project's trainer, by study/releases/bare.py.
 BARE = "bare.json"
-_CALLERS = ("bare", "boundary", "accelerate")
-_NOT_RUN = "\N{MIDDLE DOT}"
 _REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
 _HEAD = """# Releases: which of them train as one process does
 
@@ -73,9 +74,10 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
     ]
     parts += [
         _unexplained(cells),
+        losses(records, cells, letters),
         _unclipped(cells),
         _not_run(cells),
-        _control(bare),
+        control(bare),
         _stacks(cells),
         _JUDGED.strip() + "\n",
         _tolerances(),
@@ -85,9 +87,10 @@ def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
 
 def _grids(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     text = (
-        "## The grid\n\n`=` is equal up to rounding, a letter a [cause](#causes) below, `?` a difference whose cause is"
-        " not known, `'` behind it a difference in some runs only, `x` a crash, `-` refused or not installable, a dot"
-        " not run. Left of the bar: one micro-step; right of it: four.\n"
+        "## The grid\n\n`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a"
+        " [cause](#causes) below, `?` a difference whose cause is not known, `'` behind it a difference in some runs"
+        " only, `x` a crash, `-` refused or not installable, a dot not run. Left of the bar: one micro-step; right of"
+        " it: four.\n"
     )
     precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
     for precision in precisions:
@@ -112,12 +115,12 @@ def _grid(cells: Sequence[Cell], letters: dict[Cause, str]) -> pd.DataFrame:
 
 def _sign(cells: Sequence[Cell], letters: dict[Cause, str]) -> str:
     if not cells:
-        return _NOT_RUN
+        return NOT_RUN
     (cell,) = cells
     kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
     if kind == "different":
         return (why or "?") + "'" * cell.differs_sometimes
-    return {"equal": "=", "crashes": "x"}.get(kind, "-") + why
+    return {"equal": "(=)" if cell.is_lucky else "=", "crashes": "x"}.get(kind, "-") + why
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
@@ -206,38 +209,10 @@ def _same(cell: Cell) -> tuple[object, ...]:
     return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
 
 
-def _control(bare: Sequence[dict[str, Any]]) -> str:
-    """By stack and strategy what three callers come to, with four micro-steps in fp32."""
-    asked = [row for row in bare if row.get("accumulation") == 4 and row.get("precision") == "fp32"
-             and row.get("loss") == "inside" and row.get("clipping")]  # fmt: skip
-    if not asked:
-        return ""
-    rows = []
-    strategies = list(dict.fromkeys(row["strategy"] for row in asked))
-    for stack in sorted(
-        {row["stack"] for row in asked}, key=lambda name: (name == INSTALLED, release_order(name), name)
-    ):
-        signs = {(row["caller"], row["strategy"]): _sign_of_bare(row) for row in asked if row["stack"] == stack}
-        line = {
-            f"`{name}`": " / ".join(signs.get((caller, name), _NOT_RUN) for caller in _CALLERS) for name in strategies
-        }
-        rows.append({"Stack": stack, **line})
-    head = (
-        "## The bare control\n\nA small model on two ranks, four micro-steps in a step, without this project's trainer:"
-        " `deepspeed.initialize` with a step after each backward pass / the same with one step at the boundary, as"
-        " Accelerate asks for it / through the stack's own Accelerate. `=` is right, `!` wrong, `x` an error.\n\n"
-    )
-    return head + table_markdown(pd.DataFrame(rows))
-
-
-def _sign_of_bare(row: dict[str, Any]) -> str:
-    return {True: "=", False: "!", None: "x"}[is_right(row)]
-
-
 def _stacks(cells: Sequence[Cell]) -> str:
     versions = {cell.stack: cell.versions for cell in cells}
     rows = [
-        {"Stack": stack, "Kind": "of its time" if stack.endswith("-then") else "today", **{
+        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today", **{
             name: versions[stack][name] or "not known" for name in PACKAGES}}
         for stack in sorted(versions, key=lambda name: (release_order(name), name))
     ]  # fmt: skip

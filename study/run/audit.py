@@ -6,14 +6,16 @@ record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
+from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
-from study.run.copies import second_copy, sharded_copies
+from study.run.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
+from study.run.optimizer import asked_settings, live_settings
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 
@@ -23,14 +25,6 @@ if TYPE_CHECKING:
 
     from study.run.open import OpenRun
     from study.run.steps import StepLog
-
-# Of DeepSpeed's ZeRO settings, those that change what is held and what is sent.
-BUCKET_KEYS = (
-    "reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "prefetch_bucket_size",
-    "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size",
-    "use_multi_rank_bucket_allreduce", "reduce_scatter", "contiguous_gradients", "round_robin_gradients",
-    "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-)  # fmt: skip
 
 
 def audit(
@@ -46,7 +40,7 @@ def audit(
 
     config, launch, plan = run.config, run.launch, plan or run.plan
     is_deepspeed = launch.strategy.deepspeed is not None
-    live = _read_deepspeed(model) if is_deepspeed else _read_plain(accelerator, model, config, plan)
+    live = read_deepspeed(model) if is_deepspeed else read_plain(accelerator, model, config, plan)
     base = base_optimizer(optimizer)
     live |= {
         "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
@@ -56,11 +50,12 @@ def audit(
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
-        "optimizer_settings": _optimizer_settings(base),
+        "optimizer_settings": live_settings(base),
+        "adapters": adapters_in(accelerator.unwrap_model(model)),
         "loss_scaler": read_loss_scaler(accelerator, model),
-        "tf32": _uses_tf32(),
+        "tf32": uses_tf32(),
     }
-    asked = _asked(run, plan) | _asked_of_fsdp(accelerator)
+    asked = _asked(run, plan) | asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
     differences = [
         f"{key} is {found[key]!r}, asked was {value!r}" for key, value in asked.items() if found[key] != value
@@ -77,7 +72,8 @@ def audit(
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_parameters": _elements(model.parameters()),
+        "trainable_parameters": _elements(one for one in model.parameters() if one.requires_grad),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
@@ -86,12 +82,8 @@ def audit(
     }
 
 
-def _uses_tf32() -> bool:
-    import torch
-
-    matmul = torch.backends.cuda.matmul
-    # Before 2.9 torch has the older switch alone; from then on that one may contradict the newer.
-    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+def _elements(parameters: Iterable[Any]) -> int:
+    return sum(getattr(one, "ds_numel", one.numel()) for one in parameters)
 
 
 def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
@@ -106,7 +98,7 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
         warnings.append("DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded")
     if launch.strategy.offload_device("param") == "nvme":
         swappers = [getattr(parameter, "nvme_swapper", None) for parameter in model.module.parameters()]
-        swapped = _name(next(swapper.dtype for swapper in swappers if swapper is not None))
+        swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
     if live["world_size"] == 1 and live["zero_stage"]:
@@ -128,15 +120,11 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
     return warnings
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
-    on_cores = strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available()
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.team and not torch.cuda.is_available()
     asked: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
@@ -151,127 +139,21 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "optimizer_settings": {
-            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
-            "decoupled_weight_decay": True,
-        },
+        "optimizer_settings": asked_settings(config),
+        "adapters": asked_adapters(config),
     }  # fmt: skip
+    if config.bf16_states:
+        asked["bf16_states"] = True
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
+    if strategy.team is not None:
+        over = run.launch.world_size if strategy.is_fsdp else 1
+        asked["team"] = {"divides": strategy.team.divides, "ranks": strategy.team_size, "state_over": over}
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
-    return asked
-
-
-def _optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    group = optimizer.param_groups[0]
-    # torch.optim.AdamW decouples by its class, DeepSpeedCPUAdam by a switch that defaults to on.
-    decoupled = getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
-    return {
-        "lr": group["initial_lr"] if "initial_lr" in group else group["lr"],
-        "weight_decay": group["weight_decay"],
-        "betas": list(group["betas"]),
-        "eps": group["eps"],
-        "decoupled_weight_decay": bool(decoupled),
-    }
-
-
-def _read_deepspeed(engine: Any) -> dict[str, Any]:
-    zero = engine._config.zero_config
-    offload, nvme_paths = {}, set()
-    for key in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, key)
-        device = getattr(section.device, "value", section.device) if section is not None else "none"
-        offload[key] = None if device == "none" else device
-        if device == "nvme":
-            nvme_paths.add(str(section.nvme_path))
-    if engine.bfloat16_enabled():
-        precision = "bf16-engine"
-    elif engine.fp16_enabled():
-        precision = "fp16-engine"
-    elif hasattr(engine, "torch_autocast_enabled") and engine.torch_autocast_enabled():
-        autocast = _name(engine.torch_autocast_dtype())
-        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast, autocast)
-    else:
-        precision = "fp32"
-    return {
-        "zero_stage": int(engine.zero_optimization_stage()),
-        **offload,
-        "nvme_path": ", ".join(sorted(nvme_paths)) or None,
-        "precision": precision,
-        "param_dtype": _name(next(engine.module.parameters()).dtype),
-        "gradient_clipping": float(engine.gradient_clipping()),
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-        # Null is what this release does not have.
-        "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
-        **second_copy(engine),
-    }
-
-
-def _read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from study.measure.inventory import dtensor_type
-
-    buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
-    return {
-        **dict.fromkeys(("zero_stage", "offload_optimizer", "offload_param", "nvme_path")),
-        "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        "param_dtype": _name(next(model.parameters()).dtype),
-        "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
-        "buckets": buckets,
-        **_read_fsdp(model),
-        "fully_sharded": any(isinstance(parameter, dtensor_type()) for parameter in model.parameters()),
-        **sharded_copies(model),
-        # Without an engine these two are the loop's own doing; there is no second opinion to read back.
-        "gradient_clipping": config.max_grad_norm,
-        "per_device_train_batch_size": plan.per_device_train_batch_size,
-    }
-
-
-def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
-    """What FSDP2 holds and sends by: empty without it. Torch tells none of it but from inside."""
-    from torch.distributed import fsdp
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-
-    if not hasattr(fsdp, "FSDPModule"):
-        return {}  # an older torch
-
-    # Modules that are sharded together share a state. The first is the whole model's, which torch leaves gathered after
-    # the forward pass unless told otherwise, and says so only once that has begun.
-    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule))
-    states = list({id(state): state for state in found}.values())
-    if not states:
-        return {}
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    gathered = states[0]._fsdp_param_groups if states[0]._auto_reshard_after_forward else []
-    resharded = [group for group in groups if group.post_forward_mesh_info is not None and group not in gathered]
-    return {
-        "fsdp_groups": len(groups),
-        "fsdp_resharded_groups": len(resharded),
-        "fsdp_reshard_after_forward": bool(resharded),
-        "fsdp_offload_params": any(isinstance(group.offload_policy, fsdp.CPUOffloadPolicy) for group in groups),
-        "fsdp_activation_checkpointing": any(isinstance(module, ActivationWrapper) for module in model.modules()),
-    }
-
-
-def _asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or not getattr(accelerator, "is_fsdp2", False):
-        return {}
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    asked = {
-        "fsdp_offload_params": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
-    }
-    # Where no block is wrapped there is nothing to let go of.
-    if plugin.auto_wrap_policy:
-        asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
     return asked
 
 

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import Unsupported, UserError
 from study.spec.config import RunConfig
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES as LEAST_RANKS
 
 if TYPE_CHECKING:
     import torch
-
-# Two copies, and two ranks for each.
-LEAST_RANKS = 4
 
 
 def check_copies(config: RunConfig, launch: Launch, gpus: int) -> None:

@@ -7,11 +7,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
+from study.models.tensor_plans import divides_while_loading
+from study.run import context
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
+from study.spec.launched import Launch
+from study.spec.options import settings_of_options
 from study.spec.overrides import override
-from study.spec.strategies import Launch
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
         settings["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
     elif config.precision == "fp16-engine":
         settings["fp16"] = dict(FP16_SECTION)
+    settings |= settings_of_options(config, settings)
     for what in ("offload_optimizer", "offload_param"):
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":
@@ -58,7 +62,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
 def make_accelerator(run: OpenRun) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
-    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
     from accelerate.utils import GradScalerKwargs
 
     config, launch = run.config, run.launch
@@ -68,8 +72,9 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
         state = PartialState(cpu=True)
-        if launch.strategy.is_fsdp:
-            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
+        if launch.strategy.is_fsdp or divides_while_loading(launch.strategy):
+            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing. Nor
+            # does it take a parallelism_config there.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
             import deepspeed
@@ -104,11 +109,13 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
     if launch.strategy.mesh is not None:
-        from accelerate import ParallelismConfig
-
         of_a_copy = launch.ranks_of_a_copy(config)
         assert of_a_copy is not None
         arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
+    elif launch.strategy.team is not None and launch.strategy.team.divides == "context":
+        arguments["parallelism_config"] = context.parallelism(run.plan, launch.strategy.team)
+    elif divides_while_loading(launch.strategy):
+        arguments["parallelism_config"] = ParallelismConfig(tp_size=launch.strategy.team_size)
     accelerator = Accelerator(**arguments)
     hold_to_precision(accelerator, config)
     return accelerator
@@ -134,6 +141,8 @@ def prepare(
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
+    if context.divides(accelerator):
+        context.make_ready(model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)

@@ -7,6 +7,7 @@ in their first collective for up to half an hour. So ranks meet before it, in th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -21,12 +22,17 @@ from study.record.outcome import Ending
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from study.run.open import OpenRun
+
 Say = Callable[[str], None]
 _POLL_S = 0.1
 _CONNECT_S = 20
 # Until a user is told what this machine waits for. The others may still download weights.
 _SILENCE_S = 30.0
 SECONDS_FOR_OTHER_MACHINES_TO_HEAR = 8
+# What may differ between the machines of one run; and what the record tells of each.
+_OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
+OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 
 def count() -> int:
@@ -78,6 +84,17 @@ def wait_until_heard() -> None:
     with contextlib.suppress(RuntimeError):
         while _store().add("heard", 0) < count() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Of this rank's request and machine, what has to be the main process's as well."""
+    return {
+        **{f"--{key}": value for key, value in run.config.to_dict().items() if key not in _OF_EACH_MACHINE},
+        "the strategy": dataclasses.asdict(run.launch.strategy), "the trainer": run.trainer,
+        "the initial weights' digest": run.initial.sha256 if run.initial else None,
+        "the samples' digest": run.data.source["tokens_sha256"], "the checkpoint's step": run.first_step,
+        **{key: environment[key] for key in ("packages", "code_sha256")},
+    }  # fmt: skip
 
 
 def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], say: Say) -> list[Any]:

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,6 @@ from study.record.outcome import Terminated, ending_of, raising_on
 from study.run import machines
 from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
 from study.run.console import Console
-
-# What may differ between the machines of one run.
-_OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
-_OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
 if TYPE_CHECKING:
@@ -151,14 +147,7 @@ class OpenRun:
 
     def _meet_other_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
         """Nobody begins before all can. Returns what the main process's record says of the other machines."""
-        config, launch = self.config, self.launch
-        agreed = {
-            **{f"--{key}": value for key, value in config.to_dict().items() if key not in _OF_EACH_MACHINE},
-            "the strategy": dataclasses.asdict(launch.strategy), "the trainer": self.trainer,
-            "the initial weights' digest": self.initial.sha256 if self.initial else None,
-            "the samples' digest": self.data.source["tokens_sha256"], "the checkpoint's step": self.first_step,
-            **{key: environment[key] for key in ("packages", "code_sha256")},
-        }  # fmt: skip
+        config, launch, agreed = self.config, self.launch, machines.what_must_agree(self, environment)
         if launch.is_main:
             return {"other_machines": machines.meet_others(agreed, self._take_folder, self.console.say)}
 
@@ -171,7 +160,7 @@ class OpenRun:
                     "let --output_dir name a folder that all machines share",
                 )
 
-        machines.meet_main(agreed, {key: environment[key] for key in _OF_A_MACHINE}, look_for_the_record)
+        machines.meet_main(agreed, {key: environment[key] for key in machines.OF_A_MACHINE}, look_for_the_record)
         return {}
 
     def _headline(self) -> str:
@@ -276,20 +265,14 @@ class OpenRun:
         self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
     ) -> None:
         """The documents of a run that ended well. On every rank: what each has measured is gathered."""
-        from study.run.summary import gather_ranks, summarize
+        from study.run.summary import gather_ranks, write_documents
 
         ranks = gather_ranks(self, accelerator, meters)
         if self.record is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
-        unwatched: dict[str, Any] = {"step": None, "world_size": self.launch.world_size, "collectives": {}}
-        self.record.write("memory.json", {"unit": "GiB", "ranks": ranks})
-        self.record.write("traffic.json", meters.traffic or unwatched)
-        if meters.profile is not None:
-            self.record.write("profile.json", meters.profile)
-        summary = summarize(self.launch.world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
-        self.record.write("summary.json", summary)
+        write_documents(self.record, self.launch.world_size, self.config, ranks, meters, log, evaluation, timing)
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
@@ -316,14 +299,3 @@ class OpenRun:
                 self.keep_log()
             end_interrupted_run(output_dir, ending.state, ending.reason, ending.hint)
         console.say(f"{ending.state}: {ending.why}")
-
-
-def exit_status_of(main: Callable[[], int]) -> int:
-    """For `os._exit`: what is printed is flushed, and a refused request is a status like any other."""
-    try:
-        return main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.measure import Meters
+    from study.record.directory import RunWriter
     from study.run.open import OpenRun
     from study.run.steps import StepLog
 
@@ -37,6 +38,25 @@ def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list
         "time": times,
     }
     return [mine] if run.launch.virtual else list(gather_object([mine]))
+
+
+def write_documents(
+    record: RunWriter,
+    world_size: int,
+    config: RunConfig,
+    ranks: list[dict[str, Any]],
+    meters: Meters,
+    log: StepLog,
+    evaluation: dict[str, float | None],
+    timing: dict[str, float],
+) -> None:
+    """What a run that ended well has measured."""
+    unwatched: dict[str, Any] = {"step": None, "world_size": world_size, "collectives": {}}
+    record.write("memory.json", {"unit": "GiB", "ranks": ranks})
+    record.write("traffic.json", meters.traffic or unwatched)
+    if meters.profile is not None:
+        record.write("profile.json", meters.profile)
+    record.write("summary.json", summarize(world_size, config, ranks, meters.traffic, log, evaluation, timing))
 
 
 def summarize(

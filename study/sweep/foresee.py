@@ -16,7 +16,8 @@ from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.time import predict_time
-from study.spec.strategies import read_strategy
+from study.spec.options import has_known_state
+from study.spec.strategies import WITH_TEAMS, read_strategy
 from study.sweep.needs import needs_of
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
@@ -66,7 +67,7 @@ class Foresight:
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             held = memory.host_peak.value
             if device is None:
-                held += cell.world_size / self.nodes(cell) * memory.peak_allocated.value
+                held += cell.world_size / self.nodes(cell) * memory.peak_reserved.value
             # A cap is the allocator's, and does not see the context.
             is_cap = cell.config.device_memory_cap_gib is not None
             on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
@@ -89,8 +90,10 @@ class Foresight:
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
     def _request(self, cell: Cell) -> Request | None:
-        """None for a model of which only its name is known."""
+        """None for a model of which only its name is known, and for what nobody predicts, such as teams."""
         config, ranks = cell.config, cell.ranks
+        if cell.strategy in WITH_TEAMS or not has_known_state(config):
+            return None
         try:
             shape = model_shape(config.model_name_or_path)
         except UserError:

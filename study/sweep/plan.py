@@ -15,12 +15,11 @@ from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import STRATEGY_NAMES, WITH_COPIES, read_strategy
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, read_strategy
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
 RANKS_WITHOUT_A_GPU = 2
-RANKS_OF_COPIES = 4
 # A probe asks what fits: it does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
 # What each trainer runs.
@@ -84,7 +83,7 @@ def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
         is_of_copies = values["strategy"] in WITH_COPIES
-        values.setdefault("world_size", box.gpus or (RANKS_OF_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
+        values.setdefault("world_size", box.gpus or (LEAST_RANKS_WITH_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
         for override in grid.overrides:
             if _matches(values, override.where, grid.place):
                 values |= override.fixed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from study.errors import UserError, brief
-from study.host.stacks import stacks
+from study.host.stacks import THEN, stacks
 from study.launch.cell import Trainer
 from study.spec.checks import LARGEST_WORLD
 from study.spec.config import RunConfig
@@ -265,7 +265,7 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
         if key == "strategy" and value == "all":
             value = list(STUDIED_STRATEGIES)
         if key == "stack" and value in ("all", "today", "then"):
-            value = [name for name in stacks() if value == "all" or name.endswith("-then") == (value == "then")]
+            value = [name for name in stacks() if value == "all" or name.endswith(THEN) == (value == "then")]
         options = value if isinstance(value, list) and key != "engine_override" else [value]
         if not options:
             raise section.refusal(key, "is an empty list", "list at least one value")

@@ -8,13 +8,14 @@ from typing import Literal
 
 from study.predict.floor import state_bytes
 from study.predict.flops import model_flops
+from study.predict.host import EVALUATION_BYTES
 from study.predict.memory import predict_memory
 from study.predict.request import Memory, Request
 from study.predict.time import FITTED, Constants, predict_time
 
-# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process, or, without a
-# GPU, the process itself.
-Kind = Literal["allocated", "reserved", "device", "resident"]
+# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
+# GPU, the process itself: one that keeps what it freed, or one that gave it back.
+Kind = Literal["allocated", "reserved", "device", "resident", "resident_returned"]
 GIB = 2**30
 
 
@@ -26,8 +27,9 @@ class Measured:
     request: Request
     peak_bytes: float | None = None
     peak_kind: Kind = "allocated"
-    # Between two steps: the project's own records have it.
-    steady_bytes: float | None = None
+    # Of a process: when it imported what evaluations need, which then is there in the steps that follow. Records of
+    # before 2026-11-21 count what is left of the last one, too.
+    evaluated: Literal["never", "between", "last"] = "never"
     step_s: float | None = None
     # None where nobody tried the device's limit.
     fits: bool | None = None
@@ -61,8 +63,6 @@ def peak_of(memory: Memory, kind: Kind) -> float:
     """The predicted figure of the same kind."""
     if kind == "allocated":
         return memory.peak_allocated.value
-    if kind == "resident":
-        return memory.peak_allocated.value + memory.host_parts["rank"]
     outside = memory.device_parts["context"] if kind == "device" else 0.0
     return memory.peak_reserved.value + outside
 
@@ -71,7 +71,16 @@ def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
     request = row.request
     if row.selective:
         request = dataclasses.replace(request, gradient_checkpointing=True, keeps_products=True)
-    return peak_of(predict_memory(request), kind or row.peak_kind)
+    memory, kind = predict_memory(request), kind or row.peak_kind
+    return _of_process(memory, row, kind) if kind in ("resident", "resident_returned") else peak_of(memory, kind)
+
+
+def _of_process(memory: Memory, row: Measured, kind: Kind) -> float:
+    tensors = memory.peak_reserved if kind == "resident" else memory.peak_allocated
+    libraries = memory.host_parts["rank"]
+    if row.evaluated == "last":
+        return libraries + max(tensors.value, memory.steady_allocated.value + EVALUATION_BYTES)
+    return libraries + tensors.value + (EVALUATION_BYTES if row.evaluated == "between" else 0.0)
 
 
 def predicted_fit(row: Measured) -> bool:

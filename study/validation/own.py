@@ -9,26 +9,28 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.buckets import kept_by_c_library
 from study.predict.request import Request, box_of_ranks
 from study.predict.shape import model_shape
-from study.predict.state import state_of, weight_bytes
+from study.predict.state import state_of
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
 from study.spec.overrides import override
 from study.spec.strategies import REPOSITORY, read_strategy
 from study.theory.hardware import Device
-from study.validation.measured import GIB, Measured, predicted_peak
+from study.validation.measured import GIB, Kind, Measured
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
 ALL_STATE, SENT = "state, all", "sent in a step"
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
 _WITHOUT_COPIES = ("1f63150", "771d7fe")
+# They kept what they freed, as real ranks do for the sake of their times.
+_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
+_KEPT_WHAT_THEY_FREED = (*_WITHOUT_COPIES, "dd505bf", "6edd112")
 _PROCESSOR = Device(
     name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
     memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
@@ -80,28 +82,23 @@ def own_rows() -> list[Measured]:
     return [
         Measured(
             source="own", name=f"{run.suite} {run.run}", request=request_of(run),
-            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident",
+            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run),
+            evaluated=_evaluated(run),
         )
         for run in runs().itertuples()
     ]  # fmt: skip
 
 
-def peak_errors() -> pd.DataFrame:
-    """Of each record; and whether its tensors are large: of smaller blocks the C library keeps what was freed."""
-    found = []
-    for row in own_rows():
-        request = row.request
-        width = weight_bytes(request)
-        large = sum(
-            tensor.elements * tensor.count for tensor in request.shape.tensors
-            if not kept_by_c_library(float(tensor.elements * width))
-        )  # fmt: skip
-        found.append({
-            "run": row.name, "strategy": request.strategy.name,
-            "error": predicted_peak(row) / row.peak_bytes - 1 if row.peak_bytes else None,
-            "in large blocks": large > 0.9 * request.shape.parameters,
-        })  # fmt: skip
-    return pd.DataFrame(found)
+def _kind_of(run: Any) -> Kind:
+    kept = not run.virtual or str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
+    return "resident" if kept else "resident_returned"
+
+
+def _evaluated(run: Any) -> Literal["never", "between", "last"]:
+    if 0 < run.eval_steps < run.steps:
+        return "between"
+    at_end = not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT)
+    return "last" if at_end else "never"
 
 
 def compared() -> Iterator[Compared]:

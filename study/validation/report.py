@@ -96,10 +96,10 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # Peaks of GPUs where there are any; what processes hold is another matter.
-    peaks = published if published["predicted_peak_gib"].notna().any() else own
-    above = (peaks["peak_gib"] - peaks["state_gib"]) / (peaks["predicted_peak_gib"] - peaks["state_gib"])
-    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above}
+    # What a GPU holds above weights and optimizer, and what a process without one does.
+    above, said = (published[name] - published["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    process = own["peak_gib"] / own["predicted_peak_gib"]
+    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         some = [one for one in compared if one.figure == figure and one.measured > 1000]

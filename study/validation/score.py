@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from study.predict.request import Request
 from study.predict.state import state_of
@@ -65,25 +64,6 @@ def score(row: Measured) -> Scored:
         else None,
         url=row.url,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Of one figure over some rows; an error is predicted over measured, less one."""
-
-    rows: int
-    median: float | None
-    worst: float | None
-    # With its sign: which way it leans.
-    leaning: float | None
-
-
-def errors_of(found: Iterable[float | None]) -> Errors:
-    errors = [error for error in found if error is not None]
-    if not errors:
-        return Errors(0, None, None, None)
-    sizes = [abs(error) for error in errors]
-    return Errors(len(errors), statistics.median(sizes), max(sizes), statistics.median(errors))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from study import train
 from study.run import checkpoint
-from study.run.open import exit_status_of
+from study.run.exit import exit_status_of
 
 save = checkpoint.save_checkpoint
 

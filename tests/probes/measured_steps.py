@@ -18,7 +18,7 @@ from torch.nn import functional
 from study.host.folders import cache_directory
 from study.host.operators import build_operators
 from study.measure import Meters
-from study.spec.strategies import this_launch
+from study.spec.launched import this_launch
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 512, 256, 2, 16, 4
 WATCHED_STEP, STEPS = 4, 6

@@ -45,6 +45,9 @@ STRATEGIES: Mapping[str, Style] = {
     "fsdp2": Style("#3e1665", "X", (0, (8, 2))),
     "hsdp": Style("#183c3c", "H", (0, (8, 2, 1, 2))),
     "zero3_hpz": Style("#6d1404", "8", (0, (5, 1))),
+    # No more colours can be told apart by everyone: with teams a strategy has that of what it is without them.
+    "tp": Style("#767676", "4", (0, (2, 1, 6, 1))),
+    "cp": Style("#3e1665", "+", (0, (4, 1, 2, 1))),
 }
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 
@@ -81,8 +84,8 @@ PROFILE: Mapping[str, Fill] = {
 OTHER = Fill("#b0b6bd", "")
 # What came of a release: right, wrong, wrong together with another release, or nothing to compare.
 RELEASES: Mapping[str, Fill] = {
-    "equal": Fill("#74b06f", ""), "different": Fill("#b3240f", ""), "cpu": Fill("#d98a7e", ""),
-    "mismatch": Fill("#d2691e", "////"),
+    "equal": Fill("#74b06f", ""), "lucky": Fill("#c3dec0", ""), "different": Fill("#b3240f", ""),
+    "cpu": Fill("#d98a7e", ""), "mismatch": Fill("#d2691e", "////"),
     "refuses": Fill("#c9ced4", ""), "crashes": Fill("#767c85", ""), "not installable": Fill("#e8ebee", ""),
     "not judged": Fill("#e8ebee", "xxxx"),
 }  # fmt: skip

@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
+from study.host.stacks import release_order
 from study.releases.causes import Cause, read_causes
 from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
 from study.report.plots.palette import INK, QUIET, RELEASES
 from study.report.records.frames import Records, steps_by_run
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.workloads import strategy_order
 
 # Cells are drawn for one clipping: what it does is in the table.
@@ -102,14 +103,15 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
 
 def _kind(cell: Cell) -> str:
     if cell.verdict.kind != "different":
-        return cell.verdict.kind
+        return "lucky" if cell.is_lucky else cell.verdict.kind
     if cell.is_mismatch:
         return "mismatch"
     return "cpu" if cell.gpu_hides_it else "different"
 
 
 _WORDS = {
-    "equal": "the same as one process, up to rounding", "different": "another training",
+    "equal": "the same as one process, up to rounding",
+    "lucky": "the same, and by chance: its releases have a race", "different": "another training",
     "cpu": "another training on a CPU, and not on a GPU",
     "mismatch": "another training, by a mismatch of releases",
     "refuses": "refuses", "crashes": "crashes",
@@ -164,12 +166,14 @@ def _curves(
             wrong["step"], wrong["loss"], color=RELEASES["different"].colour, linewidth=1.6, linestyle=(0, (4, 1.5))
         )
         of = ", ".join(letters[cause] for cause in cell.causes)
-        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5)
+        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5, pad=15)
         about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
-        axes.text(0.03, 0.04, about, transform=axes.transAxes, size=8, color=QUIET)
+        axes.text(0, 1.03, about, transform=axes.transAxes, size=8, color=QUIET)
         axes.grid(axis="y")
         plain_ticks(axes.yaxis)
     grid[0].set_ylabel("loss, nats")
+    for axes in grid[len(drawn) - columns : len(drawn)]:
+        axes.set_xlabel("step")
     words = "; ".join(f"{cell.release} {cell.strategy} off by {cell.verdict.size:.2g}" for cell in drawn)
     legend = [Patch(facecolor=INK, label="one process"),
               Patch(facecolor=RELEASES["different"].colour, label="this release")]  # fmt: skip

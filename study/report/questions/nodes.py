@@ -24,7 +24,7 @@ def answer(records: Records) -> Answer | None:
         return Answer(
             "Nothing here was timed on several machines: what a rank holds and sends there is told by virtual ranks.",
             table,
-            ("A virtual job has machines of eight ranks.",),
+            ("A virtual job has machines of eight ranks.", _ACROSS),
         )
     said = [
         f"{span(of_it['efficiency'], percent)} of the ideal with {names(sorted(of_it['line'].unique()))} ({kind})"
@@ -35,9 +35,11 @@ def answer(records: Records) -> Answer | None:
     return Answer(f"On up to {most} a rank keeps {'; '.join(said)}.", table, _NOTES)
 
 
+_ACROSS = "Across machines is what goes through groups that reach from one to another, whichever link carries it."
 _NOTES = (
     "Strong: the global batch stays the same. Weak: each rank's share of it does.",
     "The ideal is the speed per rank on the fewest machines.",
+    _ACROSS,
 )
 
 

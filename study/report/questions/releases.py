@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from study.host.stacks import release_order
 from study.releases.verdict import ROUNDING
 from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import Records
-from study.report.records.stacks import Cell, release_cells, release_order
+from study.report.records.stacks import Cell, release_cells
 from study.report.records.statistics import percent
 from study.report.records.workloads import strategy_order
 

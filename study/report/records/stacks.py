@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
+from study.host.stacks import THEN, release_order
 from study.releases.causes import PACKAGES, Cause, causes_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of
 from study.report.records.frames import Records, real, steps_by_run
 from study.report.records.workloads import strategy_order
 
-THEN = "-then"
 # What a cell is called after where its runs came out differently, the worst first.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
 # Runs that agree in these do the same work, and one of them without an engine is what the others are held against.
 _SAME_WORK = ("max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps", "dropout",
               "learning_rate", "warmup_ratio")  # fmt: skip
-_STUDY = "study"
 
 Row = Mapping[str, Any]
 
@@ -93,10 +91,6 @@ class Cell:
 
     def _causes(self, differs: str) -> tuple[Cause, ...]:
         return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs)
-
-
-def release_order(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", release)))
 
 
 def release_cells(records: Records) -> list[Cell]:

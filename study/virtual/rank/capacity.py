@@ -13,8 +13,9 @@ from study.host.memory import GIB, host_memory, locked_bytes
 from study.models.architecture import Shape, shape_of
 from study.models.presets import LARGEST_LAYERS, find_preset
 from study.spec.config import RunConfig
+from study.spec.launched import Launch
 from study.spec.overrides import override
-from study.spec.strategies import Launch, Strategy
+from study.spec.strategies import Strategy
 
 # Interpreter, torch, DeepSpeed and their libraries.
 LIBRARIES_BYTES = 1.2 * GIB
@@ -89,6 +90,11 @@ def _state_and_working_bytes(
     config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
 ) -> float:
     elements, ranks, strategy = shape.parameters, launch.world_size, launch.strategy
+    if config.peft != "none" and strategy.zero_stage != 3:
+        # Frozen weights have no gradients and no states, and adapters are small.
+        return built_bytes + per_weight * elements
+    if strategy.team is not None and strategy.team.divides == "tensors" and strategy.deepspeed is None:
+        return 16 * elements / strategy.team_size + 4 * 4 * shape.largest_parameter
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from study.spec.strategies import Launch
+from study.spec.launched import Launch
 
 # Smaller blocks may stay with the C library when they are freed; study/host/memory.py.
 LARGEST_KEPT_BYTES = 32 * 2**20

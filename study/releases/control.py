@@ -1,0 +1,75 @@
+"""The bare control on the page of releases: which of its callers come to what a plain loop does, by stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from study.host.stacks import release_order
+from study.releases.bare import INSTALLED, is_right
+from study.report.site.page import table_markdown
+
+NOT_RUN = "\N{MIDDLE DOT}"
+Row = Mapping[str, Any]
+Asked = Sequence[tuple[str, int]]
+_ONE: Asked = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
+_NOT_TOLD: Asked = [("bare-losses", 1), ("bare-losses", 4), ("bare-forwards", 1)]
+_TOLD: Asked = [(f"{caller}-{passes}", 1) for caller in ("boundary", "accelerate") for passes in ("losses", "forwards")]
+_CONTROL = """## The bare control
+
+A small model on two ranks, four micro-steps in a step, without this project's trainer: `deepspeed.initialize` with a
+step after each backward pass / the same with one step at the boundary, as Accelerate asks for it / through the stack's
+own Accelerate. `=` is right, `!` wrong, `x` an error.
+"""
+_SEVERAL = """## Several backward passes in a step
+
+The same model with two losses that add up to the one above, and a backward pass for each: both of one forward pass, in
+one micro-step / in four / each of a forward pass of its own. The engine is stepped behind the second one, as
+DeepSpeed's guide does.
+
+- Stages 1 and 2, from 0.17.6 to the release installed here: the last pass takes the place of those before it. In a
+  step's last micro-step every pass is taken for its end, and what was summed is handed over and forgotten (deepspeed
+  0.19.8, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1046-1059; up to 0.18.2 it ends in an error). Others met it:
+  https://github.com/allenai/open-instruct/pull/1498, https://github.com/deepspeedai/DeepSpeed/pull/8135. No line of it
+  knows the device, so a GPU shows it too.
+- Stage 2 with the optimizer on the host: the same in every release, and before 0.19.0 also where the boundary is named
+  (deepspeed 0.18.9, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1507-1508), which
+  https://github.com/deepspeedai/DeepSpeed/pull/7981 ended and measured on GPUs.
+- Stage 3 cannot go backward twice through one forward pass: the weights that it needs were let go of behind the first.
+  It says so with an error about sizes.
+"""
+_SEVERAL_TOLD = """
+Where `set_gradient_accumulation_boundary` names the second pass as the last, of one forward pass / of two; then through
+the stack's own Accelerate, of one / of two. Accelerate steps the engine in every `backward` (accelerate 1.15.0,
+`accelerate/utils/deepspeed.py`, lines 264-281; https://github.com/huggingface/accelerate/issues/2951), so there two
+losses are two steps in every release, and this study's runs, which go through it, cannot ask for anything else. Add the
+losses up, and go backward once.
+"""
+
+
+def control(rows: Sequence[Row]) -> str:
+    """Markdown; empty where the control was not run."""
+    told = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
+    one = [row for row in told if row["loss"] == "inside"]
+    several = [row for row in told if "-" in row["caller"]]
+    parts = ((_CONTROL, one, _ONE), (_SEVERAL, several, _NOT_TOLD), (_SEVERAL_TOLD, several, _TOLD))
+    return "\n".join(f"{head}\n{_table(mine, asked)}" for head, mine, asked in parts if mine)
+
+
+def _table(rows: Sequence[Row], asked: Asked) -> str:
+    """A line for each stack; in each cell a sign for each caller and number of micro-steps that is asked for."""
+    signs = {(row["stack"], row["strategy"], row["caller"], row["accumulation"]): _sign(row) for row in rows}
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    stacks = sorted({row["stack"] for row in rows}, key=lambda name: (name == INSTALLED, release_order(name), name))
+    lines = [
+        {"Stack": stack, **{
+            f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked) for name in strategies}}
+        for stack in stacks
+    ]  # fmt: skip
+    return table_markdown(pd.DataFrame(lines))
+
+
+def _sign(row: Row) -> str:
+    return {True: "=", False: "!", None: "x"}[is_right(row)]
