@@ -18,7 +18,7 @@ from study.predict.advise_words import changes, how_sure, worth_trying
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.request import Request
-from study.predict.shape import model_shape
+from study.predict.shape import model_shape, sequence_length
 
 # What validation knows of a request's neighbours, in lines for the reader.
 Nearest = Callable[[Request], Iterable[str]]
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=_positive, default=2048, metavar="T", help="tokens of a sample")
+    add("--seq_length", type=_positive, metavar="T", help="tokens of a sample; by default 2048, or all that it takes")
     add(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
@@ -105,12 +105,12 @@ def _question(options: argparse.Namespace) -> Question:
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")
+    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Question(
-        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), box=box,
-        sequence_length=options.seq_length, precision=options.precision or default,
+        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
+        precision=options.precision or default,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, global_batch=batch,
-        price_per_gpu_hour=options.price_per_gpu_hour,
+        attention=options.attn_implementation, global_batch=batch, price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
 
 

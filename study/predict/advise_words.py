@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates
 from study.predict.fits import left_share
@@ -68,14 +69,14 @@ def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
-    others = {
-        f"{2 * question.sequence_length} tokens a sample": {"sequence_length": 2 * question.sequence_length},
-        "twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)},
-    }
+    others: dict[str, dict[str, Any]] = {"twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)}}
+    longer, positions = 2 * question.sequence_length, question.shape.positions
+    if positions is None or longer <= positions:
+        others[f"{longer} tokens a sample"] = {"sequence_length": longer}
     if box.gpus_per_node > 1:
         others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
     for label, changed in others.items():
-        asked = dataclasses.replace(question, **changed)  # type: ignore[arg-type]
+        asked = dataclasses.replace(question, **changed)
         there = advise(asked, _near(advice, asked))
         still = best and there.option(best.name)
         if there.best is None:
