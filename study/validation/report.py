@@ -97,7 +97,8 @@ def intervals_text(frame: pd.DataFrame) -> str:
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
     # What a GPU holds above weights and optimizer, and what a process without one does.
-    above, said = (published[name] - published["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    peaks = published[published["use_memory"] == "score"]
+    above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
     process = own["peak_gib"] / own["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
