@@ -48,11 +48,12 @@ def told(request: Request) -> Iterator[str]:
     """In lines for the reader: published measurements, then this project's own."""
     yield from _published(request)
     try:
+        from study.report.records.predicted import request_of
         from study.validation import own
     except ModuleNotFoundError:
         # Tables are read by pandas, which no prediction needs.
         return
-    runs = [(run, own.request_of(run)) for run in own.runs().itertuples()]
+    runs = [(run, request_of(run)) for run in own.runs().itertuples()]
     for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
         some = [(run, there) for run, there in runs if bool(run.virtual) is is_virtual]
         run, there = min(some, key=lambda one: distance(request, one[1]))

@@ -13,28 +13,19 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.request import Request, box_of_ranks
-from study.predict.shape import model_shape
 from study.predict.state import state_of
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
-from study.spec.overrides import override
-from study.spec.strategies import REPOSITORY, read_strategy
-from study.theory.hardware import Device
+from study.report.records.predicted import WITHOUT_COPIES, request_of
+from study.spec.strategies import REPOSITORY
 from study.validation.measured import GIB, Kind, Measured
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
 ALL_STATE, SENT = "state, all", "sent in a step"
-# Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
-_WITHOUT_COPIES = ("1f63150", "771d7fe")
 # They kept what they freed, as real ranks do for the sake of their times.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
-_KEPT_WHAT_THEY_FREED = (*_WITHOUT_COPIES, "dd505bf", "6edd112")
-_PROCESSOR = Device(
-    name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
-    memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
-)  # fmt: skip
+_KEPT_WHAT_THEY_FREED = (*WITHOUT_COPIES, "dd505bf", "6edd112")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +50,6 @@ def runs() -> pd.DataFrame:
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
     return runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
-
-
-def request_of(run: Any) -> Request:
-    strategy = read_strategy(run.strategy)
-    if strategy.deepspeed is not None:
-        settings = override(strategy.deepspeed, json.loads(run.engine_override))
-        strategy = dataclasses.replace(strategy, deepspeed=settings)
-    ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
-    copies = not str(run.git_commit).startswith(_WITHOUT_COPIES)
-    return Request(
-        shape=model_shape(run.model_name_or_path), strategy=strategy,
-        box=dataclasses.replace(box_of_ranks("processes", _PROCESSOR, ranks), gathers_into_copies=copies),
-        sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
-        accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
-        gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
-    )  # fmt: skip
 
 
 def own_rows() -> list[Measured]:
