@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=get_args(OptimizerName), default="adamw")
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
+    add(
+        "--pure_bf16", action="store_true", help="without DeepSpeed: weights, gradients and moments in bf16, no masters"
+    )
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
@@ -96,13 +99,18 @@ def _request(options: argparse.Namespace) -> Request:
     box = box_of(options.hardware)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
+    if options.pure_bf16 and strategy.deepspeed is not None:
+        raise UserError(
+            f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
+            "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
+        )
     return Request(
         shape=model_shape(options.model_name_or_path, ask_hub=options.hub), strategy=strategy.overridden(config),
         box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
-        accumulation=options.accumulation, precision=config.precision,
+        accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
-        autocast=options.autocast or not strategy.is_fsdp,
+        pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
+        checkpoint_every=options.checkpoint_every, autocast=options.autocast or not strategy.is_fsdp,
     )  # fmt: skip
 
 
@@ -134,6 +142,8 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     yield _line("allocated between steps", memory.steady_allocated, GIB)
     yield _line("allocated at the peak", memory.peak_allocated, GIB)
     yield _line("reserved at the peak", memory.peak_reserved, GIB)
+    if not box.in_host_memory:
+        yield f"  {'and where there is room':<26} {memory.pool_with_room / GIB:>9.2f}"
     if memory.process_peak is not None:
         yield _line("its whole process", memory.process_peak, GIB)
     limit = f" of {usable_bytes(box) / GIB:.1f}"

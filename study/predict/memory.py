@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
@@ -27,6 +27,8 @@ class Point:
 
     parts: dict[str, float]
     small: float = 0.0
+    # After the backward pass.
+    step: bool = False
 
     @property
     def total(self) -> float:
@@ -40,7 +42,7 @@ def predict_memory(request: Request) -> Memory:
         # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
         # start and stay (initialize_optimizer_states).
         always["optimizer"] += state_of(request, waiting=False).grads_device
-    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
+    points = [dataclasses.replace(point, parts={**always, **point.parts}) for point in points_of(request)]
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
@@ -60,12 +62,28 @@ def predict_memory(request: Request) -> Memory:
         # What was published is of GPUs, and so is the interval.
         peak_allocated=Estimate(peak.total) if in_host_memory else estimate("peak", peak.total),
         peak_reserved=Estimate(peak.total + reserved) if in_host_memory else estimate("peak", peak.total + reserved),
+        pool_with_room=_pool_with_room(request, points, sum(always.values()), peak.total + reserved),
         process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
         notes=tuple(_notes(request, peak)),
     )
+
+
+def _pool_with_room(request: Request, points: Sequence[Point], always: float, needed: float) -> float:
+    """What torch's pool grows to where nothing makes it give blocks back.
+
+    Blocks that one phase of a step freed are too small, or split, for the next: what a pass makes, the gradients, and
+    what the optimizer makes lie beside each other. Before it fails for want of memory torch lets go of all free blocks
+    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing. Expandable segments have none.
+    """
+    if not request.box.device.memory_gib or request.expandable_segments:
+        return needed
+    passes = max(point.total - point.parts["gradients"] for point in points if not point.step)
+    steps = max((point.total for point in points if point.step), default=always)
+    room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
+    return max(needed, min(passes + steps - always, room))
 
 
 def _outside_torch(ranks: int) -> float:
@@ -103,7 +121,7 @@ def _standing(request: Request, state: State) -> float:
     """Buffers, and gradients, that are there in the forward pass as well."""
     strategy = request.strategy
     if strategy.name == "ddp":
-        return float(request.shape.parameters * 4)
+        return float(request.shape.parameters * weight_bytes(request))
     stage = strategy.zero_stage
     if stage is None or stage == 0:
         return 0.0
@@ -175,7 +193,7 @@ def points_of(request: Request) -> list[Point]:
     for moment in moments:
         if moment.step:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(Point(parts, moment.small))
+            points.append(Point(parts, moment.small, step=True))
             continue
         live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)

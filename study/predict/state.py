@@ -85,7 +85,7 @@ def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
     """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers beside them (bitsandbytes)."""
     if request.optimizer == "adamw_8bit":
         return 2 * (1 + 4 / 256)
-    return 4.0 if settings is not None and settings.bf16_moments else 8.0
+    return 4.0 if request.pure or (settings is not None and settings.bf16_moments) else 8.0
 
 
 def state_of(request: Request, *, waiting: bool = True) -> State:
@@ -105,7 +105,7 @@ def _unsharded(request: Request) -> State:
         # hsdp shards within a copy, and has several.
         ranks = request.ranks_of_a_copy or ranks
         held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
-    master = FP32_BYTES if weight == 2 else 0
+    master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
     return State(held * weight, held * weight, optimizer)
 

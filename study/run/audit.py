@@ -16,6 +16,7 @@ from study.models.presets import preset_layers
 from study.run.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.run.optimizer import asked_settings, live_settings
+from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import parse_overrides
 
@@ -55,6 +56,8 @@ def audit(
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
+    if (team := live_team(accelerator, model)) is not None:
+        live["team"] = team
     asked = _asked(run, plan) | asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
     differences = [
@@ -149,8 +152,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
     if strategy.team is not None:
-        over = run.launch.world_size if strategy.is_fsdp else 1
-        asked["team"] = {"divides": strategy.team.divides, "ranks": strategy.team_size, "state_over": over}
+        asked["team"] = asked_team(run.launch)
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value

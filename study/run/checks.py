@@ -96,7 +96,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     import_libraries(launch.strategy)
     if launch.strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy)
-    check_team(config, launch, model_config(config))
+    check_team(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
     if launch.strategy.uses_nvme:

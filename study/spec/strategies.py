@@ -37,7 +37,7 @@ STUDIED_STRATEGIES = (
 # Those that a suite names one by one. They hold more than one copy, each within a part of the ranks.
 WITH_COPIES = ("hsdp", "zero3_hpz")
 # Whose ranks work on the same samples together.
-WITH_TEAMS = ("tp", "cp")
+WITH_TEAMS = ("tp", "cp", "ulysses_zero1", "ulysses_zero2", "ulysses_zero3")
 # Two copies, and two ranks for each.
 LEAST_RANKS_WITH_COPIES = 4
 STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)

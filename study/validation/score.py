@@ -17,6 +17,7 @@ class Scored:
     device: str
     ranks: int
     use: str
+    use_memory: str
     refused: str | None
     peak_kind: str
     peak_gib: float | None
@@ -47,6 +48,7 @@ def score(row: Measured) -> Scored:
         device=request.box.device.name,
         ranks=request.box.ranks,
         use=row.use,
+        use_memory=row.use_memory,
         refused=refused,
         peak_kind=row.peak_kind,
         peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
