@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -164,7 +165,7 @@ def test_a_box_without_compilers_is_told_what_to_install(poor: subprocess.Comple
     assert line_of(poor.stdout, "libaio")[0] == "missing"
     state, found, _ = line_of(poor.stdout, "strategies")
     assert state == "missing"
-    assert "zero3_cpu, zero3_hpz, for want of: compiler, ninja;" in found
+    assert re.search(r"zero3_cpu, zero3_hpz(, \w+)*, for want of: compiler, ninja;", found)
     assert "(single, ddp" in found
 
 
