@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
@@ -27,6 +27,8 @@ class Point:
 
     parts: dict[str, float]
     small: float = 0.0
+    # After the backward pass.
+    step: bool = False
 
     @property
     def total(self) -> float:
@@ -40,15 +42,22 @@ def predict_memory(request: Request) -> Memory:
         # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
         # start and stay (initialize_optimizer_states).
         always["optimizer"] += state_of(request, waiting=False).grads_device
-    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
+    points = [dataclasses.replace(point, parts={**always, **point.parts}) for point in points_of(request)]
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
+    # Weights and the optimizer have no error.
+    certain = sum(always.values())
     in_host_memory, process = request.box.in_host_memory, None
     reserved = peak.total * RESERVED_SHARE
     if in_host_memory:
         reserved = _peak_with_what_the_c_library_keeps(request, points) - peak.total
         process = estimate("process", peak.total + reserved + host_parts["rank"])
+    allocated, pool = (
+        # What was published is of GPUs, and so is the interval.
+        Estimate(size) if in_host_memory else estimate("above_state", size, certain)
+        for size in (peak.total, peak.total + reserved)
+    )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
         "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
@@ -57,15 +66,38 @@ def predict_memory(request: Request) -> Memory:
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        # What was published is of GPUs, and so is the interval.
-        peak_allocated=Estimate(peak.total) if in_host_memory else estimate("peak", peak.total),
-        peak_reserved=Estimate(peak.total + reserved) if in_host_memory else estimate("peak", peak.total + reserved),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        pool_with_room=_pool_with_room(request, points, certain, peak.total + reserved),
         process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
         notes=tuple(_notes(request, peak)),
     )
+
+
+def _pool_with_room(request: Request, points: Sequence[Point], always: float, needed: float) -> float:
+    """What torch's pool grows to where nothing makes it give blocks back.
+
+    Blocks that one phase of a step freed are too small, or split, for the next: what a pass makes, the gradients, and
+    what the optimizer makes lie beside each other; but in expandable segments. A block serves its own stream alone, and
+    FSDP and stage 3 gather and reduce on others. Before it fails for want of memory torch lets go of all free blocks
+    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing.
+    """
+    if not request.box.device.memory_gib:
+        return needed
+    passing = [point for point in points if not point.step]
+    steps = max((point.total for point in points if point.step), default=always)
+    other_streams = 0.0
+    if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+        other_streams = max(point.parts["buffers"] for point in passing)
+        passing = [dataclasses.replace(point, parts={**point.parts, "buffers": 0.0}) for point in passing]
+    if request.expandable_segments:
+        return max(needed, other_streams + max(steps, *(point.total for point in passing)))
+    passes = other_streams + max(point.total - point.parts["gradients"] for point in passing)
+    room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
+    return max(needed, min(passes + steps - always, room))
 
 
 def _outside_torch(ranks: int) -> float:
@@ -103,7 +135,7 @@ def _standing(request: Request, state: State) -> float:
     """Buffers, and gradients, that are there in the forward pass as well."""
     strategy = request.strategy
     if strategy.name == "ddp":
-        return float(request.shape.parameters * 4)
+        return float(request.shape.parameters * weight_bytes(request))
     stage = strategy.zero_stage
     if stage is None or stage == 0:
         return 0.0
@@ -175,7 +207,7 @@ def points_of(request: Request) -> list[Point]:
     for moment in moments:
         if moment.step:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(Point(parts, moment.small))
+            points.append(Point(parts, moment.small, step=True))
             continue
         live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)

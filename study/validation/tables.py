@@ -37,7 +37,7 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
     scored = published[published["use"] == "score"]
     used = set(rows[rows["use"] == "fit"]["source"])
     kinds = [
-        ("peak memory, published", published["peak_error"], AIMS["peak"]),
+        ("peak memory, published", published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
         ("step time, published, rows that fitted nothing", scored["step_error"], AIMS["step"]),
         ("step time, sources that fitted nothing", scored[~scored["source"].isin(used)]["step_error"], AIMS["step"]),
         ("peak memory, own records", own["peak_error"], AIMS["own peak"]),
@@ -66,7 +66,8 @@ def by(scores: pd.DataFrame, column: str) -> pd.DataFrame:
     lines = []
     for name, rows in counted(scores).groupby(column, sort=False):
         scored = rows[rows["use"] == "score"]
-        for what, errors in (("step time", scored["step_error"]), ("peak memory", rows["peak_error"])):
+        peaks = rows[rows["use_memory"] == "score"]
+        for what, errors in (("step time", scored["step_error"]), ("peak memory", peaks["peak_error"])):
             if errors.notna().any():
                 lines.append({column: name, **_line(what, errors, None)})
     return pd.DataFrame(lines)
