@@ -45,7 +45,9 @@ def asked_adapters(config: RunConfig) -> dict[str, Any] | None:
 
 def adapters_in(model: torch.nn.Module) -> Any:
     """What the live modules have; a list where they do not have the same."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "lora_alpha")]
+    layers: list[Any] = [
+        module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "lora_alpha")
+    ]
     found = {(*layer.r.values(), *layer.lora_alpha.values()) for layer in layers}
     kinds = [{"kind": "lora", "rank": rank, "alpha": alpha} for rank, alpha in sorted(found)]
     return kinds if len(kinds) > 1 else next(iter(kinds), None)

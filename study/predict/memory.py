@@ -46,11 +46,18 @@ def predict_memory(request: Request) -> Memory:
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
+    # Weights and the optimizer have no error.
+    certain = sum(always.values())
     in_host_memory, process = request.box.in_host_memory, None
     reserved = peak.total * RESERVED_SHARE
     if in_host_memory:
         reserved = _peak_with_what_the_c_library_keeps(request, points) - peak.total
         process = estimate("process", peak.total + reserved + host_parts["rank"])
+    allocated, pool = (
+        # What was published is of GPUs, and so is the interval.
+        Estimate(size) if in_host_memory else estimate("above_state", size, certain)
+        for size in (peak.total, peak.total + reserved)
+    )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
         "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
@@ -59,10 +66,9 @@ def predict_memory(request: Request) -> Memory:
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        # What was published is of GPUs, and so is the interval.
-        peak_allocated=Estimate(peak.total) if in_host_memory else estimate("peak", peak.total),
-        peak_reserved=Estimate(peak.total + reserved) if in_host_memory else estimate("peak", peak.total + reserved),
-        pool_with_room=_pool_with_room(request, points, sum(always.values()), peak.total + reserved),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        pool_with_room=_pool_with_room(request, points, certain, peak.total + reserved),
         process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),

@@ -142,4 +142,5 @@ def _pass_around_on_processors() -> None:
         )  # fmt: skip
         return divided(gradients, mesh)
 
-    ring.custom_ops.update({kernel.default: forward, kernel_backward.default: backward})
+    operators: dict[Any, Any] = {kernel.default: forward, kernel_backward.default: backward}
+    ring.custom_ops.update(operators)

@@ -30,7 +30,7 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     for parameter in trained:
         # By this DeepSpeed's stages know whose gradients to make orthogonal. Left to its configuration it would go by
         # names, and take GPT-2's wte and wpe for hidden layers.
-        parameter.use_muon = id(parameter) in matrices  # type: ignore[attr-defined]
+        parameter.use_muon = id(parameter) in matrices
     muon = {"use_muon": True, "momentum": MOMENTUM, "ns_method": NEWTON_SCHULZ, **adam}
     groups = [
         {"params": [one for one in trained if id(one) in matrices], **muon},

@@ -15,8 +15,8 @@ from study.spec.strategies import REPOSITORY
 from study.validation import tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
+from study.validation.own import ALL_STATE, SENT, own_rows
 from study.validation.own import compared as own_compared
-from study.validation.own import own_rows
 from study.validation.own import table as own_table
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import score
@@ -26,7 +26,7 @@ FOLDER = REPOSITORY / "reports" / "prediction"
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.validation report`: between which shares of a predicted figure {within:.0%} of the
-# measured ones lie, and over how many rows.
+# measured ones lie, and over how many rows. Of a peak: of what is above weights and optimizer, which are certain.
 """
 
 
@@ -97,11 +97,13 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # What a GPU holds, and what a process without one does.
-    peak, process = (some["peak_gib"] / some["predicted_peak_gib"] for some in (published, own))
-    ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peak, "process": process}
+    # What a GPU holds above weights and optimizer, and what a process without one does.
+    peaks = published[published["use_memory"] == "score"]
+    above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
+    process = own["peak_gib"] / own["predicted_peak_gib"]
+    ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
-    for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
+    for what, figure in (("state", ALL_STATE), ("sent", SENT)):
         some = [one for one in compared if one.figure == figure and one.measured > 1000]
         ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
