@@ -81,13 +81,21 @@ def _pool_with_room(request: Request, points: Sequence[Point], always: float, ne
     """What torch's pool grows to where nothing makes it give blocks back.
 
     Blocks that one phase of a step freed are too small, or split, for the next: what a pass makes, the gradients, and
-    what the optimizer makes lie beside each other. Before it fails for want of memory torch lets go of all free blocks
-    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing. Expandable segments have none.
+    what the optimizer makes lie beside each other; but in expandable segments. A block serves its own stream alone, and
+    FSDP and stage 3 gather and reduce on others. Before it fails for want of memory torch lets go of all free blocks
+    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing.
     """
-    if not request.box.device.memory_gib or request.expandable_segments:
+    if not request.box.device.memory_gib:
         return needed
-    passes = max(point.total - point.parts["gradients"] for point in points if not point.step)
+    passing = [point for point in points if not point.step]
     steps = max((point.total for point in points if point.step), default=always)
+    other_streams = 0.0
+    if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+        other_streams = max(point.parts["buffers"] for point in passing)
+        passing = [dataclasses.replace(point, parts={**point.parts, "buffers": 0.0}) for point in passing]
+    if request.expandable_segments:
+        return max(needed, other_streams + max(steps, *(point.total for point in passing)))
+    passes = other_streams + max(point.total - point.parts["gradients"] for point in passing)
     room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
     return max(needed, min(passes + steps - always, room))
 

@@ -68,7 +68,7 @@ def own_tokens(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
     tokens = micro_batch["input_ids"]
     # Shifted before it is cut: the last token of a part is followed by the first of the next rank's.
     following = torch.nn.functional.pad(micro_batch["labels"][:, 1:], (0, 1), value=NOT_SCORED)
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     own, own_positions, own_following = (
         whole.chunk(ranks, dim=1)[rank].contiguous() for whole in (tokens, positions, following)
     )

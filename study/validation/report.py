@@ -65,7 +65,8 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
     parts = [
         "# Predictions held against measurements",
         "Made by `python -m study.validation report`; the same tables with a plot: `notebooks/prediction.ipynb`. An"
-        " error is predicted over measured, less one. Rows that fitted a constant of time score no time.",
+        " error is predicted over measured, less one. Rows that fitted a constant of time score no time, and rows by"
+        " which something of memory was chosen score no memory.",
         table_markdown(tables.headline(frame)),
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
