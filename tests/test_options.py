@@ -64,6 +64,13 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
 
 
 @long
+@pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
+def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
+    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+
+
+@long
 @pytest.mark.parametrize("strategy", ON_DRIVE)
 def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
     flags = (*GPT, *LORA, "--lora_rank", "256")
