@@ -132,6 +132,10 @@ def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: P
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
     assert arm.engine["optimizer_settings"]["momentum"] == 0.95
+    norms, updates = ([row["grad_norm"] for row in run.steps] for run in (single, arm))
+    if strategy != "ddp":
+        assert min(updates) > 5 * max(norms), "DeepSpeed takes the norm of gradients again"
+        assert any("norm of what Muon makes" in warning for warning in arm.engine["warnings"])
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", pytest.param("zero1", marks=long)])
