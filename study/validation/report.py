@@ -96,8 +96,9 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # What a GPU holds, and what a process without one does.
-    peak, process = (some["peak_gib"] / some["predicted_peak_gib"] for some in (published, own))
+    # What a GPU holds, and what a process without one does, where chance did not decide it.
+    known = own[own["peak_kind"] != "resident_by_chance"]
+    peak, process = (some["peak_gib"] / some["predicted_peak_gib"] for some in (published, known))
     ratios = {"step_s": steps, "tokens": 1 / steps, "peak": peak, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", "state, all"), ("sent", "sent in a step")):
@@ -105,8 +106,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
         ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
     for what, found in ratios.items():
-        known = found.dropna()
-        if len(known):
-            low, high = known.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
-            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(known)}
+        if len(found := found.dropna()):
+            low, high = found.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
+            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(found)}
     return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)

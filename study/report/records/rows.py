@@ -93,7 +93,7 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack", "machines", "across_machines_bytes_per_step",
+     "stack", "machines", "across_machines_bytes_per_step", "forward_holds_bytes", "forward_gathers_bytes",
      "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
