@@ -18,6 +18,7 @@ STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
     "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
     "hsdp": (None, None, None), "zero3_hpz": (3, None, None), "tp": (None, None, None), "cp": (None, None, None),
     "ulysses_zero1": (1, None, None), "ulysses_zero2": (2, None, None), "ulysses_zero3": (3, None, None),
+    "zero1_tp": (1, None, None), "zero2_tp": (2, None, None), "zero3_tp": (3, None, None),
     "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
     "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
     "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
@@ -43,6 +44,8 @@ _MESHES = {
     "cp": {"parallelism_config_cp_size": 2, "parallelism_config_cp_comm_strategy": "allgather"},
     "ulysses_zero1": _SEQUENCE, "ulysses_zero2": _SEQUENCE, "ulysses_zero3": _SEQUENCE,
 }  # fmt: skip
+_WITH_TENSORS = ("zero1_tp", "zero2_tp", "zero3_tp")
+_TENSOR_PARALLEL = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 # Keys whose DeepSpeed default would otherwise decide a comparison unseen (buckets above all).
 _ZERO_KEYS = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
@@ -109,7 +112,8 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         wanted |= {
             "deepspeed_config_file": f"accelerate_configs/deepspeed/{name}.json",
             "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": STRATEGIES[name][0] == 3,
+            # transformers refuses to load a model in parts where its layers are to be divided.
+            "zero3_init_flag": STRATEGIES[name][0] == 3 and name not in _WITH_TENSORS,
         }
     for key, value in wanted.items():
         found = (deepspeed if key in _DEEPSPEED_CONFIG_KEYS else document).get(key)
@@ -133,12 +137,18 @@ def _ranks(name: str) -> int:
     return 4 if name in WITH_COPIES else 2
 
 
+def _own_root_keys(name: str) -> set[str]:
+    return ({"aio"} if "nvme" in STRATEGIES[name] else set()) | (
+        {"tensor_parallel"} if name in _WITH_TENSORS else set()
+    )
+
+
 def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[str]:
     stage, *devices = STRATEGIES[name]
     if zero["stage"] != stage:
         yield f"{name}.json: zero_optimization.stage is {zero['stage']}, not {stage}"
     for section, prefix, wanted in (
-        (settings, "", _ROOT_KEYS | ({"aio"} if "nvme" in devices else set())),
+        (settings, "", _ROOT_KEYS | _own_root_keys(name)),
         (
             _without(zero, set(_OFFLOAD_KEYS)),
             "zero_optimization.",
@@ -147,6 +157,8 @@ def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) 
     ):
         for key in sorted(set(section) ^ wanted):
             yield f"{name}.json: {prefix}{key} is {'unexpected' if key in section else 'left to a hidden default'}"
+    if name in _WITH_TENSORS and settings["tensor_parallel"] != _TENSOR_PARALLEL:
+        yield f"{name}.json: tensor_parallel is {settings['tensor_parallel']!r}"
     if zero.get("zero_hpz_partition_size", 1) != (2 if name == "zero3_hpz" else 1):
         yield f"{name}.json: zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']!r}"
     if zero.get("overlap_comm") is not (zero["stage"] == 3):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -57,6 +59,13 @@ def test_the_tables_of_a_document_are_those_the_records_give(document: str) -> N
     text = read(document)
     assert "<!-- table: " in text
     assert rewritten(text, REPOSITORY) == text
+
+
+def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements() -> None:
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "checkpoint_memory.py"))
+    measured = json.loads(read("reports/checkpoints/memory.json"))
+    assert tool["summary"](measured) == read("reports/checkpoints/summary.md")
+    assert set(measured["arms"]) == set(tool["ARMS"])
 
 
 def test_the_readme_shows_every_strategy() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from engines import ROOT
 from study.errors import UserError
-from study.releases.bisect import bisect
 from study.releases.causes import causes_of, known_faults, read_causes
 from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
 
@@ -210,33 +209,3 @@ def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
 def test_the_verified_pair_has_no_known_fault() -> None:
     pinned = {"deepspeed": "0.19.8", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
     assert known_faults(pinned, on_gpu=False) == []
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "expected"),
-    [
-        # g good, b bad, - neither: one letter for each release from the oldest on.
-        ("ggbbbbgg", ("1", "2", "5", "6")),
-        ("bbbbbbgg", (None, "0", "5", "6")),
-        ("ggggggbb", ("5", "6", "7", None)),
-        ("gg-b-b-g", ("1", "3", "5", "7")),
-        ("-bbbbbg-", (None, "1", "5", "6")),
-        ("gggggbgg", ("4", "5", "5", "6")),
-    ],
-)
-def test_a_bisection_names_the_first_bad_and_the_first_good_release(
-    verdicts: str, expected: tuple[str | None, ...]
-) -> None:
-    asked: list[str] = []
-
-    def is_bad(release: str) -> bool | None:
-        asked.append(release)
-        return {"g": False, "b": True, "-": None}[verdicts[int(release)]]
-
-    found = bisect([str(place) for place in range(len(verdicts))], is_bad)
-    assert found is not None
-    assert (found.last_good, found.first_bad, found.last_bad, found.first_good) == expected
-
-
-def test_a_range_without_a_bad_release_has_nothing_to_bisect() -> None:
-    assert bisect(["0", "1", "2"], lambda _release: False) is None

@@ -25,7 +25,16 @@ from study.virtual.summary import RankSummary
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
-QUICK = (("ddp", 2), ("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4), ("ulysses_zero3", 2))
+QUICK = (
+    ("ddp", 2),
+    ("zero2", 2),
+    ("zero3_cpu", 2),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("zero3_hpz", 4),
+    ("ulysses_zero3", 2),
+    ("zero2_tp", 2),
+)
 ALL = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
@@ -67,7 +76,7 @@ def test_a_virtual_rank_holds_and_sends_what_a_real_one_does_to_the_byte(
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", [*ALL, *WITH_TEAMS])
+@pytest.mark.parametrize("strategy", [*ALL, *(name for name in WITH_TEAMS if "zero" in name)])
 def test_the_first_and_the_last_of_two_and_of_four_ranks_are_like_real_ones(
     run_of: RunFactory, strategy: str, ranks: int, tmp_path: Path
 ) -> None:

@@ -121,7 +121,7 @@ is the peak of one process in GiB, of rank 0 and of rank 1, and one alone where 
 state is in it. Made by `python tools/checkpoint_memory.py`.
 
 {table_markdown(pd.DataFrame(rows))}
-
+- Higher than the steps of the same run: {", ".join(_above_the_steps(document["arms"])) or "nothing"}.
 - *goes on with one rank*: what the {ranks} saved is loaded by one, which then holds all of the state. DeepSpeed's
   shards are made into its universal checkpoint first.
 - *one file*: DeepSpeed's `zero_to_fp32.py`, a process by itself, which holds no training state.
@@ -141,6 +141,18 @@ def _row(figures: Mapping[str, Any]) -> dict[str, str]:
         "its steps": _each(_steps(rank) for rank in alone),
         "one file": f"{figures['one_file_gib']:.2f}" if "one_file_gib" in figures else "-",
     }
+
+
+def _above_the_steps(arms: Mapping[str, Any]) -> list[str]:
+    """Where a checkpoint is what a run needs its memory for."""
+    return [
+        f"`{arm}`, {what}"
+        for arm, figures in arms.items()
+        for what, key, phase in (
+            ("save", "save", "save"), ("load", f"load_by_{RANKS}", "load"), ("load by one rank", "load_by_1", "load"),
+        )
+        if any(rank["phases_host_gib"][phase] > _steps(rank) for rank in figures[key])
+    ]  # fmt: skip
 
 
 def _steps(rank: Mapping[str, Any]) -> float:

@@ -52,8 +52,8 @@ def _tree(advice: Advice) -> str:
 
 
 def _here(advice: Advice, name: str) -> str:
-    """On one rank, or where stage 0 cannot be, plain training is what they mean by it."""
-    return name if name != "zero0" or advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
+    """On one rank no stage shards anything, and stage 0 cannot be in fp16: plain training is what is meant."""
+    return name if advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
 
 
 def _misleads(advice: Advice, choice: str) -> str:

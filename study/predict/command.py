@@ -15,17 +15,18 @@ from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
 from study.predict.request import Attention, Estimate, OptimizerName, Prediction, Request
-from study.predict.shape import model_shape
+from study.predict.shape import model_shape, sequence_length
 from study.predict.time import predict_time
 from study.predict.traffic import payload_of, sent_bytes
 from study.spec.config import Precision, RunConfig
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
 
 EPILOG = """\
 Nothing is run, and nothing is fetched without --hub. An interval is that of reports/prediction; a figure
 without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
 that of a ring.
 """
+_PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]
 _WHAT = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
     "state": "of that, the strategy's state", "pinned": "of that, locked in memory",
@@ -35,9 +36,9 @@ _WHAT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
-    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(STRATEGY_NAMES)}")
+    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=int, default=2048, metavar="T", help="tokens of a sample")
+    add("--seq_length", type=int, metavar="T", help="tokens of a sample; by default 2048, or all that the model takes")
     add("--micro_batch", type=int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
     add("--precision", choices=get_args(Precision), help="by default the engine's own bf16, or autocast without one")
@@ -90,23 +91,29 @@ def predict(request: Request) -> Prediction:
 
 def _request(options: argparse.Namespace) -> Request:
     for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
-        if not 0 < getattr(options, name) <= 10_000_000:
+        if getattr(options, name) is not None and not 0 < getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
     strategy = read_strategy(options.strategy)
+    if strategy.team is not None:
+        raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
     default: Precision = "bf16-engine" if strategy.zero_stage else "bf16"
     config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
     box = box_of(options.hardware)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
+    if strategy.name in WITH_COPIES and (box.ranks < LEAST_RANKS_WITH_COPIES or box.ranks % 2):
+        problem = f"{strategy.name} takes an even number of ranks from {LEAST_RANKS_WITH_COPIES} up, not {box.ranks}"
+        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one copy")
     if options.pure_bf16 and strategy.deepspeed is not None:
         raise UserError(
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
+    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Request(
-        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), strategy=strategy.overridden(config),
-        box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
+        shape=shape, strategy=strategy.overridden(config), box=box,
+        sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,

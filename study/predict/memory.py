@@ -47,11 +47,18 @@ def predict_memory(request: Request) -> Memory:
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
+    # Weights and the optimizer have no error.
+    certain = sum(always.values())
     in_host_memory, process = request.box.in_host_memory, None
     reserved = peak.total * RESERVED_SHARE
     if in_host_memory:
         reserved = kept_bytes(request, max(point.small + small_activations(request, point.parts) for point in points))
         process = estimate("process", peak.total + reserved + host_parts["rank"])
+    allocated, pool = (
+        # What was published is of GPUs, and so is the interval.
+        Estimate(size) if in_host_memory else estimate("above_state", size, certain)
+        for size in (peak.total, peak.total + reserved)
+    )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
         "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
@@ -60,10 +67,9 @@ def predict_memory(request: Request) -> Memory:
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        # What was published is of GPUs, and so is the interval.
-        peak_allocated=Estimate(peak.total) if in_host_memory else estimate("peak", peak.total),
-        peak_reserved=Estimate(peak.total + reserved) if in_host_memory else estimate("peak", peak.total + reserved),
-        pool_with_room=_pool_with_room(request, points, sum(always.values()), peak.total + reserved),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        pool_with_room=_pool_with_room(request, points, certain, peak.total + reserved),
         process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
@@ -76,13 +82,21 @@ def _pool_with_room(request: Request, points: Sequence[Point], always: float, ne
     """What torch's pool grows to where nothing makes it give blocks back.
 
     Blocks that one phase of a step freed are too small, or split, for the next: what a pass makes, the gradients, and
-    what the optimizer makes lie beside each other. Before it fails for want of memory torch lets go of all free blocks
-    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing. Expandable segments have none.
+    what the optimizer makes lie beside each other; but in expandable segments. A block serves its own stream alone, and
+    FSDP and stage 3 gather and reduce on others. Before it fails for want of memory torch lets go of all free blocks
+    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing.
     """
-    if not request.box.device.memory_gib or request.expandable_segments:
+    if not request.box.device.memory_gib:
         return needed
-    passes = max(point.total - point.parts["gradients"] for point in points if not point.step)
+    passing = [point for point in points if not point.step]
     steps = max((point.total for point in points if point.step), default=always)
+    other_streams = 0.0
+    if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+        other_streams = max(point.parts["buffers"] for point in passing)
+        passing = [dataclasses.replace(point, parts={**point.parts, "buffers": 0.0}) for point in passing]
+    if request.expandable_segments:
+        return max(needed, other_streams + max(steps, *(point.total for point in passing)))
+    passes = other_streams + max(point.total - point.parts["gradients"] for point in passing)
     room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
     return max(needed, min(passes + steps - always, room))
 

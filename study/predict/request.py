@@ -47,6 +47,8 @@ class ModelShape:
     # The output layer is the embedding.
     tied: bool
     tensors: tuple[Tensor, ...]
+    # None: the configuration sets no limit to a sequence.
+    positions: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -128,8 +130,9 @@ class Request:
 
     @property
     def ranks_of_a_copy(self) -> int | None:
-        """As in Strategy, on this box."""
-        return self.strategy.ranks_of_a_copy(self.box.ranks, self.box.gpus_per_node)
+        """As in Strategy, on this box. A virtual rank is alone on it, and the machines of its job have eight."""
+        per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
+        return self.strategy.ranks_of_a_copy(self.box.ranks, per_machine)
 
 
 @dataclasses.dataclass(frozen=True)

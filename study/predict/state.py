@@ -158,9 +158,13 @@ def flat_elements(request: Request) -> int:
     return math.ceil(request.shape.parameters / step) * step
 
 
-def part_elements(request: Request) -> int:
+def padded_elements(request: Request, piece: Piece) -> int:
     """Of stage 3, which cuts and pads each tensor by itself."""
-    return sum(math.ceil(piece.elements / request.box.ranks) for piece in pieces_of(request.shape))
+    return math.ceil(piece.elements / request.box.ranks) * request.box.ranks
+
+
+def part_elements(request: Request) -> int:
+    return sum(padded_elements(request, piece) for piece in pieces_of(request.shape)) // request.box.ranks
 
 
 def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
@@ -204,7 +208,8 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
     params_device = float(part * weight + whole)
     if copy := request.ranks_of_a_copy:
         # zero_hpz_partition_size: a second part, of what the ranks of a machine share.
-        params_device += sum(math.ceil(piece.elements / copy) for piece in pieces_of(request.shape)) * weight
+        again = set(pieces_of(request.shape)) - set(kept_whole(request, settings))
+        params_device += sum(padded_elements(request, piece) // copy for piece in again) * weight
     if settings.parameters is not None:
         params_device = float(whole)
         parts["params_host"] = float(part * weight)

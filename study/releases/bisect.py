@@ -17,6 +17,7 @@ from study.launch.verdict import cell_state
 from study.record.directory import read_run
 from study.releases.causes import read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
+from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.execute import run_cells
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
@@ -58,13 +59,14 @@ class Bisection:
         return self._known[stack]
 
     def _verdicts(self, stack: str) -> list[Verdict]:
-        # Refuses a stack that nobody has made yet.
-        stacks()[stack].why_not()
         single = dataclasses.replace(self._single, stack=stack)
         cells = [dataclasses.replace(self._cell, stack=stack, repeat=1 + repeat) for repeat in range(self._runs)]
         left = [cell for cell in (single, *cells) if not cell_state(self._root / cell.id).is_answered(retry=False)]
-        if left and run_cells(left, self._root, self._box).stopped:
-            raise KeyboardInterrupt
+        if left:
+            # Refuses a stack that nobody has made yet.
+            stacks()[stack].why_not()
+            if run_cells(left, self._root, self._box).stopped:
+                raise KeyboardInterrupt
         right, *traces = (trace_of(read_run(self._root / cell.id)) for cell in (single, *cells))
         return [judge(trace, right, tolerance_of("fp32", right, [])) for trace in traces]
 
@@ -117,7 +119,8 @@ def _cells(strategy: str, micro_steps: int, box: Box) -> tuple[Cell, Cell]:
     mine = [cell for cell in every if cell.strategy == strategy]
     steps = {cell.plan.gradient_accumulation_steps: cell for cell in mine}
     if not mine or strategy == "single":
-        names = ", ".join(dict.fromkeys(cell.strategy for cell in every if cell.strategy != "single"))
+        known = {cell.strategy for cell in every} - {"single"}
+        names = ", ".join(sorted(known, key=STRATEGY_NAMES.index))
         raise UserError(f"the suite {SUITE} does not compare {strategy!r}", f"use one of {names}")
     if micro_steps not in steps:
         raise UserError(

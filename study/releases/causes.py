@@ -18,7 +18,7 @@ from study.spec.yaml_sections import Section, as_section, read_document
 
 FILE = Path(__file__).with_name("causes.yaml")
 _MOST = 5_000
-Blame = Literal["engine", "pairing", "trainer", "unknown"]
+Blame = Literal["engine", "pairing"]
 Differs = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss", "crash", "refuses"]
 # What is seen at once.
 _NO_TRAINING = frozenset({"crash", "refuses"})
@@ -94,13 +94,14 @@ class Cause:
 
 
 def causes_of(
-    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str
+    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, differs: str | None
 ) -> tuple[Cause, ...]:
-    """Every entry that tells of such a cell; of one that crashes or refuses, those that say so."""
+    """Every entry that tells of a cell that `differs` so; of one that crashes or refuses, those that say so."""
     return tuple(
         each
         for each in read_causes()
-        if each.is_in(versions)
+        if differs
+        and each.is_in(versions)
         and each.shows_in(strategy, micro_steps, precision)
         and (differs in each.differs if each.differs else differs not in _NO_TRAINING)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from study.errors import UserError
 from study.host.folders import folder_argument
 from study.releases.bisect import SUITE, Bisection, bisect, changes_of, releases_between
 
@@ -26,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Exit status 1 where no release of the range trains wrongly."""
+    if options.repeat < 1:
+        raise UserError(f"--repeat {options.repeat} runs nothing", "use 1 or more")
     releases = releases_between(options.between)
     asked = Bisection(
-        options.strategy, options.accumulation, max(1, options.repeat), options.runs_dir / SUITE,
+        options.strategy, options.accumulation, options.repeat, options.runs_dir / SUITE,
         lambda line: print(line, flush=True),
     )  # fmt: skip
     found = bisect(releases, asked.is_bad)

@@ -148,8 +148,6 @@ def _cause(cause: Cause, letter: str, cells: Sequence[Cell]) -> str:
 _WHOSE = {
     "engine": "DeepSpeed's",
     "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
-    "trainer": "this study's own trainer or audit, with that release",
-    "unknown": "not established",
 }
 
 

@@ -82,6 +82,11 @@ class Verdict:
     reason: str = ""
 
     @property
+    def differs(self) -> str | None:
+        """As a cause says it; None where there is nothing to explain."""
+        return {"crashes": "crash", "refuses": "refuses", "different": self.what}.get(self.kind)
+
+    @property
     def says(self) -> str:
         """In one line."""
         if self.kind == "equal":

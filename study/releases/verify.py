@@ -135,8 +135,8 @@ class Matrix:
             single, tolerance = self._reference(precision)
             trace = self._trace(self._cell(strategy, precision, micro_steps))
             verdict = judge(trace, single, tolerance)
-            known = causes_of(self._stack, strategy, micro_steps, precision, verdict.what or "")
-            yield Row(strategy, precision, micro_steps, verdict, known if verdict.kind == "different" else ())
+            known = causes_of(self._stack, strategy, micro_steps, precision, verdict.differs)
+            yield Row(strategy, precision, micro_steps, verdict, known)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int]]:
         """Its precisions and micro-steps; half precision with accumulation alone, where most has gone wrong."""

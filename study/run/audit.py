@@ -6,19 +6,20 @@ record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
 from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
+from study.run import activations, autotp
 from study.run.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
 from study.run.optimizer import asked_settings, live_settings
 from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
-from study.spec.overrides import parse_overrides
+from study.spec.overrides import override, parse_overrides
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
     from study.run.open import OpenRun
     from study.run.steps import StepLog
+
+
+# By name: transformers', and what DeepSpeed's AutoTP makes of them.
+_LINEAR = ("Linear", "Conv1D", "LinearLayer", "LinearAllreduce")
 
 
 def audit(
@@ -56,6 +61,8 @@ def audit(
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
+    if is_deepspeed and launch.strategy.team is not None:
+        live["partitioned_activations"] = activations.live_partition(model)
     if (team := live_team(accelerator, model)) is not None:
         live["team"] = team
     asked = _asked(run, plan) | asked_of_fsdp(accelerator)
@@ -70,23 +77,20 @@ def audit(
         )
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
+    trained = (one for one in model.parameters() if one.requires_grad)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": _elements(model.parameters()),
-        "trainable_parameters": _elements(one for one in model.parameters() if one.requires_grad),
+        "model_parameters": autotp.elements(model.parameters(), launch.strategy.team_size),
+        "trainable_parameters": autotp.elements(trained, launch.strategy.team_size),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
         "torch": torch.__version__,
         "deepspeed": package_version("deepspeed"),
     }
-
-
-def _elements(parameters: Iterable[Any]) -> int:
-    return sum(getattr(one, "ds_numel", one.numel()) for one in parameters)
 
 
 def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
@@ -104,8 +108,9 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-    if live["world_size"] == 1 and live["zero_stage"]:
-        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
+    if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
+        alone = "team" if "team" in live else "rank"
+        warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
@@ -153,6 +158,9 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
     if strategy.team is not None:
         asked["team"] = asked_team(run.launch)
+        if strategy.deepspeed is not None:
+            settings = override(strategy.deepspeed, config.engine_override)
+            asked["partitioned_activations"] = activations.are_partitioned(settings)
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -193,7 +201,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         return
     precision = config.precision
     expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
-    layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
+    layer = next(module for module in model.modules() if type(module).__name__ in _LINEAR)
 
     def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         handle.remove()

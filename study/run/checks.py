@@ -27,7 +27,7 @@ from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import Strategy
+from study.spec.strategies import KEEPS_PARTS, Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -244,7 +244,7 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
         )
     assert strategy.deepspeed is not None
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    known |= {"aio", "zero_optimization", KEEPS_PARTS.split(".")[0], *strategy.deepspeed}
     for key in parse_overrides(config.engine_override):
         section = key.split(".")[0]
         if section not in known:

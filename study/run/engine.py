@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
 from study.models.tensor_plans import divides_while_loading
-from study.run import context, sequence
+from study.run import activations, autotp, context, sequence
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
@@ -42,7 +42,9 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     if strategy.team:
         # Follows from the next two. DeepSpeed counts the ranks of a team as if each had its own samples, or not, by
         # how far it has come.
-        del settings["train_batch_size"]
+        settings.pop("train_batch_size", None)
+        if strategy.team.divides == "tensors":
+            settings["tensor_parallel"]["autotp_size"] = strategy.team.ranks
     else:
         settings["train_batch_size"] = plan.global_batch_size
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
@@ -124,6 +126,8 @@ def make_accelerator(run: OpenRun) -> Accelerator:
     elif divides_while_loading(launch.strategy):
         arguments["parallelism_config"] = ParallelismConfig(tp_size=launch.strategy.team_size)
     accelerator = Accelerator(**arguments)
+    if autotp.divides(accelerator):
+        autotp.load_whole()
     hold_to_precision(accelerator, config)
     return accelerator
 
@@ -152,9 +156,17 @@ def prepare(
         context.make_ready(model)
     if sequence.divides(accelerator):
         sequence.make_ready(model)
+    if autotp.divides(accelerator):
+        autotp.make_ready(accelerator, model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
     if sequence.divides(accelerator):
         sequence.put_right(prepared_model)
+    if autotp.divides(accelerator):
+        autotp.put_right(prepared_model, virtual=config.virtual_world_size is not None)
+        if activations.are_partitioned(accelerator.state.deepspeed_plugin.deepspeed_config):
+            activations.partition_activations(model)
+        # Its layers are other ones by now.
+        check_compute_dtype(prepared_model, config)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)

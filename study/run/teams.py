@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
 from study.models.presets import FAMILY_OF_TASK
-from study.run import context, sequence, tensors
+from study.run import autotp, context, sequence, tensors
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
 
@@ -27,6 +27,8 @@ def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig
             f"use --num_processes {saved_by}",
         )
     if team.divides == "tensors":
+        if strategy.deepspeed is not None:
+            autotp.check_divisible(config, architecture, strategy.name, team.ranks)
         tensors.check_tensors(config, launch, architecture)
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
@@ -56,4 +58,5 @@ def asked_team(launch: Launch) -> dict[str, Any]:
 
 def live_team(accelerator: Accelerator, engine: Any) -> dict[str, Any] | None:
     """What a team divides, its ranks, and over how many ranks each part of the state is divided further."""
-    return sequence.live_team(engine) if sequence.divides(accelerator) else None
+    kind = next((kind for kind in (sequence, autotp) if kind.divides(accelerator)), None)
+    return kind.live_team(engine) if kind else None

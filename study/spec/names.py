@@ -24,6 +24,7 @@ SHIPPED = {
     "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
     "hsdp": "afad6f4c", "zero3_hpz": "84b60480", "tp": "46005079", "cp": "066098a5",
     "ulysses_zero1": "0bc82649", "ulysses_zero2": "3505de4a", "ulysses_zero3": "9d1a4285",
+    "zero1_tp": "b5179013", "zero2_tp": "b26f666d", "zero3_tp": "dc9095f8",
 }  # fmt: skip
 # The flags of a run decide these, whatever the file says.
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}

@@ -61,6 +61,8 @@ class Foresight:
         """In a few words."""
         said, request = [], self._request(cell)
         device, fits = self.device_gib(cell), None
+        if request is None:
+            said.append(f"no memory for {_unpredicted(cell)}")
         if request is not None:
             memory = predict_memory(request)
             said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
@@ -90,15 +92,11 @@ class Foresight:
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
     def _request(self, cell: Cell) -> Request | None:
-        """None for a model of which only its name is known, and for what nobody predicts, such as teams."""
+        """None for what `_unpredicted` says."""
         config, ranks = cell.config, cell.ranks
-        if cell.strategy in WITH_TEAMS or not has_known_state(config):
+        if _unpredicted(cell):
             return None
-        try:
-            shape = model_shape(config.model_name_or_path)
-        except UserError:
-            return None
-        plan = cell.plan
+        shape, plan = model_shape(config.model_name_or_path), cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
@@ -111,6 +109,19 @@ class Foresight:
             accumulation=plan.gradient_accumulation_steps, precision=config.precision,
             gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
         )  # fmt: skip
+
+
+def _unpredicted(cell: Cell) -> str | None:
+    """What nobody has arithmetic for; None where there is."""
+    if cell.strategy in WITH_TEAMS:
+        return f"{cell.strategy}, whose ranks share their samples"
+    if not has_known_state(cell.config):
+        return "LoRA" if cell.config.peft != "none" else cell.config.optimizer
+    try:
+        model_shape(cell.config.model_name_or_path)
+    except UserError:
+        return f"{cell.config.model_name_or_path}, of which only the name is known"
+    return None
 
 
 def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Foresight:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from study.predict.request import Request
+from study.predict.state import state_of
 from study.validation.measured import GIB, Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
 
 
@@ -22,6 +24,8 @@ class Scored:
     peak_kind: str
     peak_gib: float | None
     predicted_peak_gib: float | None
+    # Of that, weights and the optimizer.
+    state_gib: float | None
     step_s: float | None
     predicted_step_s: float | None
     fits: bool | None
@@ -53,6 +57,7 @@ def score(row: Measured) -> Scored:
         peak_kind=row.peak_kind,
         peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
         predicted_peak_gib=predicted_peak(row) / GIB if counts and row.peak_bytes is not None else None,
+        state_gib=_held(request) / GIB if counts and row.peak_bytes is not None else None,
         step_s=row.step_s,
         predicted_step_s=predicted_step_s(row) if counts and row.step_s is not None else None,
         fits=row.fits,
@@ -84,6 +89,11 @@ def calls_of(rows: Sequence[Scored]) -> Calls:
         said_fits=sum(row.predicted_fits is True and row.fits is False for row in judged),
         said_out_of_memory=sum(row.predicted_fits is False and row.fits is True for row in judged),
     )
+
+
+def _held(request: Request) -> float:
+    state = state_of(request)
+    return state.params_device + state.optimizer_device
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

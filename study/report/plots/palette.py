@@ -52,6 +52,9 @@ STRATEGIES: Mapping[str, Style] = {
     "ulysses_zero1": Style("#0a35b3", "1", (0, (2, 1, 6, 1))),
     "ulysses_zero2": Style("#018228", "2", (0, (2, 1, 6, 1))),
     "ulysses_zero3": Style("#db3502", "3", (0, (2, 1, 6, 1))),
+    "zero1_tp": Style("#0a35b3", "_", (0, (1, 1, 3, 1))),
+    "zero2_tp": Style("#018228", "x", (0, (1, 1, 3, 1))),
+    "zero3_tp": Style("#db3502", "|", (0, (1, 1, 3, 1))),
 }
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 

@@ -85,11 +85,9 @@ class Cell:
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        verdict = self.verdict
-        differs = {"crashes": "crash", "refuses": "refuses", "different": verdict.what}.get(verdict.kind)
-        return self._causes(differs) if differs else ()
+        return self._causes(self.verdict.differs)
 
-    def _causes(self, differs: str) -> tuple[Cause, ...]:
+    def _causes(self, differs: str | None) -> tuple[Cause, ...]:
         return causes_of(self.versions, self.strategy, self.micro_steps, self.precision, differs)
 
 

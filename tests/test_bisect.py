@@ -1,0 +1,98 @@
+"""`study releases bisect` names the first bad and the first good release, and the changes between them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from study import cli
+from study.host.box import this_box
+from study.launch.cell import Cell
+from study.releases.bisect import SUITE, bisect
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import find_suite, read_suite
+from synthetic_records import write_run
+
+PULL = "https://github.com/deepspeedai/DeepSpeed/pull"
+
+
+def write_records(root: Path, bad: set[str]) -> None:
+    """Of each stack `single` and `zero2` with four micro-steps, in fp32 and clipping; `zero2` is wrong in some."""
+    for cell in plan_cells(read_suite(find_suite(SUITE)), this_box()):
+        if not isinstance(cell, Cell) or cell.config.precision != "fp32" or not cell.config.max_grad_norm:
+            continue
+        if cell.strategy == "single" or (cell.strategy, cell.plan.gradient_accumulation_steps) == ("zero2", 4):
+            shift = 0.1 if cell.strategy == "zero2" and cell.stack in bad else 0.0
+            path = write_run(root / SUITE, cell.strategy, name=cell.id, loss_shift=shift, sealed=False)
+            rows = [json.loads(line) | {"grad_norm": 1.0} for line in (path / "steps.jsonl").read_text().splitlines()]
+            (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_path, capsys):
+    write_records(tmp_path, bad={"0.17.6", "0.18.0", "0.18.2"})
+    asked = ["releases", "bisect", "zero2", "--between", "0.17.5", "0.18.3", "--runs-dir", str(tmp_path)]
+    assert cli.main(asked) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("0.17.5: equal") for line in said)
+    assert "first bad: 0.17.6; 0.17.5 is good" in said
+    assert "first good again: 0.18.3; 0.18.2 is bad" in said
+    cause = "only the last micro-step's gradient is used"
+    assert f"{cause}: came with 0.17.6 {PULL}/7509" in said
+    assert f"{cause}: went with 0.18.3 {PULL}/7665" in said
+
+
+def test_a_range_of_good_releases_is_said_to_be_good(tmp_path, capsys):
+    write_records(tmp_path, bad={"0.17.6"})
+    asked = ["releases", "bisect", "zero2", "--between", "0.18.3", "0.18.6", "--runs-dir", str(tmp_path)]
+    assert cli.main(asked) == 1
+    assert "no release of 0.18.3 to 0.18.6 is bad" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["zero9"], "does not compare 'zero9'"),
+        (["single"], "does not compare 'single'"),
+        (["zero2", "--accumulation", "3"], "has no --accumulation 3"),
+        (["zero2", "--repeat", "0"], "--repeat 0 runs nothing"),
+        (["zero2", "--between", "0.17.6", "0.17.6"], "--between names one release"),
+        (["zero2", "--between", "9.9", "0.17.6"], "no stack is called '9.9'"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_line(tmp_path, capsys, flags, problem):
+    assert cli.main(["releases", "bisect", *flags, "--runs-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert problem in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        # g good, b bad, - neither: one letter for each release from the oldest on.
+        ("ggbbbbgg", ("1", "2", "5", "6")),
+        ("bbbbbbgg", (None, "0", "5", "6")),
+        ("ggggggbb", ("5", "6", "7", None)),
+        ("gg-b-b-g", ("1", "3", "5", "7")),
+        ("-bbbbbg-", (None, "1", "5", "6")),
+        ("gggggbgg", ("4", "5", "5", "6")),
+    ],
+)
+def test_a_bisection_names_the_first_bad_and_the_first_good_release(
+    verdicts: str, expected: tuple[str | None, ...]
+) -> None:
+    asked: list[str] = []
+
+    def is_bad(release: str) -> bool | None:
+        asked.append(release)
+        return {"g": False, "b": True, "-": None}[verdicts[int(release)]]
+
+    found = bisect([str(place) for place in range(len(verdicts))], is_bad)
+    assert found is not None
+    assert (found.last_good, found.first_bad, found.last_bad, found.first_good) == expected
+
+
+def test_a_range_without_a_bad_release_has_nothing_to_bisect() -> None:
+    assert bisect(["0", "1", "2"], lambda _release: False) is None
