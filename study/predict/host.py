@@ -62,8 +62,8 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
             buffers += pinned - sum(locked)
     # Outside stage 3 every process makes the whole model in fp32 first; stage 3 one tensor at a time.
     loaded = 4.0 * parameters if stage != 3 else 3 * 4.0 * max(tensor.elements for tensor in request.shape.tensors)
-    # rank 0 gathers the weights where the strategy saves whole ones.
-    whole = weight * float(parameters) if strategy.is_fsdp or stage == 3 else 0.0
+    # Under stage 3 rank 0 gathers the weights to save them whole; FSDP saves shards.
+    whole = weight * float(parameters) if stage == 3 else 0.0
     train = ranks * (libraries + state.host + buffers)
     parts = {
         "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
