@@ -15,7 +15,7 @@ from study.host.stacks import THEN, release_order, stacks
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
 from study.record.directory import read_run
-from study.releases.causes import read_causes
+from study.releases.causes import Change, read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.execute import run_cells
@@ -146,13 +146,15 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
 
 def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
     """What causes.yaml says of the releases where it came and went."""
+    edges = (
+        ("came with", "entered", found.last_good, found.first_bad),
+        ("went with", "left", found.last_bad, found.first_good),
+    )
     lines = []
-    for cause in read_causes():
-        if cause.shows_in(strategy, micro_steps, "fp32"):
-            for word, change, before, after in (
-                ("came with", cause.entered, found.last_good, found.first_bad),
-                ("went with", cause.left, found.last_bad, found.first_good),
-            ):
-                if before and after and release_order(before) < release_order(change.release) <= release_order(after):
+    for word, edge, before, after in edges:
+        for cause in read_causes():
+            change: Change = getattr(cause, edge)
+            if before and after and cause.shows_in(strategy, micro_steps, "fp32"):
+                if release_order(before) < release_order(change.release) <= release_order(after):
                     lines.append(f"{cause.title}: {word} {change.release} {change.change}".rstrip())
     return lines
