@@ -24,7 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A wrong request ends here, in one line, and nothing is written. Whatever ends the block later is in the record.
     with open_run("study", arguments) as run:
         # Not at the top of the file: a wrong flag must not wait seconds for torch.
-        import torch
         from accelerate.utils import set_seed
         from transformers import get_scheduler
 
@@ -35,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.run.checkpoint import load_checkpoint, save_checkpoint
         from study.run.evaluation import evaluate
         from study.run.loss_scale import SkippedSteps
+        from study.run.optimizer import make_optimizer
         from study.run.steps import StepLog
         from study.tasks import load_data
 
@@ -59,11 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ranks_per_machine=launch.ranks_per_machine,
         )
 
-        model = load_initial_model(config, initial)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
-        model, optimizer = engine.prepare(accelerator, model, optimizer, config)
+        model = load_initial_model(config, initial, launch.strategy)
+        model, optimizer = engine.prepare(accelerator, model, make_optimizer(model, config), config)
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
         run.write_engine(audit(run, accelerator, model, optimizer))

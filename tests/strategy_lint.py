@@ -16,15 +16,17 @@ from study.spec.strategy_files import read_deepspeed_json, read_yaml
 # What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
     "single": (None, None, None), "ddp": (None, None, None), "fsdp2": (None, None, None),
-    "hsdp": (None, None, None), "zero3_hpz": (3, None, None),
+    "hsdp": (None, None, None), "zero3_hpz": (3, None, None), "tp": (None, None, None), "cp": (None, None, None),
+    "ulysses_zero1": (1, None, None), "ulysses_zero2": (2, None, None), "ulysses_zero3": (3, None, None),
+    "zero1_tp": (1, None, None), "zero2_tp": (2, None, None), "zero3_tp": (3, None, None),
     "zero0": (0, None, None), "zero1": (1, None, None), "zero2": (2, None, None), "zero3": (3, None, None),
     "zero2_cpu": (2, "cpu", None), "zero3_cpu_optimizer": (3, "cpu", None), "zero3_cpu": (3, "cpu", "cpu"),
     "zero3_nvme_optimizer": (3, "nvme", None), "zero3_nvme": (3, "nvme", "nvme"), "zero3_cpu_nvme": (3, "cpu", "nvme"),
 }  # fmt: skip
 WITH_DEEPSPEED = [name for name, (stage, _, _) in STRATEGIES.items() if stage is not None]
-_DISTRIBUTED_TYPES = {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "hsdp": "FSDP"} | dict.fromkeys(
-    WITH_DEEPSPEED, "DEEPSPEED"
-)
+_DISTRIBUTED_TYPES = {
+    "single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "hsdp": "FSDP", "tp": "MULTI_GPU", "cp": "FSDP",
+} | dict.fromkeys(WITH_DEEPSPEED, "DEEPSPEED")  # fmt: skip
 _DEEPSPEED_CONFIG_KEYS = {"deepspeed_config_file", "deepspeed_multinode_launcher", "zero3_init_flag"}
 _FSDP_CONFIG_KEYS = {
     "fsdp_version", "fsdp_auto_wrap_policy", "fsdp_reshard_after_forward", "fsdp_offload_params",
@@ -34,8 +36,16 @@ _FSDP_CONFIG_KEYS = {
 _YAML_KEYS_THAT_DIFFER = {
     "distributed_type", "num_processes", "deepspeed_config", "fsdp_config", "parallelism_config",
 }  # fmt: skip
-# Two copies, each over two ranks.
-_MESH = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+_SEQUENCE = {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"}
+_MESHES = {
+    # Two copies, each over two ranks.
+    "hsdp": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+    "tp": {"parallelism_config_tp_size": 2},
+    "cp": {"parallelism_config_cp_size": 2, "parallelism_config_cp_comm_strategy": "allgather"},
+    "ulysses_zero1": _SEQUENCE, "ulysses_zero2": _SEQUENCE, "ulysses_zero3": _SEQUENCE,
+}  # fmt: skip
+_WITH_TENSORS = ("zero1_tp", "zero2_tp", "zero3_tp")
+_TENSOR_PARALLEL = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 # Keys whose DeepSpeed default would otherwise decide a comparison unseen (buckets above all).
 _ZERO_KEYS = {
     "stage", "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
@@ -102,7 +112,8 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         wanted |= {
             "deepspeed_config_file": f"accelerate_configs/deepspeed/{name}.json",
             "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": STRATEGIES[name][0] == 3,
+            # transformers refuses to load a model in parts where its layers are to be divided.
+            "zero3_init_flag": STRATEGIES[name][0] == 3 and name not in _WITH_TENSORS,
         }
     for key, value in wanted.items():
         found = (deepspeed if key in _DEEPSPEED_CONFIG_KEYS else document).get(key)
@@ -116,7 +127,7 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         if (None if section is None else set(section)) != keys:
             yield f"{name}.yaml: {key} holds {sorted(section or ())}, not {sorted(keys or ())}"
 
-    if (mesh := document.get("parallelism_config")) != (_MESH if name == "hsdp" else None):
+    if (mesh := document.get("parallelism_config")) != _MESHES.get(name):
         yield f"{name}.yaml: parallelism_config is {mesh!r}"
 
 
@@ -126,12 +137,18 @@ def _ranks(name: str) -> int:
     return 4 if name in WITH_COPIES else 2
 
 
+def _own_root_keys(name: str) -> set[str]:
+    return ({"aio"} if "nvme" in STRATEGIES[name] else set()) | (
+        {"tensor_parallel"} if name in _WITH_TENSORS else set()
+    )
+
+
 def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[str]:
     stage, *devices = STRATEGIES[name]
     if zero["stage"] != stage:
         yield f"{name}.json: zero_optimization.stage is {zero['stage']}, not {stage}"
     for section, prefix, wanted in (
-        (settings, "", _ROOT_KEYS | ({"aio"} if "nvme" in devices else set())),
+        (settings, "", _ROOT_KEYS | _own_root_keys(name)),
         (
             _without(zero, set(_OFFLOAD_KEYS)),
             "zero_optimization.",
@@ -140,6 +157,8 @@ def _lint_json(name: str, settings: Mapping[str, Any], zero: Mapping[str, Any]) 
     ):
         for key in sorted(set(section) ^ wanted):
             yield f"{name}.json: {prefix}{key} is {'unexpected' if key in section else 'left to a hidden default'}"
+    if name in _WITH_TENSORS and settings["tensor_parallel"] != _TENSOR_PARALLEL:
+        yield f"{name}.json: tensor_parallel is {settings['tensor_parallel']!r}"
     if zero.get("zero_hpz_partition_size", 1) != (2 if name == "zero3_hpz" else 1):
         yield f"{name}.json: zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']!r}"
     if zero.get("overlap_comm") is not (zero["stage"] == 3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from study.releases import bare
 from study.releases.causes import Cause, read_causes
@@ -13,7 +14,8 @@ from study.spec.strategies import REPOSITORY
 
 REPORT = REPOSITORY / "reports" / "releases"
 # No cause tells of several backward passes in a micro-step: study/releases/control.py does.
-ROWS = [row for row in bare.read_rows(REPORT / "bare.json") if "-" not in row["caller"]]
+CONTROL = bare.read_rows(REPORT / "bare.json")
+ROWS = [row for row in CONTROL if "-" not in row["caller"]]
 PROOF_ROWS = bare.read_rows(REPORT / "proofs.json")
 EVERY = {cause.id: cause for cause in read_causes()}
 # Of what ends a run instead of training it wrongly the rows of the control tell an error alone.
@@ -96,3 +98,38 @@ def test_every_change_and_thread_is_a_page_of_its_project() -> None:
     for cause in EVERY.values():
         pages = [*cause.threads, cause.entered.change, cause.left.change]
         assert all(page.startswith(of_projects) for page in pages if page), cause.id
+
+
+def right_releases(caller: str, strategy: str) -> tuple[set[str], set[str]]:
+    """Of two losses in one micro-step: the releases that come to the plain loop's result, and those that do not."""
+    mine = [row for row in CONTROL if row["stack"] in ("installed", row["deepspeed"])
+            and (row["caller"], row["strategy"], row["accumulation"]) == (caller, strategy, 1)]  # fmt: skip
+    right = {row["deepspeed"] for row in mine if bare.is_right(row)}
+    return right, {row["deepspeed"] for row in mine} - right
+
+
+def since(release: str, releases: set[str]) -> set[str]:
+    return {name for name in releases if Version(name) >= Version(release)}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_two_backward_passes_are_one_since_0_17_6_unless_the_boundary_is_named(strategy: str) -> None:
+    for passes in ("losses", "forwards"):
+        right, wrong = right_releases(f"bare-{passes}", strategy)
+        assert (since("0.17.6", right), since("0.17.6", wrong)) == (set(), wrong)
+        assert right
+        assert wrong
+    right, wrong = right_releases("boundary-forwards", strategy)
+    assert {"0.14.5", "0.19.0", "0.19.8"} <= right
+    assert not since("0.19.0", wrong)
+
+
+@pytest.mark.parametrize(("caller", "strategy", "is_right"), [
+    ("bare-losses", "zero0", True), ("boundary-forwards", "zero0", True), ("bare-losses", "zero3", False),
+    ("bare-forwards", "zero3", True), ("bare-forwards", "zero2_cpu", False), ("accelerate-forwards", "zero1", False),
+    ("accelerate-forwards", "zero3", False),
+])  # fmt: skip
+def test_two_backward_passes_come_to_the_same_in_every_release(caller: str, strategy: str, is_right: bool) -> None:
+    right, wrong = right_releases(caller, strategy)
+    assert len(right if is_right else wrong) >= 5
+    assert not (wrong if is_right else right)

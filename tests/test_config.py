@@ -33,13 +33,15 @@ OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "tokenizer_name": ("gpt2", True), "seq_length": (65, True), "train_samples": (17, True), "eval_samples": (17, True),
     "global_batch_size": (32, True), "per_device_train_batch_size": (4, True), "num_train_epochs": (2, True),
     "max_steps": (3, True), "learning_rate": (0.5, True), "weight_decay": (0.5, True), "warmup_ratio": (0.5, True),
-    "lr_scheduler_type": ("cosine", True), "max_grad_norm": (0.5, True), "dropout": (0.5, True),
-    "precision": ("bf16", True), "gradient_checkpointing": (True, True), "attn_implementation": ("eager", True),
+    "lr_scheduler_type": ("cosine", True), "max_grad_norm": (0.0, True), "dropout": (0.5, True),
+    "precision": ("bf16-engine", True), "gradient_checkpointing": (True, True), "attn_implementation": ("eager", True),
     "torch_compile": (True, True), "seed": (1, True), "eval_steps": (3, True), "logging_steps": (3, True),
     "device_memory_cap_gib": (3.0, True), "engine_override": (("a=1",), True), "checkpointing_steps": (3, True),
     "nvme_path": ("elsewhere", False), "output_dir": ("elsewhere", False), "overwrite_output_dir": (True, False),
     "resume_from_checkpoint": ("latest", False), "report_to": ("tensorboard", False),
-    "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True), "team_size": (2, True),
+    "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True),
+    "team_size": (2, True), "optimizer": ("muon", True), "bf16_states": (True, True), "peft": ("lora", True),
+    "lora_rank": (4, True), "lora_alpha": (4, True),
 }  # fmt: skip
 
 
@@ -111,6 +113,9 @@ def test_the_command_line_says_everything_a_config_can() -> None:
         (["--output_dir", "two\nlines"], "--output_dir 'two\\nlines'"),
         (["--max_steps", "9" * 30], "--max_steps 999"),
         (["--logging_steps", str(2**53 + 1)], "--logging_steps 9007199254740993"),
+        (["--lora_rank", "0"], "--lora_rank 0"),
+        (["--bf16_states", "--precision", "bf16"], "--bf16_states"),
+        (["--optimizer", "muon", "--max_grad_norm", "1"], "--max_grad_norm 1"),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], named: str) -> None:

@@ -181,11 +181,28 @@ def test_fsdp_settings_that_version_2_drops_or_refuses_are_told(
         "fsdp_backward_prefetch": "ignored", "fsdp_forward_prefetch": "refused", "fsdp_reshard": "ignored",
         "fsdp_reshard_after_forward": "noted",
     }  # fmt: skip
-    # 7/8 of 1.56 B weights of four bytes.
-    assert "5.08 GiB more" in told["fsdp_reshard_after_forward"][1]
+    # 1.56 B weights, gathered in 16 bits.
+    assert "2.90 GiB more" in told["fsdp_reshard_after_forward"][1]
     with pytest.raises(ValueError, match="not yet implemented in FSDP2"):
         FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
     assert FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE").backward_prefetch is None
+
+
+def test_copies_of_a_mesh_are_told_and_one_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:
+    def case(ranks: int, **sizes: int) -> Case:
+        mesh = {f"parallelism_config_{key}_size": size for key, size in sizes.items()}
+        file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": mesh}
+        return case_of(tmp_path, file, "gpt2-xl", ranks=ranks, name="mesh.yaml")
+
+    four, two = case(8, dp_replicate=2, dp_shard=4), case(8, dp_replicate=4, dp_shard=2)
+    assert said(four) == said(two) == {}
+    assert two.state.params_device == pytest.approx(2 * four.state.params_device, rel=0.001)
+    assert four.state.params_device == pytest.approx(case(4).state.params_device, rel=0.001)
+    assert "copies of 4 ranks are 16" in said(case(8, dp_replicate=4, dp_shard=4))["parallelism_config"][1]
+    assert said(case(8, dp_replicate=8))["parallelism_config.dp_shard_size"][0] == "refused"
+    assert said(case(8, tp=2))["parallelism_config.tp_size"][0] == "noted"
+    with pytest.raises(UserError, match="dp_shard_size: 0"):
+        case(8, dp_replicate=2, dp_shard=0)
 
 
 def test_a_file_that_has_nothing_wrong_has_no_findings(tmp_path: Path) -> None:

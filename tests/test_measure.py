@@ -20,6 +20,7 @@ from probes import measured_steps
 from study.measure import Meters
 from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
+from study.measure.forward import ForwardWatch
 from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
 from study.measure.state import StateWatch
@@ -142,6 +143,19 @@ def test_a_phase_that_comes_back_keeps_its_largest_peak() -> None:
         with meter.phase("eval"):
             torch.ones(size // FP32)
     assert meter.report()["phases"]["eval"]["host"] > meter.report()["phases"]["init"]["host"] + 48 * MIB
+
+
+def test_what_the_last_evaluation_leaves_is_in_no_step() -> None:
+    meter = MemoryMeter(CPU)
+    meter.enter_phase("steady")
+    meter.step_done()
+    with meter.phase("eval"):
+        left = torch.ones(64 * MIB // FP32)
+    phases = meter.report()["phases"]
+    assert left.numel()
+    assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
+    meter.step_done()
+    assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 
 def test_what_a_cpu_box_cannot_measure_is_null() -> None:
@@ -344,6 +358,27 @@ def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next() -> None:
     assert meters.traffic is not None
     assert meters.traffic["step"] == 2
     assert meters.state is not None
+
+
+def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
+    wide, narrow, samples = 4096, 1024, 512
+    model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
+    inputs = torch.randn(samples, narrow)
+
+    def held(forward: Any) -> int | None:
+        caller = torch.nn.Module()
+        caller.inner, caller.forward = model, forward
+        # What libraries take at their first use stays taken.
+        caller(inputs).sum().backward()
+        with ForwardWatch(caller) as watch:
+            caller(inputs).sum().backward()
+        return watch.report["forward_holds_bytes"]
+
+    kept = held(lambda x: model(x))
+    # The linear layer's output is gone once the ReLU has made its own of it.
+    assert kept == pytest.approx((wide + narrow) * samples * FP32, rel=0.02)
+    recomputed = held(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
+    assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 
 
 @pytest.fixture

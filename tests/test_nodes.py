@@ -33,7 +33,7 @@ from sweeps import write_suite
 
 TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
-# What srun 22.05 prints.
+# What srun prints: of 22.05 and, where its words are others, of later releases.
 PREEMPTED = """\
 slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T10:26:55 ***
 srun: error: gpu-2: task 1: Exited with exit code 1
@@ -45,6 +45,12 @@ srun: launch/slurm: _step_signal: Terminating StepId=7.1
 slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 ***
 """
 TIME_IS_UP = "slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 DUE TO TIME LIMIT ***\n"
+NODE_FAILS = """\
+srun: error: Node failure on gpu-2
+srun: Job step aborted: Waiting up to 62 seconds for job step to finish.
+slurmstepd: error: *** STEP 7.1 ON gpu-1 CANCELLED AT 2026-11-21T09:46:54 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR \
+DETAILS ***
+"""
 KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 7\n"
 
 
@@ -105,6 +111,7 @@ def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_the
     [
         (PREEMPTED, "interrupted", "Slurm ended it"),
         (TIME_IS_UP, "interrupted", "Slurm ended it: time limit"),
+        (NODE_FAILS, "interrupted", "Slurm ended it: node failure"),
         (ONE_TASK_FAILED + TIME_IS_UP, "failed", "exit status 1"),
         (ONE_TASK_FAILED, "failed", "exit status 1"),
         (f"{KILLED}zero-study: out of memory on node 1: 1 3\n{ONE_TASK_FAILED}", "oom", "the cgroup's memory limit"),
@@ -113,6 +120,10 @@ def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_the
         ("srun: error: gpu-2: task 1: Out Of Memory\n", "oom", "the memory limit of the Slurm job"),
         (
             "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.1. Some of your processes may",
+            "oom", "the memory limit of the Slurm job",
+        ),
+        (
+            "[2026-09-14T17:14:38.784] error: Detected 2 oom_kill events in StepId=7.1. Some of the step tasks have",
             "oom", "the memory limit of the Slurm job",
         ),
     ],

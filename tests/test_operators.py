@@ -16,6 +16,7 @@ from study.host.operators import (
     build_folder,
     lacks_toolkit,
     libaio_is_there,
+    own_build_folder,
     toolkit_version,
     use_own_build,
 )  # fmt: skip
@@ -40,6 +41,13 @@ def test_a_lock_that_a_killed_run_left_holds_up_nobody(strategy, operator):
     (folder / "lock").touch()
     subprocess.run([sys.executable, "-c", LOAD, strategy], check=True, timeout=240)
     assert not (folder / "lock").exists()
+
+
+def test_machines_that_share_a_cache_build_for_the_processor_that_each_has(tmp_path, monkeypatch):
+    here = own_build_folder(tmp_path)
+    assert own_build_folder(tmp_path) == here
+    monkeypatch.setattr("study.host.operators.processor", lambda: {"flags": "fpu avx512f"})
+    assert own_build_folder(tmp_path) != here
 
 
 def test_a_folder_for_builds_that_cannot_be_one_is_named_and_no_compiler_asked_for(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from study.spec.strategies import read_strategy
 GPT = ("--task", "gpt-wikitext")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2_cpu", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2_cpu", "zero3", "fsdp2", "ulysses_zero1", "zero3_tp"])
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy):
     # Dropout on: its random streams have to be put back as well.
     flags = (*GPT, "--dropout", "0.1")

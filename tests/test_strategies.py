@@ -24,6 +24,7 @@ from study.spec.strategies import (
     STRATEGY_NAMES,
     STUDIED_STRATEGIES,
     WITH_COPIES,
+    WITH_TEAMS,
     Strategy,
     asked_of_files,
     read_strategy,
@@ -39,7 +40,7 @@ def test_the_directory_holds_the_strategies_and_nothing_else() -> None:
 
 
 def test_all_of_a_suite_stays_the_thirteen() -> None:
-    assert set(STRATEGY_NAMES) == {*STUDIED_STRATEGIES, *WITH_COPIES}
+    assert set(STRATEGY_NAMES) == {*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS}
     assert len(STUDIED_STRATEGIES) == 13
 
 

@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 
 from study.measure.estimators import accelerate_bytes, deepspeed_bytes
+from study.predict.kept import COPIES, GAPS
 from study.predict.time import FITTED
 from study.spec.strategies import REPOSITORY
-from study.validation import fit, league, report, tables
-from study.validation.measured import GIB, impossible, predicted_step_s
+from study.validation import fit, league, report, saving, tables
+from study.validation.measured import GIB, impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import calls_of, score
 
@@ -22,7 +23,9 @@ COUNTED = [row for row in ROWS if not impossible(row)]
 
 def test_there_are_rows_enough_of_many_sources() -> None:
     assert len({row.url.split("/blob/")[0] for row in COUNTED}) >= 6
-    assert sum(row.peak_bytes is not None or not row.fits for row in COUNTED) >= 25
+    measured = [row for row in COUNTED if row.peak_bytes is not None and row.use_memory == "score"]
+    assert len(measured) >= 60
+    assert len({row.url.split("/")[3] for row in measured}) >= 8
     assert sum(row.step_s is not None for row in COUNTED) >= 25
     assert {row.source for row in ROWS} == {source.id for source in sources()}
     assert all(row.url.startswith("https://") for row in ROWS)
@@ -53,6 +56,31 @@ def test_the_page_whose_sequences_are_shorter_than_it_says_is_found_by_arithmeti
 def test_the_committed_constants_are_what_the_fit_gives() -> None:
     rows = fit.fit_rows()
     assert fit.mean_error(rows, FITTED) == pytest.approx(fit.mean_error(rows, fit.fitted(rows)), abs=0.005)
+
+
+def test_states_of_16_and_8_bits_hold_what_was_published() -> None:
+    rows = [row for row in COUNTED if row.source in ("fms-bf16", "torchao-optimizers", "deepspeed-bf16-states")]
+    assert {row.request.optimizer for row in rows} == {"adamw", "adamw_8bit"}
+    for row in rows:
+        assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.04), row.name
+
+
+def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:
+    row = next(row for row in COUNTED if row.source == "fms-mixed-nvidia-smi")
+    there, tight = predicted_peak(row), predicted_peak(row, "allocated")
+    assert there > 1.2 * tight
+    segments = dataclasses.replace(row, request=dataclasses.replace(row.request, expandable_segments=True))
+    assert predicted_peak(segments) < there
+
+
+def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
+    assert fit.kept_fit() == pytest.approx((GAPS, COPIES), rel=0.01)
+
+
+def test_saving_takes_the_host_memory_that_is_predicted() -> None:
+    found = saving.table()
+    assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(found["strategy"])
+    assert (found["predicted"] / found["while it saves, GiB"]).between(0.8, 1.1).all()
 
 
 def test_half_checkpointed_is_between_all_and_nothing() -> None:

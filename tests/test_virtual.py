@@ -15,16 +15,28 @@ import pytest
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
 from study.host.memory import HOST_MEMORY_VARIABLE
+from study.predict.memory import predict_memory
 from study.record.directory import Run, read_run, read_status
 from study.report.questions.settings import settings_table
 from study.report.records.frames import read_records
+from study.report.records.predicted import request_of
 from study.report.records.virtual_ranks import summaries
+from study.spec.strategies import WITH_TEAMS
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
-QUICK = (("ddp", 2), ("zero2", 2), ("zero3_cpu", 2), ("fsdp2", 2), ("hsdp", 4), ("zero3_hpz", 4))
+QUICK = (
+    ("ddp", 2),
+    ("zero2", 2),
+    ("zero3_cpu", 2),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("zero3_hpz", 4),
+    ("ulysses_zero3", 2),
+    ("zero2_tp", 2),
+)
 ALL = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
@@ -66,7 +78,7 @@ def test_a_virtual_rank_holds_and_sends_what_a_real_one_does_to_the_byte(
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", [*ALL, *(name for name in WITH_TEAMS if "zero" in name)])
 def test_the_first_and_the_last_of_two_and_of_four_ranks_are_like_real_ones(
     run_of: RunFactory, strategy: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -103,6 +115,10 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
         phases = read_run(output_dir).memory["ranks"][0]["phases"]
         peaks[kind] = {phase: phases[phase]["host"] for phase in ("first_step", "steady")}
     assert peaks["virtual"] == pytest.approx(peaks["real"], rel=0.02)
+    real = next(run for run in read_records(tmp_path).runs.itertuples() if not run.virtual)
+    foreseen = predict_memory(request_of(real))
+    held = foreseen.peak_allocated.value + foreseen.host_parts["rank"]
+    assert held / 2**30 == pytest.approx(peaks["real"]["steady"], rel=0.05)
 
 
 def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_path: Path) -> None:

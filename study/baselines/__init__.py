@@ -12,6 +12,7 @@ def refuse_what_only_the_study_does(trainer: str, config: RunConfig) -> None:
         "checkpointing_steps": config.checkpointing_steps,
         "resume_from_checkpoint": config.resume_from_checkpoint,
         "report_to": config.report_to not in (None, "none"),
+        "optimizer": config.optimizer != "adamw",
     }
     for flag, is_asked in asked.items():
         if is_asked:

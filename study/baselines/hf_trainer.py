@@ -26,6 +26,11 @@ def refuse(config: RunConfig, launch: Launch) -> None:
         raise UserError(
             "hf_trainer cannot tell which steps DeepSpeed's stage 0 skips under fp16", "use study/train.py, or bf16"
         )
+    if launch.strategy.team is not None:
+        raise UserError(
+            f"hf_trainer gives each rank its own samples, and those of {launch.strategy.name} share them",
+            "use study/train.py, or launch hf_trainer with another file",
+        )
     if launch.strategy.is_fsdp:
         raise UserError(
             f"hf_trainer does not run {launch.strategy.name}: what Accelerate's FSDP2 needs around it is in"

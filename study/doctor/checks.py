@@ -186,20 +186,30 @@ def strategies(checks: list[Check], gpus: int) -> Check:
         return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", INSTALL)
     on_gpu = state["gpus"] == "ok"
     waiting: dict[str, list[str]] = {}
-    too_large = WITH_COPIES if on_gpu and gpus < LEAST_RANKS_WITH_COPIES else ()
-    for name in (name for name in STRATEGY_NAMES if name not in too_large):
-        lacks = [need for need in _needs(read_strategy(name), on_gpu) if state[need] == "missing"]
+    too_large: dict[int, list[str]] = {}
+    for name in STRATEGY_NAMES:
+        strategy = read_strategy(name)
+        if on_gpu and gpus < (least := _least_ranks(strategy)):
+            too_large.setdefault(least, []).append(name)
+            continue
+        lacks = [need for need in _needs(strategy, on_gpu) if state[need] == "missing"]
         waiting.setdefault(", ".join(lacks), []).append(name)
     able = waiting.pop("", [])
     found = f"{len(able)} of {len(STRATEGY_NAMES)} train "
     found += "on its GPUs" if on_gpu else "on its cores, over gloo; suites that require GPUs are refused"
     # No fault of the box: the studied ones are all there.
-    others = f"; {', '.join(too_large)} take {LEAST_RANKS_WITH_COPIES} GPUs or more" if too_large else ""
+    others = "".join(f"; from {least} GPUs: {', '.join(names)}" for least, names in sorted(too_large.items()))
     if not waiting:
         return Check("strategies", "ok", found + others)
     not_here = "; not ".join(f"{', '.join(names)}, for want of: {lacks}" for lacks, names in waiting.items())
     found += f" ({', '.join(able)}); not {not_here}{others}"
     return Check("strategies", "missing", found, "as the lines above say")
+
+
+def _least_ranks(strategy: Strategy) -> int:
+    if strategy.name in WITH_COPIES:
+        return LEAST_RANKS_WITH_COPIES
+    return strategy.team.ranks if strategy.team else 1
 
 
 def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:

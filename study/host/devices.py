@@ -16,7 +16,7 @@ from study.spec.launched import Launch
 
 # malloc.h's numbers for these, and the largest threshold that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+_LARGEST_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED = 32 * 2**20, 64 * 2**10
 
 
 def prepare_devices(launch: Launch) -> int:
@@ -42,7 +42,10 @@ def prepare_devices(launch: Launch) -> int:
     torch.set_num_threads(threads)
     if not gpus:
         # There the host's memory is the device's, and its allocator part of every step.
-        _keep_freed_memory()
+        if launch.virtual:
+            return_freed_memory()
+        else:
+            _keep_freed_memory()
     return gpus
 
 
@@ -83,6 +86,12 @@ def processor() -> dict[str, str]:
         return {}
     rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in rows}
+
+
+def return_freed_memory() -> None:
+    """So that a peak is what a rank held at once: of blocks under 32 MiB a process would keep most that it ever had."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED)
 
 
 def _keep_freed_memory() -> None:

@@ -16,7 +16,7 @@ from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
 
 PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
-    "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "peft", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 # Rooms of the package in which nothing of a run happens.
 _NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "cli.py")

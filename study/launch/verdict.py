@@ -22,7 +22,8 @@ StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
 
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
-_OOM_BY_SLURM = re.compile(r"^slurmstepd.* oom-kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
+# Releases of Slurm spell it in two ways, after the step's name or the time.
+_OOM_BY_SLURM = re.compile(r"error: Detected \d+ oom[-_]kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
 

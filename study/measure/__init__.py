@@ -15,6 +15,7 @@ meters.finish()
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from study.measure.clock import LEAST_WARMUP_STEPS, HostCost, StepClock, step_time_statistics
 from study.measure.energy import EnergyMeter
+from study.measure.forward import ForwardWatch
 from study.measure.memory import MemoryMeter, Phase
 from study.measure.profiling import PROFILER_WARMUP_STEPS, StepProfiler
 from study.measure.state import StateWatch
@@ -60,6 +62,8 @@ class Meters:
     def start(self, model: Any, optimizer: Any) -> None:
         """Call when everything is prepared, right before the first step."""
         self._started = (model, optimizer)
+        # Reference cycles hold tensors until some collection: transformers drops the output layer that it ties.
+        gc.collect()
         self.memory.enter_phase("first_step")
         self.clock.resume()
 
@@ -71,9 +75,13 @@ class Meters:
         if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
-            with TrafficWatch(step, self.ranks_per_machine) as traffic, StateWatch(*self._started) as state:
+            with (
+                TrafficWatch(step, self.ranks_per_machine) as traffic,
+                StateWatch(*self._started) as state,
+                ForwardWatch(self._started[0]) as forward,
+            ):
                 yield
-            self.traffic, self.state = traffic.report(), state.report
+            self.traffic, self.state = traffic.report(), state.report and state.report | forward.report
             if state.report is None and state.unknown is None:
                 # A loss scaler skipped this step, so the next one is watched.
                 self.watched_step = step + 1

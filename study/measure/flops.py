@@ -17,11 +17,13 @@ def model_flops_per_sample(config: RunConfig) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from study.models.adapters import add_adapters
     from study.models.architecture import build_model
     from study.models.presets import FAMILY_OF_TASK
 
     with torch.device("meta"):
         model = build_model(dataclasses.replace(config, attn_implementation="eager")).train()
+        add_adapters(model, config)
         tokens = torch.zeros(1, config.seq_length, dtype=torch.long)
         one_class = torch.zeros(1, dtype=torch.long)
         # A mask of this shape is used as it is; any other makes transformers look for padding in values meta lacks.

@@ -35,11 +35,12 @@ class MemoryMeter:
         self._device_sum = 0
         self._device_samples = 0
         self._phase: Phase = "init"
+        self._has_stepped = False
         self._reset()
 
     def enter_phase(self, phase: Phase) -> None:
         self._harvest()
-        self._phase = phase
+        self._phase, self._has_stepped = phase, False
         self._reset()
 
     @contextlib.contextmanager
@@ -54,6 +55,7 @@ class MemoryMeter:
 
     def step_done(self) -> None:
         """One cheap sample of the device; the peaks need none."""
+        self._has_stepped = True
         with self.cost:
             used = self._sample_device()
             if used is not None:
@@ -67,6 +69,9 @@ class MemoryMeter:
         return {"phases": {name: dict(peaks) for name, peaks in self._peaks.items()}, "device_mean_over_steps": mean}
 
     def _harvest(self) -> None:
+        if self._phase == "steady" and not self._has_stepped and "steady" in self._peaks:
+            # Between the last evaluation and the end, with what it imported, there is no step.
+            return
         self._sample_device()
         on_cuda = self.device.type == "cuda"
         now = {

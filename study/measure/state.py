@@ -166,6 +166,10 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     for name in ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"):
         inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
     inventory.claim("buffers", "offload_staging", getattr(zero, "temp_grad_buffer_for_gpu_offload", None))
+    # Muon's momentum is there twice, so that a step may be left out.
+    staged = [momentum for momentum, _ in getattr(zero, "_muon_pending_momentum", {}).values()]
+    inventory.claim("buffers", "staged_momentum", staged)
+    _claim_muons_gathers(inventory, zero)
 
 
 def _claim_zero3(inventory: Inventory, engine: Any) -> None:
@@ -203,6 +207,13 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("grads", "fp32_partition_gradient", fp32_gradients, offload_optimizer)
     inventory.claim("grads", "gradients", [p.grad for p in parameters])
     inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
+    _claim_muons_gathers(inventory, zero)
+
+
+def _claim_muons_gathers(inventory: Inventory, zero: Any) -> None:
+    """Kept from step to step."""
+    kept = getattr(zero, "_muon_allgather_buffers", {})
+    inventory.claim("buffers", "gathered_for_muon", [[local, gathered] for local, gathered, _ in kept.values()])
 
 
 def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:

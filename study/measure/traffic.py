@@ -41,7 +41,8 @@ _KINDS = {
     "recv": re.compile(r"^i?recv"),
 }
 _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# DeepSpeed's operator hides the collective within it.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
 
 
 @dataclasses.dataclass

@@ -21,11 +21,13 @@ from study.errors import Unsupported, UserError, first_line
 from study.host.contents import content_digest, sealed, whole_or_nothing
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
+from study.models.adapters import add_adapters
 from study.models.architecture import attention, build_model, model_class, model_config, shape_of, with_run_settings
 from study.models.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
+from study.models.tensor_plans import divided_stand_in, divides_while_loading, keep_own_parts, loading_options
 from study.spec.config import RunConfig, parse_command_line, resolved
-from study.spec.strategies import read_strategy
+from study.spec.strategies import Strategy, read_strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,19 +90,27 @@ def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWe
     return dataclasses.replace(_written(folder), remark=remark)
 
 
-def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> PreTrainedModel:
-    """The model of every arm. Under a live ZeRO-3 configuration transformers partitions it while it loads."""
+def load_initial_model(
+    config: RunConfig, initial: InitialWeights | None, strategy: Strategy | None = None
+) -> PreTrainedModel:
+    """The model of every arm; a part of each tensor, where the strategy divides them before there is an engine.
+
+    Under a live ZeRO-3 configuration transformers partitions it while it loads.
+    """
     import torch
     from transformers import AutoConfig
 
     if initial is None:
-        model = _stand_in(config)
+        model = _stand_in(config, strategy)
     else:
         saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
-            initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
+            initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+            **loading_options(architecture, strategy),
+        )  # fmt: skip
+        if divides_while_loading(strategy):
+            keep_own_parts(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys.get(kind):
                 raise UserError(
@@ -112,12 +122,13 @@ def load_initial_model(config: RunConfig, initial: InitialWeights | None) -> Pre
             # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
             # inside the forward pass, which cuts a compiled graph in two.
             model.loss_type = "ForCausalLM"
+    add_adapters(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _stand_in(config: RunConfig) -> PreTrainedModel:
+def _stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
     """A virtual rank's model: the right shapes, and one constant for every weight, since no value of it matters.
 
     Made as from_pretrained makes one, module by module and partitioned at once under ZeRO-3, but from no checkpoint.
@@ -130,9 +141,12 @@ def _stand_in(config: RunConfig) -> PreTrainedModel:
     architecture = model_config(config)
     cls = model_class(config, architecture)
     architecture.dtype = torch.float32
-    contexts = cls.get_init_context(torch.float32, False, False, False) if is_deepspeed_zero3_enabled() else []
-    with ContextManagers([*contexts, no_init_weights()]):
-        model = cls(architecture)
+    if divides_while_loading(strategy):
+        model = divided_stand_in(cls, architecture, strategy)
+    else:
+        contexts = cls.get_init_context(torch.float32, False, False, False) if is_deepspeed_zero3_enabled() else []
+        with ContextManagers([*contexts, no_init_weights()]):
+            model = cls(architecture)
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -38,6 +38,9 @@ _FUSED = {
     "llama": _Kept(6, 4, 2, 2, 4, 5, 2, 4),
     "gemma": _Kept(6, 4, 2, 2, 4, 5, 4, 2),
 }
+# Norms, rotary positions and the gate in one kernel each: a norm keeps what came in and what goes out, the gate its two
+# inputs and its product. So do Liger's rms_norm.py and swiglu.py, and so does torch.compile's min-cut partitioner.
+_IN_KERNELS = {"llama": _Kept(4, 3, 2, 2, 2, 2, 0, 4)}
 # Attention by hand keeps its scores, and key heads repeated for every query head.
 _EAGER = {
     "bert": _FUSED["bert"],
@@ -57,6 +60,10 @@ _SOFTMAX_IN_FP32 = {
     "bert": (), "gpt2": ("autocast",),
     **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "mpt", "llama", "gemma", "gemma2"), ("autocast", "engine")),
 }  # fmt: skip
+# CUDA's autocast computes powers and softmax in fp32, a processor's does not (aten/src/ATen/autocast_mode.h): BERT's
+# scores, and of GELU by its formula so many more 16-bit tensors of the feed-forward block's width.
+_SOFTMAX_IN_FP32_ON_CUDA = ("bert",)
+_INNER_ON_CUDA = dict.fromkeys(("gpt2", "gpt_neo", "gptj"), 3.0)
 # Tensors of scores that a forward pass has at once, where it masks them by hand.
 _SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
 # Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
@@ -105,13 +112,16 @@ def activations_of(request: Request) -> Activations:
     name = _ALIKE.get(shape.model_type, shape.model_type)
     fused = is_fused(request)
     kept = (_FUSED if fused else _EAGER)[name]
+    if in_kernels := request.compiled and fused and name in _IN_KERNELS:
+        kept = _IN_KERNELS[name]
     wide, narrow = {
         "fp32": (0, kept.hidden), "autocast": (kept.autocast_wide, kept.autocast_hidden),
         "engine": (kept.engine_wide, kept.engine_hidden),
     }[mode]  # fmt: skip
     query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    inner = kept.inner + (0.0 if mode != "autocast" or request.box.in_host_memory else _INNER_ON_CUDA.get(name, 0.0))
     per_token = 4 * wide * shape.hidden + width * (
-        narrow * shape.hidden + kept.inner * shape.inner + kept.query * query + kept.key * key
+        narrow * shape.hidden + inner * shape.inner + kept.query * query + kept.key * key
     )
     scores = _scores(request, name, mode, fused, width)
     # One byte for each number of two outputs of a layer.
@@ -119,13 +129,13 @@ def activations_of(request: Request) -> Activations:
     stream = 4 if mode == "autocast" else width
     head = head_elements(shape) * 2 if mode == "autocast" else 0
     pairs = 0.0 if fused else float(request.micro_batch * shape.heads * request.sequence_length**2)
-    largest_scores = pairs * (4 if mode in _SOFTMAX_IN_FP32[name] else width)
+    largest_scores = pairs * (4 if _is_softmax_fp32(request, name, mode) else width)
     matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
     vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
     # Gemma's last norm computes in fp32 all through.
     upcast = 2 if name.startswith("gemma") and mode == "engine" else 0
     capped = width if name == "gemma2" else 0
-    fused_loss = request.fused_loss
+    loss = _loss(request, tokens * vocabulary, width, capped)
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
@@ -139,14 +149,14 @@ def activations_of(request: Request) -> Activations:
             tokens * width * (2 * shape.inner + shape.hidden), _SCORES_FORWARD.get(name, 2.1) * largest_scores
         ),
         layer_working=max(
-            tokens * width * (_PASSING.get(name, 2.0) * shape.inner + shape.hidden),
+            # The gate's kernel writes both gradients over what it kept.
+            tokens * width * ((1.0 if in_kernels else _PASSING.get(name, 2.0)) * shape.inner + shape.hidden),
             # What the feed-forward block kept is gone by then.
-            largest_scores + pairs * width - tokens * width * (kept.inner * shape.inner + narrow / 2 * shape.hidden),
+            largest_scores + pairs * width - tokens * width * (inner * shape.inner + narrow / 2 * shape.hidden),
         ),
-        logits=tokens * vocabulary * (width if fused_loss else 4 + capped),
-        # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
-        logits_forward=tokens * vocabulary * (width if fused_loss else width + (4 if width == 2 else 0) + capped),
-        logits_backward=tokens * vocabulary * (width if fused_loss else 8),
+        logits=loss[0],
+        logits_forward=loss[1],
+        logits_backward=loss[2],
         cast_layer=matrices * 2 if mode == "autocast" else 0,
         cast_head=head,
     )
@@ -161,9 +171,31 @@ def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> 
     pairs = request.micro_batch * request.shape.heads * request.sequence_length
     if fused:
         return 4.0 * pairs
-    each = _SCORES.get(name, 1.0) * width + (4 if mode in _SOFTMAX_IN_FP32[name] else 0)
-    each += width + 1 if request.dropout and name in _WITH_DROPOUT else 0
+    in_fp32 = _is_softmax_fp32(request, name, mode)
+    each = _SCORES.get(name, 1.0) * width + (4 if in_fp32 else 0)
+    if request.dropout and name in _WITH_DROPOUT:
+        # A mask, and what came out of it beside what went in, which the softmax in fp32 does not keep.
+        each += 1 + (0 if in_fp32 else width)
     return each * pairs * request.sequence_length
+
+
+def _is_softmax_fp32(request: Request, name: str, mode: str) -> bool:
+    on_cuda = mode == "autocast" and not request.box.in_host_memory
+    return mode in _SOFTMAX_IN_FP32[name] or (on_cuda and name in _SOFTMAX_IN_FP32_ON_CUDA)
+
+
+def _loss(request: Request, numbers: float, width: int, capped: int) -> tuple[float, float, float]:
+    """Kept until the loss is through, and the most beside it, forward and backward; `numbers`: tokens by words."""
+    if request.fused_loss:
+        return numbers * width, numbers * width, numbers * width
+    if request.chunked_loss:
+        # Liger's fused_linear_cross_entropy.py: gradients of its input and of the matrix, made in the forward pass;
+        # beside them the logits of one part, about as large as the input, and the matrix's gradient of that part.
+        shape, tokens = request.shape, request.micro_batch * request.sequence_length
+        matrix, stream = shape.vocabulary * shape.hidden * width, tokens * shape.hidden * width
+        return float(matrix + stream), float(matrix + 2 * stream), 0.0
+    # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
+    return numbers * (4 + capped), numbers * (width + (4 if width == 2 else 0) + capped), numbers * 8
 
 
 def _products(request: Request, tokens: int, width: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from study.predict.advise_settings import fitted
@@ -16,6 +15,12 @@ from study.spec.strategies import STUDIED_STRATEGIES, WITH_COPIES, Strategy, rea
 
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
+# Of two that are so near each other in speed the simpler one is taken.
+AS_FAST = 0.05
+SIMPLEST_FIRST = (
+    "single", "ddp", "zero0", "zero1", "zero2", "fsdp2", "zero3", "hsdp", "zero3_hpz", "zero2_cpu",
+    "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "zero3_nvme_optimizer", "zero3_nvme",
+)  # fmt: skip
 # What a micro-batch makes of a question.
 Asked = Callable[[int], tuple[Request, Memory]]
 
@@ -36,6 +41,11 @@ class Question:
     @property
     def ranks(self) -> int:
         return self.box.ranks
+
+    @property
+    def share(self) -> int | None:
+        """Samples of one rank in a step; None: one micro-batch."""
+        return None if self.global_batch is None else max(1, round(self.global_batch / self.ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +101,14 @@ class Advice:
 def advise(question: Question, names: Sequence[str] | None = None, *, surely: bool = True) -> Advice:
     """What fits at the upper end of its peak's interval comes first; without `surely` the peak itself counts."""
     found = [_best_of(question, name, surely) for name in names or candidates(question)]
-    return Advice(question, tuple(sorted(found, key=_order if surely else _speed)))
+    options = sorted(found, key=_order if surely else _speed)
+    first = options[0]
+    equal = [
+        each for each in options
+        if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s and (each.is_sure or not (surely and first.is_sure))
+    ]  # fmt: skip
+    equal.sort(key=lambda option: SIMPLEST_FIRST.index(option.name))
+    return Advice(question, (*equal, *(option for option in options if option not in equal)))
 
 
 def _order(option: Option) -> tuple[bool, bool, float, float]:
@@ -99,15 +116,12 @@ def _order(option: Option) -> tuple[bool, bool, float, float]:
 
 
 def _speed(option: Option) -> tuple[bool, float, float]:
-    """Of two that are equally fast, the one that leaves more of the device."""
-    digits = -math.floor(math.log10(option.tokens_per_s)) + 2 if option.fits else 0
-    return not option.fits, -round(option.tokens_per_s, digits), option.memory.peak_reserved.value
+    return not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
 
 
 def candidates(question: Question) -> list[str]:
-    """Of those with formulas. On one rank plain data parallelism and stage 0 are `single` with something added."""
-    alone = question.ranks == 1
-    left_out = {"ddp", "zero0"} if alone else {"single"}
+    """On one rank nothing is sharded: plain training, and offloads."""
+    left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.ranks == 1 else {"single"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
         left_out |= {"zero0"}
@@ -137,7 +151,7 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool, sur
     """At the largest micro-batch that is sure to fit, else at the largest that may, else at the smallest."""
 
     def asked(micro_batch: int) -> tuple[Request, Memory]:
-        steps = (question.global_batch or 0) // (micro_batch * question.ranks)
+        steps = (question.share or 0) // micro_batch
         request = Request(
             shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
             micro_batch=micro_batch, accumulation=max(1, steps),
@@ -178,6 +192,6 @@ def _search(sizes: list[int], asked: Asked, box: Box, surely: bool) -> tuple[Req
 
 def _micro_batches(question: Question) -> list[int]:
     """With a global batch those that divide a rank's share of it."""
-    share = question.global_batch and question.global_batch // question.ranks
+    share = question.share
     limit = min(LARGEST_MICRO_BATCH, share or LARGEST_MICRO_BATCH)
     return [size for size in range(1, limit + 1) if not share or share % size == 0]

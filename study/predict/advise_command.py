@@ -8,16 +8,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from study.errors import UserError
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predict.advise import Advice, Option, Question, advise
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
-from study.predict.advise_words import changes, how_sure, worth_trying
+from study.predict.advise_words import changes, count_text, how_sure, worth_trying
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.request import Request
-from study.predict.shape import model_shape
+from study.predict.shape import model_shape, sequence_length
 
 # What validation knows of a request's neighbours, in lines for the reader.
 Nearest = Callable[[Request], Iterable[str]]
@@ -26,6 +27,9 @@ Each strategy of accelerate_configs/ is taken with its settings fitted to the mo
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
 without --hub. docs/advice.md says what the errors are and what this cannot know.
 """
+# Samples of a step, where nobody says it: strategies are compared at the same batch.
+_BATCH = 64
+_MUCH_FOR_A_HOST_BYTES = 256 * GIB
 _ROW = "{:<20} {:>5} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
 
 
@@ -45,11 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=_positive, default=2048, metavar="T", help="tokens of a sample")
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, or fp16 where the device has no bf16")
+    add("--seq_length", type=_positive, metavar="T", help="tokens of a sample; by default 2048, or all that it takes")
+    add(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="by default bf16, or what the device has",
+    )
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
-    add("--global_batch_size", type=_positive, metavar="B", help="samples of a step; else one micro-batch of each rank")
+    add("--global_batch_size", type=_positive, metavar="B", help="samples of a step; by default 64, or one a rank")
     add("--host-memory", type=_gib, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=_gib, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
@@ -91,13 +99,19 @@ def _question(options: argparse.Namespace) -> Question:
     box = box_of(options.hardware)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
-    has_bf16 = box.device.peak_tflops.get("bf16") is not None or not box.device.peak_tflops.get("fp16")
+    default = "bf16" if box.device.peak_tflops.get("bf16") else "fp16"
+    if box.in_host_memory:
+        default = "fp32"
+    batch = options.global_batch_size or -(-_BATCH // box.ranks) * box.ranks
+    if batch % box.ranks:
+        more = -(-batch // box.ranks) * box.ranks
+        raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")
+    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Question(
-        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), box=box,
-        sequence_length=options.seq_length, precision=options.precision or ("bf16" if has_bf16 else "fp16"),
+        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
+        precision=options.precision or default,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, global_batch=options.global_batch_size,
-        price_per_gpu_hour=options.price_per_gpu_hour,
+        attention=options.attn_implementation, global_batch=batch, price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
 
 
@@ -132,8 +146,9 @@ def _row(option: Option) -> dict[str, Any]:
 def _page(advice: Advice, told: _Told) -> Iterator[str]:
     question, best, other = advice.question, advice.best, advice.runner_up
     yield (
-        f"{question.shape.name} ({question.shape.parameters / 1e9:.3g} B parameters) on {question.box.name}:"
-        f" {question.ranks} x {question.box.device.name}, {question.sequence_length} tokens, {question.precision}\n"
+        f"{question.shape.name} ({count_text(question.shape.parameters)} parameters) on {question.box.name}:"
+        f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
+        f" tokens a step, {question.precision}\n"
     )
     yield _ROW.format(
         "strategy", "micro", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
@@ -145,11 +160,11 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     else:
         yield f"\ntake {_named(best)}: {how_sure(advice)}"
         if other is not None:
-            slower = 1 - other.tokens_per_s / best.tokens_per_s
-            yield f"next best {_named(other)}, " + (f"{slower:.0%} slower" if slower > 0 else "and not as sure to fit")
+            yield f"next best {_named(other)}, {_apart(best, other)}"
         if told.riskier is not None:
             faster = told.riskier.tokens_per_s / best.tokens_per_s - 1
             yield f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
+        yield from _of_loading(best)
     yield from told.others
     for rule in told.guides:
         yield f"{rule.document}, {rule.says}: {rule.choice}" + (
@@ -166,6 +181,20 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         "\nagain: gradient checkpointing. up to: the upper end of the peak's interval. Host and NVMe are of one node,"
         " tokens/s of all ranks. GiB are 2**30 bytes."
     )
+
+
+def _of_loading(best: Option) -> Iterator[str]:
+    loading = best.memory.host_parts["load"]
+    if loading > _MUCH_FOR_A_HOST_BYTES and best.request.strategy.zero_stage != 3:
+        only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""
+        yield f"while loading a node's host holds {loading / GIB:,.0f} GiB: each process makes all of it in fp32{only}"
+
+
+def _apart(best: Option, other: Option) -> str:
+    if best.is_sure and not other.is_sure:
+        return "not as sure to fit"
+    gap = other.tokens_per_s / best.tokens_per_s - 1
+    return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
 
 
 def _named(option: Option) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 
 from study.host.memory import GIB
 from study.predict.advise import Advice, Option
-from study.predict.advise_words import error_of_time
+from study.predict.advise_words import count_text, error_of_time
 
 # Billions of parameters.
 _S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
@@ -30,7 +30,7 @@ class Rule:
 
 def rules(advice: Advice) -> list[Rule]:
     count = advice.question.shape.parameters
-    size = f"{count / 1e9:.3g} B parameters"
+    size = f"{count_text(count)} parameters"
     asked = [
         ("S0", "the decision tree: stage 0 if that fits, else stage 2, else stage 3", _tree(advice)),
         ("S0", f"by size: {size}", "zero0" if count <= _S0_SMALL else "zero2" if count <= _S0_MIDDLE else "zero3"),
@@ -52,8 +52,8 @@ def _tree(advice: Advice) -> str:
 
 
 def _here(advice: Advice, name: str) -> str:
-    """On one rank, or where stage 0 cannot be, plain training is what they mean by it."""
-    return name if name != "zero0" or advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
+    """On one rank no stage shards anything, and stage 0 cannot be in fp16: plain training is what is meant."""
+    return name if advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
 
 
 def _misleads(advice: Advice, choice: str) -> str:

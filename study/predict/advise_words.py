@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
-from study.predict.advise import Advice, Option, Question, advise, candidates
+from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates
 from study.predict.fits import left_share
 
 _FAR_BEHIND = 0.5
-_WORTH_TRYING = 0.05
-_AS_FAST = 0.01
+_WORTH_TELLING = 0.05
+
+
+def count_text(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def error_of_time(option: Option) -> float | None:
@@ -31,8 +35,8 @@ def how_sure(advice: Advice) -> str:
     if best.is_sure and not other.is_sure:
         return f"it is the only one that is sure to fit; {memory}"
     gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
-    if gap < _AS_FAST:
-        return f"as fast as the next, and it holds less; {memory}"
+    if gap <= AS_FAST:
+        return f"as fast as the next, within {AS_FAST:.0%}, and simpler; {memory}"
     if error is None:
         return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
     sure = "sure" if gap > error else "not sure"
@@ -41,7 +45,7 @@ def how_sure(advice: Advice) -> str:
 
 def _of_memory(best: Option) -> str:
     memory, box = best.memory, best.request.box
-    if memory.peak_reserved.high is None:
+    if (memory.process_peak or memory.peak_reserved).high is None:
         return f"{left_share(memory, box):.0%} of the memory is left, and nobody has validated peaks here"
     if not best.is_sure:
         return "it may not fit: the upper end of its peak's interval does not"
@@ -54,7 +58,7 @@ def worth_trying(advice: Advice) -> Option | None:
     if best is None or not best.is_sure:
         return None
     faster = advise(advice.question, _near(advice), surely=False).best
-    enough = (1 + _WORTH_TRYING) * best.tokens_per_s
+    enough = (1 + _WORTH_TELLING) * best.tokens_per_s
     return faster if faster is not None and faster.tokens_per_s >= enough else None
 
 
@@ -69,15 +73,21 @@ def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
-    others = {
-        f"{2 * question.sequence_length} tokens a sample": {"sequence_length": 2 * question.sequence_length},
-        "twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)},
-    }
+    others: dict[str, dict[str, Any]] = {"twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)}}
+    longer, positions = 2 * question.sequence_length, question.shape.positions
+    if positions is None or longer <= positions:
+        others[f"{longer} tokens a sample"] = {"sequence_length": longer}
     if box.gpus_per_node > 1:
         others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
     for label, changed in others.items():
-        asked = dataclasses.replace(question, **changed)  # type: ignore[arg-type]
-        there = advise(asked, _near(advice, asked)).best
-        now, then = (option.name if option else "nothing" for option in (best, there))
-        if now != then:
-            yield f"with {label} it would be {then}"
+        asked = dataclasses.replace(question, **changed)
+        there = advise(asked, _near(advice, asked))
+        still = best and there.option(best.name)
+        if there.best is None:
+            if best is not None:
+                yield f"with {label} nothing would fit"
+        elif best is not None and there.best.name == best.name:
+            if best.is_sure and not there.best.is_sure:
+                yield f"with {label} it may not fit"
+        elif still is None or not still.is_sure or still.tokens_per_s < (1 - _WORTH_TELLING) * there.best.tokens_per_s:
+            yield f"with {label} it would be {there.best.name}"

@@ -76,6 +76,15 @@ def box_of(name: str) -> Box:
     )  # fmt: skip
 
 
+def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
+    """Of GPUs by the name that their driver gives."""
+    device = find_device(device_name)
+    network = next((speed for name, speed in _NAMES.values() if device is not None and name == device.name), None)
+    if device is None or network is None:
+        raise UserError(f"{brief(device_name)} is in no table of devices", "add it to study/theory/hardware.yaml")
+    return Box(device.name, device, ranks // nodes, nodes, network_gb_per_s=network)
+
+
 def _spelled(text: str) -> str:
     """`a100-80gb` is A100-80, and `RTX_4090` is 4090."""
     return re.sub(r"^RTX-?|(?<=-\d\d)GB?$", "", text.upper().replace("_", "-"))

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from study.predict.gathers import LARGEST_KEPT_BYTES
+from study.predict.kept import kept_by_c_library
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import (
@@ -17,6 +17,7 @@ from study.predict.state import (
     FP32_BYTES,
     Piece,
     flat_elements,
+    master_bytes,
     own_pieces,
     part_elements,
     pieces_of,
@@ -44,10 +45,6 @@ class Moment:
     arrival: bool = False
     # Of gradients and buffers, what lies in blocks that the C library keeps.
     small: float = 0.0
-
-
-def kept_by_c_library(size: float) -> float:
-    return size if size < LARGEST_KEPT_BYTES else 0.0
 
 
 class _Bucket:
@@ -129,7 +126,7 @@ def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
 def _whole(request: Request) -> Iterator[Moment]:
     """single, DDP and DeepSpeed's stage 0. DDP has every gradient a second time, in its buckets."""
     weight, total = weight_bytes(request), request.shape.parameters
-    buffers = float(total * FP32_BYTES) if request.strategy.name == "ddp" else 0.0
+    buffers = float(total * weight) if request.strategy.name == "ddp" else 0.0
     grads = small = 0.0
     for piece in reversed(pieces_of(request.shape)):
         size = float(piece.elements * weight)
@@ -140,8 +137,16 @@ def _whole(request: Request) -> Iterator[Moment]:
     if request.strategy.zero_stage == 0 and request.box.ranks > 1:
         flat = float(min(total, STAGE0_BUCKET) * weight)
         yield Moment(BEFORE, float(total * weight), flat, step=True, small=small)
-    if weight == 2:
-        yield Moment(BEFORE, float(total * (weight + FP32_BYTES)), buffers, step=True, small=small)
+    yield _torch_step(request, total, buffers, small)
+
+
+def _torch_step(request: Request, elements: float, buffers: float, small: float = 0.0) -> Moment:
+    """The optimizer without an engine, or with stage 0: fp32 gradients for its masters, and what AdamW makes."""
+    weight = weight_bytes(request)
+    stepped = weight if request.pure else FP32_BYTES
+    grads = elements * (weight + (stepped if stepped != weight else 0))
+    made = request.step_copies * elements * stepped
+    return Moment(BEFORE, float(grads), buffers + made, step=True, small=small)
 
 
 def _fsdp(request: Request) -> Iterator[Moment]:
@@ -150,20 +155,23 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
     ranks, done = request.ranks_of_a_copy or request.box.ranks, 0.0
-    # Where FSDP itself computes in 16 bits it gathers them; it reduces in fp32.
-    weight = 2 if request.fsdp_gathers_16_bits else FP32_BYTES
+    # Where FSDP itself computes in 16 bits it gathers them; it reduces in the type of its parts.
+    own = weight_bytes(request)
+    weight = 2 if request.fsdp_gathers_16_bits else own
     # An untied embedding is a group of its own.
     embedding = sizes.get(BEFORE, 0)
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
-    kept = request.shape.parameters / ranks * FP32_BYTES if request.accumulation > 1 else 0.0
+    part = request.shape.parameters / ranks
+    kept = part * own if request.accumulation > 1 else 0.0
     for place in reversed(range(request.shape.layers)):
         size, following = sizes[place], sizes[place - 1] if place else 0
         # The root group stays whole; of a layer the weights, the next one's, its gradients and their copy to scatter.
-        buffers = weight * (root + size + following) + (weight + FP32_BYTES) * size
+        buffers = weight * (root + size + following) + (weight + own) * size
         yield Moment(place, kept or done, float(buffers))
-        done += size / ranks * FP32_BYTES
+        done += size / ranks * own
     last = root + (0 if request.shape.tied else embedding)
-    yield Moment(BEFORE, kept or done, float((2 * weight + FP32_BYTES) * last))
+    yield Moment(BEFORE, kept or done, float((2 * weight + own) * last))
+    yield _torch_step(request, part, 0.0)
 
 
 def _own(request: Request) -> list[tuple[Piece, bool]]:
@@ -205,7 +213,7 @@ def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     waiting = bucket.waiting * float(weight)
     yield Moment(BEFORE, earlier + held + waiting, bucket.bytes + staging + _copied(bucket, request), step=True)
     yield Moment(BEFORE, earlier + own + waiting, bucket.bytes + staging, step=True)
-    yield from _flat_step(request, own + earlier, part, staging, offloaded)
+    yield from _flat_step(request, settings, own + earlier, part, staging)
 
 
 def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
@@ -235,20 +243,21 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
     held += 0 if offloaded else in_bucket * width
     yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True, small=small)
-    yield from _flat_step(request, held, flat_elements(request) // request.box.ranks, staging, offloaded)
+    yield from _flat_step(request, settings, held, flat_elements(request) // request.box.ranks, staging)
 
 
-def _flat_step(request: Request, kept: float, part: int, staging: float, offloaded: bool) -> Iterator[Moment]:
+def _flat_step(
+    request: Request, settings: EngineSettings, kept: float, part: int, staging: float
+) -> Iterator[Moment]:  # fmt: skip
     """The norm is taken in fp64; then the part's gradients are flattened, and made fp32 for the optimizer."""
-    weight = weight_bytes(request)
-    if not offloaded:
-        masters = part * FP32_BYTES if weight == 2 else 0
+    weight, stepped = weight_bytes(request), master_bytes(settings)
+    if settings.optimizer is None:
+        masters = part * stepped if stepped != weight else 0
         largest = min(part, max(piece.elements for piece in own_pieces(request)))
         yield Moment(BEFORE, kept, float(largest * NORM_BYTES), step=True)
         yield Moment(BEFORE, kept, float(part * weight + masters), step=True)
-        if not request.fused_optimizer:
-            # A root and its quotient.
-            yield Moment(BEFORE, 0.0, masters + 2.0 * FP32_BYTES * part, step=True)
+        if request.step_copies:
+            yield Moment(BEFORE, 0.0, masters + float(request.step_copies * stepped * part), step=True)
     if request.box.gathers_into_copies and request.box.ranks > 1:
         yield Moment(BEFORE, 0.0, float(flat_elements(request) * weight) + staging, step=True)
 
@@ -279,7 +288,8 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         largest = math.ceil(max(piece.elements for piece in pieces_of(request.shape)) / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
         group = max(sub_groups(request, settings))
-        masters = group * (FP32_BYTES if weight == 2 else 0)
+        stepped = master_bytes(settings)
+        masters = group * (stepped if stepped != weight else 0)
         yield Moment(BEFORE, grads, standing + group * float(weight) + masters, step=True)
-        if not request.fused_optimizer:
-            yield Moment(BEFORE, grads, standing + masters + 2.0 * FP32_BYTES * group, step=True)
+        if request.step_copies:
+            yield Moment(BEFORE, grads, standing + masters + float(request.step_copies * stepped * group), step=True)

@@ -15,17 +15,18 @@ from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
 from study.predict.request import Attention, Estimate, OptimizerName, Prediction, Request
-from study.predict.shape import model_shape
+from study.predict.shape import model_shape, sequence_length
 from study.predict.time import predict_time
 from study.predict.traffic import payload_of, sent_bytes
 from study.spec.config import Precision, RunConfig
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
 
 EPILOG = """\
 Nothing is run, and nothing is fetched without --hub. An interval is that of reports/prediction; a figure
 without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
 that of a ring.
 """
+_PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]
 _WHAT = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
     "state": "of that, the strategy's state", "pinned": "of that, locked in memory",
@@ -35,9 +36,9 @@ _WHAT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
-    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(STRATEGY_NAMES)}")
+    add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=int, default=2048, metavar="T", help="tokens of a sample")
+    add("--seq_length", type=int, metavar="T", help="tokens of a sample; by default 2048, or all that the model takes")
     add("--micro_batch", type=int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
     add("--precision", choices=get_args(Precision), help="by default the engine's own bf16, or autocast without one")
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=get_args(OptimizerName), default="adamw")
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
+    add(
+        "--pure_bf16", action="store_true", help="without DeepSpeed: weights, gradients and moments in bf16, no masters"
+    )
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
@@ -87,22 +91,33 @@ def predict(request: Request) -> Prediction:
 
 def _request(options: argparse.Namespace) -> Request:
     for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
-        if not 0 < getattr(options, name) <= 10_000_000:
+        if getattr(options, name) is not None and not 0 < getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
     strategy = read_strategy(options.strategy)
+    if strategy.team is not None:
+        raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
     default: Precision = "bf16-engine" if strategy.zero_stage else "bf16"
     config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
     box = box_of(options.hardware)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
+    if strategy.name in WITH_COPIES and (box.ranks < LEAST_RANKS_WITH_COPIES or box.ranks % 2):
+        problem = f"{strategy.name} takes an even number of ranks from {LEAST_RANKS_WITH_COPIES} up, not {box.ranks}"
+        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one copy")
+    if options.pure_bf16 and strategy.deepspeed is not None:
+        raise UserError(
+            f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
+            "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
+        )
+    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Request(
-        shape=model_shape(options.model_name_or_path, ask_hub=options.hub), strategy=strategy.overridden(config),
-        box=box, sequence_length=options.seq_length, micro_batch=options.micro_batch,
-        accumulation=options.accumulation, precision=config.precision,
+        shape=shape, strategy=strategy.overridden(config), box=box,
+        sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
+        accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
-        optimizer=options.optimizer, dropout=options.dropout, checkpoint_every=options.checkpoint_every,
-        autocast=options.autocast or not strategy.is_fsdp,
+        pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
+        checkpoint_every=options.checkpoint_every, autocast=options.autocast or not strategy.is_fsdp,
     )  # fmt: skip
 
 
@@ -134,8 +149,12 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     yield _line("allocated between steps", memory.steady_allocated, GIB)
     yield _line("allocated at the peak", memory.peak_allocated, GIB)
     yield _line("reserved at the peak", memory.peak_reserved, GIB)
+    if not box.in_host_memory:
+        yield f"  {'and where there is room':<26} {memory.pool_with_room / GIB:>9.2f}"
+    if memory.process_peak is not None:
+        yield _line("its whole process", memory.process_peak, GIB)
     limit = f" of {usable_bytes(box) / GIB:.1f}"
-    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {'fits' if prediction.fits else 'does not fit'}"
+    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {_verdict(prediction)}"
     if traced is not None:
         yield f"  activations on transformers' own code: {traced / GIB:.2f}"
     yield from ("", "host memory of one node, GiB")
@@ -154,6 +173,12 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
         yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
     for note in (*memory.notes, *(prediction.time.notes if prediction.time else ())):
         yield f"  {note}"
+
+
+def _verdict(prediction: Prediction) -> str:
+    if fits(prediction.memory, prediction.request.box, at_upper_end=True):
+        return "fits"
+    return "may not fit: the upper end does not" if prediction.fits else "does not fit"
 
 
 def _rows(parts: Any, unit: float) -> Iterator[str]:

@@ -107,7 +107,9 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
     if file.deepspeed is None:
         computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
         name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
-        request = _request(shape, Strategy(name, file.distributed_type), ranks, computed, {}, work)
+        mesh = _fitting_mesh(file, ranks, findings)
+        strategy = Strategy(name, file.distributed_type, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
+        request = _request(shape, strategy, ranks, computed, {}, work)
         return Case(file, {}, {}, request, tuple(findings))
     zero, top = _without_old_names(file, findings), dict(file.deepspeed)
     chosen = _precision(file, precision, findings)
@@ -125,6 +127,15 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
             full[what] = {**defaults, **full[what]}
     request = _request(shape, _strategy(file, top, full), ranks, chosen, top, work)
     return Case(file, full, top, request, tuple(findings))
+
+
+def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
+    if file.mesh is None or file.mesh[0] * file.mesh[1] == ranks:
+        return file.mesh
+    copies, shards = file.mesh
+    says = f"Accelerate ends with an error: {copies} copies of {shards} ranks are {copies * shards}, and not {ranks}"
+    findings.append(Finding("refused", "parallelism_config", says))
+    return None
 
 
 def _request(

@@ -14,7 +14,7 @@ from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers, gib
 from study.predict.memory import predict_memory
 from study.predict.request import Memory
-from study.predict.shape import model_shape
+from study.predict.shape import model_shape, sequence_length
 from study.predict.user_settings import ZERO, read_user_file
 
 _LARGEST_WORLD = 1_000_000
@@ -31,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=_count, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
     add("--precision", choices=("no", "bf16", "fp16"), help="what mixed precision is where the file leaves it open")
     add("--micro-batch", type=_count, default=1, metavar="B", help="samples of one pass, where the file says auto")
-    add("--seq-length", type=_count, default=1024, metavar="T", help="tokens of a sample")
+    add(
+        "--seq-length",
+        type=_count,
+        metavar="T",
+        help="tokens of a sample; by default 1024, or all that it takes",
+    )
     add("--gradient-checkpointing", action="store_true", help="the program makes activations again")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
@@ -45,8 +50,10 @@ def _count(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
-    work = Workload(options.seq_length, options.micro_batch, options.gradient_checkpointing, options.precision)
-    case = settle(file, model_shape(options.model, ask_hub=options.hub), options.world_size, work)
+    shape = model_shape(options.model, ask_hub=options.hub)
+    length = sequence_length(shape, options.seq_length, 1024)
+    work = Workload(length, options.micro_batch, options.gradient_checkpointing, options.precision)
+    case = settle(file, shape, options.world_size, work)
     case = dataclasses.replace(case, findings=tuple(findings(case)))
     asked, whole, settings = answers(case), predict_memory(case.request), costs(case)
     if options.json:

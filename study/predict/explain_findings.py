@@ -130,7 +130,7 @@ def _fsdp(case: Case) -> Iterator[Finding]:
             kind, _, says = effect.partition(": ")
             yield Finding(kind, key, says)
     if is_second and str(said.get("fsdp_reshard_after_forward", True)).lower() == "false":
-        size = case.weight * (case.shape.parameters - case.shape.parameters / case.ranks)
+        size = case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
         says = (
             f"false: weights stay whole from the forward to the backward pass, up to {size / GIB:.2f} GiB more a rank"
         )

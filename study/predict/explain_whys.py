@@ -113,6 +113,8 @@ def ranks(case: Case) -> Answer:
         because.append(f"the bucket is {bucket:,.0f} elements wide whatever the model and the ranks")
     if not case.stage and not case.request.strategy.is_fsdp:
         because.append("without ZeRO every rank has a copy of the whole state")
+    if case.request.strategy.mesh is not None:
+        because.append(f"each copy is of {case.request.ranks_of_a_copy} ranks: more ranks are more copies")
     peaks = {count: memory.peak_allocated.value for count, memory in memories.items()}
     said = ", ".join(f"{count} ranks {gib(peak)}" for count, peak in peaks.items())
     figures = {f"ranks_{count}": peak for count, peak in peaks.items()}

@@ -23,8 +23,9 @@ def device_bytes(memory: Memory, at_upper_end: bool = False) -> float:
 def excess_bytes(memory: Memory, box: Box, at_upper_end: bool = False) -> float:
     """What is missing, or else the room that is left, as a negative number."""
     host_bytes, held = (box.host_gib_per_node or 0) * GIB, _end(memory.host_peak, at_upper_end)
-    if box.in_host_memory:
-        return box.gpus_per_node * _end(memory.peak_allocated, at_upper_end) + held - host_bytes
+    if memory.process_peak is not None:
+        doubt = _end(memory.process_peak, at_upper_end) - memory.process_peak.value
+        return box.gpus_per_node * (memory.peak_reserved.value + doubt) + held - host_bytes
     on_host = held - host_bytes if box.host_gib_per_node is not None else -math.inf
     on_device = device_bytes(memory, at_upper_end) - usable_bytes(box)
     # What is on the host does not go by the samples.

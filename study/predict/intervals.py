@@ -18,7 +18,9 @@ def _table() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
 
 
-def estimate(what: str, value: float) -> Estimate:
-    """`low` and `high` as shares of the value; none where nothing was validated."""
-    row = _table().get(what)
-    return Estimate(value) if row is None else Estimate(value, value * row["low"], value * row["high"])
+def estimate(what: str, value: float, certain: float = 0.0) -> Estimate:
+    """`low` and `high` as shares of what is not certain of the value; none where nothing was validated."""
+    row, rest = _table().get(what), value - certain
+    return (
+        Estimate(value) if row is None else Estimate(value, certain + rest * row["low"], certain + rest * row["high"])
+    )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.predict.activations import Activations, activations_of
-from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
+from study.predict.buckets import moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
-from study.predict.request import Memory, Request
+from study.predict.kept import kept_bytes, small_activations
+from study.predict.request import Estimate, Memory, Request
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, weight_bytes
 
@@ -27,6 +28,8 @@ class Point:
 
     parts: dict[str, float]
     small: float = 0.0
+    # After the backward pass.
+    step: bool = False
 
     @property
     def total(self) -> float:
@@ -40,28 +43,62 @@ def predict_memory(request: Request) -> Memory:
         # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
         # start and stay (initialize_optimizer_states).
         always["optimizer"] += state_of(request, waiting=False).grads_device
-    points = [Point({**always, **point.parts}, point.small) for point in points_of(request)]
-    if request.box.in_host_memory:
-        points = _with_what_the_c_library_keeps(request, points)
+    points = [dataclasses.replace(point, parts={**always, **point.parts}) for point in points_of(request)]
     peak = max(points, key=lambda point: point.total)
     steady = _steady(request, state)
     host_parts, nvme = host_of(request, state)
-    reserved = 0.0 if request.box.in_host_memory else peak.total * RESERVED_SHARE
+    # Weights and the optimizer have no error.
+    certain = sum(always.values())
+    in_host_memory, process = request.box.in_host_memory, None
+    reserved = peak.total * RESERVED_SHARE
+    if in_host_memory:
+        reserved = kept_bytes(request, max(point.small + small_activations(request, point.parts) for point in points))
+        process = estimate("process", peak.total + reserved + host_parts["rank"])
+    allocated, pool = (
+        # What was published is of GPUs, and so is the interval.
+        Estimate(size) if in_host_memory else estimate("above_state", size, certain)
+        for size in (peak.total, peak.total + reserved)
+    )
     parts = {
         **{name: peak.parts.get(name, 0.0) for name in PARTS},
-        "context": 0.0 if request.box.in_host_memory else _outside_torch(request.box.ranks),
+        "context": 0.0 if in_host_memory else _outside_torch(request.box.ranks),
         "fragmentation": reserved,
     }
     return Memory(
         device_parts=parts,
         steady_allocated=estimate("state", steady),
-        peak_allocated=estimate("peak", peak.total),
-        peak_reserved=estimate("peak", peak.total + reserved),
+        peak_allocated=allocated,
+        peak_reserved=pool,
+        pool_with_room=_pool_with_room(request, points, certain, peak.total + reserved),
+        process_peak=process,
         host_parts=host_parts,
         host_peak=estimate("host", max(host_parts["load"], host_parts["train"], host_parts["save"])),
         nvme=nvme,
         notes=tuple(_notes(request, peak)),
     )
+
+
+def _pool_with_room(request: Request, points: Sequence[Point], always: float, needed: float) -> float:
+    """What torch's pool grows to where nothing makes it give blocks back.
+
+    Blocks that one phase of a step freed are too small, or split, for the next: what a pass makes, the gradients, and
+    what the optimizer makes lie beside each other; but in expandable segments. A block serves its own stream alone, and
+    FSDP and stage 3 gather and reduce on others. Before it fails for want of memory torch lets go of all free blocks
+    (release_cached_blocks in CUDACachingAllocator.cpp), so this decides nothing.
+    """
+    if not request.box.device.memory_gib:
+        return needed
+    passing = [point for point in points if not point.step]
+    steps = max((point.total for point in points if point.step), default=always)
+    other_streams = 0.0
+    if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
+        other_streams = max(point.parts["buffers"] for point in passing)
+        passing = [dataclasses.replace(point, parts={**point.parts, "buffers": 0.0}) for point in passing]
+    if request.expandable_segments:
+        return max(needed, other_streams + max(steps, *(point.total for point in passing)))
+    passes = other_streams + max(point.total - point.parts["gradients"] for point in passing)
+    room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
+    return max(needed, min(passes + steps - always, room))
 
 
 def _outside_torch(ranks: int) -> float:
@@ -99,7 +136,7 @@ def _standing(request: Request, state: State) -> float:
     """Buffers, and gradients, that are there in the forward pass as well."""
     strategy = request.strategy
     if strategy.name == "ddp":
-        return float(request.shape.parameters * 4)
+        return float(request.shape.parameters * weight_bytes(request))
     stage = strategy.zero_stage
     if stage is None or stage == 0:
         return 0.0
@@ -110,26 +147,6 @@ def _standing(request: Request, state: State) -> float:
     elif settings.optimizer is not None:
         standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
     return standing
-
-
-def _with_what_the_c_library_keeps(request: Request, points: list[Point]) -> list[Point]:
-    """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
-    most, found = 0.0, []
-    for point in points:
-        small = point.small + _small_activations(request, point.parts)
-        most = max(most, small)
-        found.append(Point({**point.parts, "buffers": point.parts["buffers"] + most - small}, most))
-    return found
-
-
-def _small_activations(request: Request, parts: dict[str, float]) -> float:
-    tokens, shape = request.micro_batch * request.sequence_length, request.shape
-    widths = {
-        "activations": shape.inner,
-        "attention": shape.heads * request.sequence_length,
-        "logits": shape.vocabulary,
-    }
-    return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
 
 
 def points_of(request: Request) -> list[Point]:
@@ -171,7 +188,7 @@ def points_of(request: Request) -> list[Point]:
     for moment in moments:
         if moment.step:
             parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(Point(parts, moment.small))
+            points.append(Point(parts, moment.small, step=True))
             continue
         live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)

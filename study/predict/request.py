@@ -47,6 +47,8 @@ class ModelShape:
     # The output layer is the embedding.
     tied: bool
     tensors: tuple[Tensor, ...]
+    # None: the configuration sets no limit to a sequence.
+    positions: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -112,8 +114,15 @@ class Request:
     compiled: bool = False
     # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
     fused_loss: bool = False
-    # torch's AdamW as one kernel, as this study asks for it. False: two temporaries of what it steps at once.
-    fused_optimizer: bool = True
+    # The output layer and its loss for a part of the tokens at a time: Liger's fused linear cross entropy.
+    chunked_loss: bool = False
+    # Copies that torch's AdamW makes of what it steps at once: none as one kernel, as this study asks for it; by
+    # foreach a root (torch/optim/adamw.py, _multi_tensor_adamw), and before torch 2.1 its sum with eps besides.
+    step_copies: int = 0
+    # Without an engine: the model was loaded in 16 bits, and its gradients and moments are as narrow. No masters.
+    pure: bool = False
+    # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
+    expandable_segments: bool = False
 
     @property
     def fsdp_gathers_16_bits(self) -> bool:
@@ -121,8 +130,9 @@ class Request:
 
     @property
     def ranks_of_a_copy(self) -> int | None:
-        """As in Strategy, on this box."""
-        return self.strategy.ranks_of_a_copy(self.box.ranks, self.box.gpus_per_node)
+        """As in Strategy, on this box. A virtual rank is alone on it, and the machines of its job have eight."""
+        per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
+        return self.strategy.ranks_of_a_copy(self.box.ranks, per_machine)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +152,16 @@ class Memory:
     device_parts: Mapping[str, float]
     steady_allocated: Estimate
     peak_allocated: Estimate
+    # By torch's pool, at least.
     peak_reserved: Estimate
+    # And where there is room.
+    pool_with_room: float
     # state, pinned, load, save.
     host_parts: Mapping[str, float]
     host_peak: Estimate
     nvme: float
+    # Without a GPU: a rank's whole process, its libraries and freed blocks that the C library keeps included.
+    process_peak: Estimate | None = None
     # What makes a part what it is, in words for the reader: "gradients of the embedding exceed the bucket".
     notes: tuple[str, ...] = ()
 

@@ -63,6 +63,18 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
     )
 
 
+def sequence_length(shape: ModelShape, asked: int | None, default: int) -> int:
+    """Where nobody asks, as many tokens as the model takes, up to the default."""
+    if shape.positions is None:
+        return asked or default
+    if asked is not None and asked > shape.positions:
+        raise UserError(
+            f"{shape.name[:80]} has {shape.positions} positions, too few for sequences of {asked} tokens",
+            f"use {shape.positions} or less",
+        )
+    return asked or min(default, shape.positions)
+
+
 def shape_of_preset(preset: Preset) -> ModelShape:
     return shape_of_architecture(preset.name, preset.model_type, preset.architecture)
 
@@ -102,6 +114,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         head_dim=head_dim, vocabulary=sizes["vocabulary"], gated=model_type in _GATED,
         tied=tied and model_type != "bert",
         tensors=(*_tensors(before, 1, False), *_tensors(layer, count, True), *_tensors(after, 1, False)),
+        positions=None if facts["positions"] is None else _whole(name, "max_position_embeddings", facts["positions"]),
     )  # fmt: skip
 
 

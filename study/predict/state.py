@@ -85,7 +85,7 @@ def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
     """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers beside them (bitsandbytes)."""
     if request.optimizer == "adamw_8bit":
         return 2 * (1 + 4 / 256)
-    return 4.0 if settings is not None and settings.bf16_moments else 8.0
+    return 4.0 if request.pure or (settings is not None and settings.bf16_moments) else 8.0
 
 
 def state_of(request: Request, *, waiting: bool = True) -> State:
@@ -105,7 +105,7 @@ def _unsharded(request: Request) -> State:
         # hsdp shards within a copy, and has several.
         ranks = request.ranks_of_a_copy or ranks
         held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
-    master = FP32_BYTES if weight == 2 else 0
+    master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
     return State(held * weight, held * weight, optimizer)
 
@@ -158,9 +158,13 @@ def flat_elements(request: Request) -> int:
     return math.ceil(request.shape.parameters / step) * step
 
 
-def part_elements(request: Request) -> int:
+def padded_elements(request: Request, piece: Piece) -> int:
     """Of stage 3, which cuts and pads each tensor by itself."""
-    return sum(math.ceil(piece.elements / request.box.ranks) for piece in pieces_of(request.shape))
+    return math.ceil(piece.elements / request.box.ranks) * request.box.ranks
+
+
+def part_elements(request: Request) -> int:
+    return sum(padded_elements(request, piece) for piece in pieces_of(request.shape)) // request.box.ranks
 
 
 def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
@@ -204,7 +208,8 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
     params_device = float(part * weight + whole)
     if copy := request.ranks_of_a_copy:
         # zero_hpz_partition_size: a second part, of what the ranks of a machine share.
-        params_device += sum(math.ceil(piece.elements / copy) for piece in pieces_of(request.shape)) * weight
+        again = set(pieces_of(request.shape)) - set(kept_whole(request, settings))
+        params_device += sum(padded_elements(request, piece) // copy for piece in again) * weight
     if settings.parameters is not None:
         params_device = float(whole)
         parts["params_host"] = float(part * weight)

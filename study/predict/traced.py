@@ -2,11 +2,12 @@
 
 The only module of predictions that imports torch, and only when it is asked. What is counted is what the dispatcher
 makes: every storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
-torch's without a mask, as on a GPU.
+torch's without a mask, as on a GPU. For a box with GPUs autocast computes in fp32 what CUDA's does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -44,10 +45,13 @@ def traced(request: Request) -> Traced:
         tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
         labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
         live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
-        with live, torch.autocast("cpu", torch.bfloat16, enabled=request.precision in ("bf16", "fp16")):
+        autocasts = request.precision in ("bf16", "fp16")
+        as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
+        with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
             loss = model(input_ids=tokens, labels=labels).loss
         kept, forward_peak, live.peak = live.now, live.peak, live.now
-        with live:
+        # What is recomputed, as it was computed.
+        with live, as_cuda:
             loss.backward()
         return Traced(kept, forward_peak, live.peak)
 
@@ -111,6 +115,31 @@ def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
         keys |= {layers: shape.layers, heads: shape.heads, "num_key_value_heads": shape.key_value_heads}
         keys |= {"head_dim": shape.head_dim, "attention_types": [[["global"], shape.layers]], "pad_token_id": 0}
     return keys | {"tie_word_embeddings": shape.tied or shape.model_type == "bert"}
+
+
+def _as_cuda() -> Any:
+    """AT_FORALL_FP32 of aten/src/ATen/autocast_mode.h, as far as these models call it."""
+    import torch
+    from torch.nn import functional
+    from torch.overrides import TorchFunctionMode
+
+    in_fp32 = {
+        functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
+        torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
+        torch.Tensor.rsqrt, torch.Tensor.sum,
+    }  # fmt: skip
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    class AsCuda(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in in_fp32:
+                args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+
+    return AsCuda()
 
 
 def _live_bytes(outside: list[torch.Tensor]) -> Any:

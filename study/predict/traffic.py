@@ -63,11 +63,19 @@ def _fsdp(request: Request) -> dict[str, float]:
 
 
 def sent_bytes(request: Request) -> float:
-    """Of a ring. hsdp gathers within a copy, and sums over copies; hpz's second gathers count as the first."""
-    ranks = request.box.ranks
-    within = request.ranks_of_a_copy if request.strategy.is_fsdp else None
-    gathering = within or ranks
-    summing = ranks // within if within else ranks
+    """Of a ring. hsdp gathers within a copy, and sums over copies."""
+    ranks, copy, payload = request.box.ranks, request.ranks_of_a_copy, payload_of(request)
+    if ranks == 1:
+        return 0.0
+    gathering = summing = ranks
+    near = 0.0
+    if copy is not None and request.strategy.is_fsdp:
+        gathering, summing = copy, ranks // copy
+    elif copy is not None:
+        # Under hpz a step's first gather of a tensor takes all ranks, and later ones those of a machine.
+        again = payload["all_gather"] - part_elements(request) * ranks * weight_bytes(request)
+        payload["all_gather"] -= again
+        near = again * (copy - 1) / copy
     share = (gathering - 1) / gathering
     factor = {"all_reduce": 2 * (summing - 1) / summing, "reduce": 1.0, "broadcast": 1.0}
-    return sum(size * factor.get(name, share) for name, size in payload_of(request).items())
+    return near + sum(size * factor.get(name, share) for name, size in payload.items())

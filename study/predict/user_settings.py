@@ -5,24 +5,23 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from study.errors import UserError, brief, first_line
-from study.host.folders import folder_named
+from study.errors import UserError, brief
+from study.predict.user_document import read_document
 
 Kind = Literal["refused", "conflict", "ignored", "nothing", "filled", "missing", "noted"]
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 _SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 _SPELT: dict[str, Any] = {"true": True, "false": False}
-_LARGEST_FILE_BYTES = 1_000_000
 # Those of Accelerate's that train on GPUs, or on processors, with plain torch, DeepSpeed or FSDP.
 _DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+_UNREAD = "is not read here: what is told is of one group over all ranks"
 # Said beside a deepspeed_config_file, Accelerate ends with an error.
 _SAID_TWICE = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
@@ -52,6 +51,8 @@ class UserFile:
     mixed_precision: str | None = None
     fsdp: Mapping[str, Any] | None = None
     num_processes: int | None = None
+    # Of FSDP: how many copies, and over how many ranks each is sharded.
+    mesh: tuple[int, int] | None = None
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
 
@@ -63,7 +64,7 @@ def known_settings() -> dict[str, Any]:
 
 
 def read_user_file(name: str) -> UserFile:
-    document = _document(name)
+    document = read_document(name)
     if "distributed_type" in document or "compute_environment" in document:
         return _accelerate(name, document)
     if "version" in document and "services" in document:
@@ -71,64 +72,6 @@ def read_user_file(name: str) -> UserFile:
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document))
     _check_deepspeed(file)
     return file
-
-
-def _document(name: str) -> dict[str, Any]:
-    path = folder_named(name)
-    try:
-        if path.is_dir():
-            raise UserError(f"{name} is a folder", "name the file in it")
-        if not path.exists():
-            raise UserError(f"there is no file {name}", _near_file(path))
-        if not path.is_file():
-            raise UserError(f"{name} is no plain file", "save what it says in a file, and name that")
-        if path.stat().st_size > _LARGEST_FILE_BYTES:
-            raise UserError(f"{name} is larger than 1 MB", "give a DeepSpeed JSON or an Accelerate YAML")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
-    try:
-        is_json = path.suffix == ".json" or text.lstrip().startswith("{")
-        document = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
-    except _Twice as twice:
-        raise UserError(f"{name} says {twice} twice", "keep one of the two: DeepSpeed refuses such a file") from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        kind = "JSON" if is_json else "YAML"
-        raise UserError(f"{name} is not readable as {kind} ({' '.join(str(error).split())[:120]})", "fix it") from None
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise UserError(f"{name} is not a mapping of settings", "give a DeepSpeed JSON or an Accelerate YAML")
-    return document
-
-
-def _near_file(path: Path) -> str:
-    try:
-        there = [each.name for each in path.parent.iterdir() if each.suffix in (".json", ".yaml", ".yml")]
-    except OSError:
-        there = []
-    near = difflib.get_close_matches(path.name, there, n=2)
-    return f"beside it there is {', '.join(near)}" if near else "name a DeepSpeed JSON or an Accelerate YAML"
-
-
-class _Twice(Exception):
-    """A key is there twice; both parsers would keep the last without a word."""
-
-
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _Twice(key)
-        found[key] = value
-    return found
-
-
-class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [getattr(key, "value", None) for key, _ in node.value]
-        for name in names:
-            if isinstance(name, str) and name != "<<" and names.count(name) > 1:
-                raise _Twice(name)
-        return super().construct_mapping(node, deep)
 
 
 def _dotted(document: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
@@ -158,11 +101,28 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
     if kind == "DEEPSPEED":
         return _accelerate_deepspeed(name, document, precision, processes)
     section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
-    says = "is not read here: what is told is of one group over all ranks"
-    findings = [
-        Finding("noted", key, says) for key in ("parallelism_config", "megatron_lm_config") if document.get(key)
-    ]
-    return UserFile(name, "accelerate", kind, None, (), precision, section, processes, findings)
+    findings = [Finding("noted", key, _UNREAD) for key in ("megatron_lm_config",) if document.get(key)]
+    mesh = None
+    if document.get("parallelism_config"):
+        mesh = _mesh(name, _section(name, document, "parallelism_config"), kind, findings)
+    return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
+
+
+def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Finding]) -> tuple[int, int] | None:
+    sizes = {key.removeprefix("parallelism_config_"): value for key, value in section.items()}
+    for key, size in sizes.items():
+        if key.endswith("_size") and (type(size) is not int or size < 1):
+            raise UserError(f"{name} says parallelism_config.{key}: {brief(size)}", "set a whole number from 1 up")
+    copies, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
+    wide = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
+    findings += [Finding("noted", f"parallelism_config.{key}", _UNREAD) for key in wide]
+    if copies == 1 or kind != "FSDP" or wide:
+        return None
+    if shards == 1:
+        says = "Accelerate refuses copies that nothing shards: take it out, which is plain data parallelism"
+        findings.append(Finding("refused", "parallelism_config.dp_shard_size", says))
+        return None
+    return copies, shards
 
 
 def _section(name: str, document: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -180,7 +140,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     if inner not in (None, "none"):
         if not isinstance(inner, str):
             raise UserError(f"{name} says deepspeed_config_file: {brief(inner)}", "name a file")
-        settings = _document(inner)
+        settings = read_document(inner)
         twice = sorted((_SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set()))
         for key in twice:
             says = f"Accelerate ends with an error where {inner} is given too: say it there alone"
@@ -195,7 +155,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
             says = "the launcher hands it to no rank: say nvme_path in a DeepSpeed JSON"
             findings.append(Finding("ignored", key, says))
     given = _dotted(settings) if inner not in (None, "none") else tuple(known[key] for key in plugin if known.get(key))
-    file = UserFile(name, "accelerate", "DEEPSPEED", settings, given, precision, None, processes, findings)
+    file = UserFile(name, "accelerate", "DEEPSPEED", settings, given, precision, None, processes, None, findings)
     _check_deepspeed(file)
     return file
 

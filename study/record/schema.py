@@ -174,6 +174,7 @@ _ENVIRONMENT_MAY_HAVE: Keys = {
 _RANK_STATE_MAY_HAVE: Keys = {
     "pieces": _keys({}, others=figures), "buffer_bytes": _keys({}, others=figures),
     "grads_in_bucket_bytes": AMOUNT_OR_NULL, "other_tensor_bytes": AMOUNT_OR_NULL,
+    "forward_holds_bytes": AMOUNT_OR_NULL, "forward_gathers_bytes": AMOUNT_OR_NULL,
 }  # fmt: skip
 _RANK_STATE = _keys({"state_bytes": _STATE_BYTES}, _RANK_STATE_MAY_HAVE, figures)
 _RANK_MEMORY: Keys = {

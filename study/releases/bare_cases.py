@@ -66,11 +66,12 @@ def cases() -> Iterator[Case]:
         yield Case("bare", strategy, 4, clipping=0.0)
     # Several backward passes in one micro-step, which is no accumulation: nothing is to be divided.
     for strategy in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3"):
+        yield Case("bare-losses", strategy, 1, loss="outside")
         yield Case("bare-losses", strategy, 4, loss="outside")
-        for passes in ("losses", "forwards"):
-            yield Case(f"bare-{passes}", strategy, 1, loss="outside")
-            yield Case(f"boundary-{passes}", strategy, 1, loss="outside")
-            yield Case(f"accelerate-{passes}", strategy, 1, loss="outside")
+        yield Case("bare-forwards", strategy, 1, loss="outside")
+        yield Case("boundary-forwards", strategy, 1, loss="outside")
+    for strategy in ("zero1", "zero3"):
+        yield Case("accelerate-forwards", strategy, 1, loss="outside")
     yield Case("bare", "zero2_cpu", 2)
     yield Case("bare", "zero0", 1, precision="bf16")
     yield Case("bare", "zero2", 4, precision="bf16")

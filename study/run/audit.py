@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import RunFailed
 from study.host.releases import package_version, unverified_pair
+from study.models.adapters import adapters_in, asked_adapters
 from study.models.presets import preset_layers
-from study.run.live import asked_of_fsdp, dtype_name, optimizer_settings, read_deepspeed, read_plain, uses_tf32
+from study.run import activations, autotp
+from study.run.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
 from study.run.loss_scale import LOSS_SCALER, read_loss_scaler
+from study.run.optimizer import asked_settings, live_settings
+from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
-from study.spec.overrides import parse_overrides
+from study.spec.overrides import override, parse_overrides
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
 
     from study.run.open import OpenRun
     from study.run.steps import StepLog
+
+
+# By name: transformers', and what DeepSpeed's AutoTP makes of them.
+_LINEAR = ("Linear", "Conv1D", "LinearLayer", "LinearAllreduce")
 
 
 def audit(
@@ -48,10 +56,15 @@ def audit(
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
-        "optimizer_settings": optimizer_settings(base),
+        "optimizer_settings": live_settings(base),
+        "adapters": adapters_in(accelerator.unwrap_model(model)),
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
+    if is_deepspeed and launch.strategy.team is not None:
+        live["partitioned_activations"] = activations.live_partition(model)
+    if (team := live_team(accelerator, model)) is not None:
+        live["team"] = team
     asked = _asked(run, plan) | asked_of_fsdp(accelerator)
     found = {key: live.get(key) for key in asked}
     differences = [
@@ -64,12 +77,14 @@ def audit(
         )
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
+    trained = (one for one in model.parameters() if one.requires_grad)
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
         # A large device that stands in for a smaller one, where this is a number.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters()),
+        "model_parameters": autotp.elements(model.parameters(), launch.strategy.team_size),
+        "trainable_parameters": autotp.elements(trained, launch.strategy.team_size),
         "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
         # Where the model is a preset at another depth, the depth it has by itself.
         "preset_layers": preset_layers(config.model_name_or_path),
@@ -93,8 +108,11 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-    if live["world_size"] == 1 and live["zero_stage"]:
-        warnings.append(f"with one rank stage {live['zero_stage']} shards nothing")
+    if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
+        alone = "team" if "team" in live else "rank"
+        warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")
+    if config.optimizer == "muon" and live["zero_stage"]:
+        warnings.append("DeepSpeed reports the norm of what Muon makes of the gradients, and not theirs")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
@@ -116,7 +134,7 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
-    on_cores = strategy.distributed_type == "MULTI_GPU" and not torch.cuda.is_available()
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.team and not torch.cuda.is_available()
     asked: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
@@ -131,15 +149,20 @@ def _asked(run: OpenRun, plan: BatchPlan) -> dict[str, Any]:
         "loss_scaler": LOSS_SCALER if config.precision.startswith("fp16") else None,
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
-        "optimizer_settings": {
-            "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8,
-            "decoupled_weight_decay": True,
-        },
+        "optimizer_settings": asked_settings(config),
+        "adapters": asked_adapters(config),
     }  # fmt: skip
+    if config.bf16_states:
+        asked["bf16_states"] = True
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
+    if strategy.team is not None:
+        asked["team"] = asked_team(run.launch)
+        if strategy.deepspeed is not None:
+            settings = override(strategy.deepspeed, config.engine_override)
+            asked["partitioned_activations"] = activations.are_partitioned(settings)
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
@@ -180,7 +203,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
         return
     precision = config.precision
     expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)
-    layer = next(module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
+    layer = next(module for module in model.modules() if type(module).__name__ in _LINEAR)
 
     def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         handle.remove()

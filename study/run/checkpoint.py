@@ -128,7 +128,8 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"--resume_from_checkpoint {folder} is not a whole checkpoint ({error})",
             "name a folder that holds a checkpoint.json, or `latest`",
         ) from None
-    saved, was = manifest["config"], manifest["strategy"]
+    # Flags that came later than the checkpoint are as if they had been left out.
+    saved, was = RunConfig().to_dict() | manifest["config"], manifest["strategy"]
     if was != launch.strategy.name:
         raise UserError(
             f"the checkpoint was saved by {was}, this run is {launch.strategy.name}",

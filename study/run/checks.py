@@ -21,12 +21,13 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.run import machines
 from study.run.copies import check_copies
+from study.run.teams import check_team
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.names import BATCH_KEYS
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import Strategy
+from study.spec.strategies import KEEPS_PARTS, Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -95,7 +96,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     import_libraries(launch.strategy)
     if launch.strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy)
-    model_config(config)
+    check_team(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
     if launch.strategy.uses_nvme:
@@ -207,8 +208,9 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
     wanted, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
-        # Weights and Adam's two moments, in fp32.
-        wanted, what = wanted + 12 * shape_of(config).parameters, "a record with a checkpoint"
+        # Weights and Adam's two moments, in fp32; of frozen weights no moments.
+        each = 12 if config.peft == "none" else 4
+        wanted, what = wanted + each * shape_of(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
     if free < wanted:
         # Not `Unsupported`, which a sweep would take for a final answer: the disk may have room tomorrow.
@@ -242,7 +244,7 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
         )
     assert strategy.deepspeed is not None
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {"aio", "zero_optimization", *strategy.deepspeed}
+    known |= {"aio", "zero_optimization", KEEPS_PARTS.split(".")[0], *strategy.deepspeed}
     for key in parse_overrides(config.engine_override):
         section = key.split(".")[0]
         if section not in known:

@@ -7,10 +7,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from study.host.box import free_gpu_bytes
+from study.models.tensor_plans import divides_while_loading
+from study.run import activations, autotp, context, sequence
 from study.run.audit import check_compute_dtype
 from study.run.loss_scale import FP16_SECTION, GRAD_SCALER
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
+from study.spec.options import settings_of_options
 from study.spec.overrides import override
 from study.virtual.rank.group import join_virtual_group, let_ddp_go_on
 
@@ -36,7 +39,14 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
     settings = copy.deepcopy(dict(strategy.deepspeed))
     if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
         settings["zero_optimization"]["zero_hpz_partition_size"] = of_a_copy
-    settings["train_batch_size"] = plan.global_batch_size
+    if strategy.team:
+        # Follows from the next two. DeepSpeed counts the ranks of a team as if each had its own samples, or not, by
+        # how far it has come.
+        settings.pop("train_batch_size", None)
+        if strategy.team.divides == "tensors":
+            settings["tensor_parallel"]["autotp_size"] = strategy.team.ranks
+    else:
+        settings["train_batch_size"] = plan.global_batch_size
     settings["train_micro_batch_size_per_gpu"] = plan.per_device_train_batch_size
     settings["gradient_accumulation_steps"] = plan.gradient_accumulation_steps
     settings["gradient_clipping"] = config.max_grad_norm
@@ -47,6 +57,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
         settings["torch_autocast"] = {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": []}
     elif config.precision == "fp16-engine":
         settings["fp16"] = dict(FP16_SECTION)
+    settings |= settings_of_options(config, settings)
     for what in ("offload_optimizer", "offload_param"):
         section = settings["zero_optimization"].get(what)
         if section and section["device"] == "nvme":
@@ -58,7 +69,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
 def make_accelerator(run: OpenRun) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
-    from accelerate import Accelerator, DistributedType, PartialState
+    from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
     from accelerate.utils import GradScalerKwargs
 
     config, launch = run.config, run.launch
@@ -68,8 +79,9 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # Without this line Accelerate finds no backend for a GPU strategy on a box without one, and every rank
         # would believe that it is alone.
         state = PartialState(cpu=True)
-        if launch.strategy.is_fsdp:
-            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing.
+        if launch.strategy.is_fsdp or divides_while_loading(launch.strategy):
+            # Accelerate turns MULTI_GPU into FSDP and never MULTI_CPU: it would train DDP here and say nothing. Nor
+            # does it take a parallelism_config there.
             state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         if launch.strategy.deepspeed is not None and launch.world_size > 1:
             import deepspeed
@@ -104,12 +116,18 @@ def make_accelerator(run: OpenRun) -> Accelerator:
         # An empty policy keeps parameters, gathers and reductions in fp32; autocast does the rest, as under DDP.
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
     if launch.strategy.mesh is not None:
-        from accelerate import ParallelismConfig
-
         of_a_copy = launch.ranks_of_a_copy(config)
         assert of_a_copy is not None
         arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
+    elif launch.strategy.team is not None and launch.strategy.team.divides == "context":
+        arguments["parallelism_config"] = context.parallelism(run.plan, launch.strategy.team)
+    elif launch.strategy.team is not None and launch.strategy.team.divides == "sequence":
+        arguments["parallelism_config"] = sequence.parallelism(run.plan, launch.strategy.team, config)
+    elif divides_while_loading(launch.strategy):
+        arguments["parallelism_config"] = ParallelismConfig(tp_size=launch.strategy.team_size)
     accelerator = Accelerator(**arguments)
+    if autotp.divides(accelerator):
+        autotp.load_whole()
     hold_to_precision(accelerator, config)
     return accelerator
 
@@ -134,7 +152,21 @@ def prepare(
     if getattr(accelerator, "is_fsdp2", False):
         _prepare_for_fsdp2(accelerator, model)
     check_compute_dtype(model, config)
+    if context.divides(accelerator):
+        context.make_ready(model)
+    if sequence.divides(accelerator):
+        sequence.make_ready(model)
+    if autotp.divides(accelerator):
+        autotp.make_ready(accelerator, model)
     prepared_model, prepared_optimizer = accelerator.prepare(model, optimizer)
+    if sequence.divides(accelerator):
+        sequence.put_right(prepared_model)
+    if autotp.divides(accelerator):
+        autotp.put_right(prepared_model, virtual=config.virtual_world_size is not None)
+        if activations.are_partitioned(accelerator.state.deepspeed_plugin.deepspeed_config):
+            activations.partition_activations(model)
+        # Its layers are other ones by now.
+        check_compute_dtype(prepared_model, config)
     if config.virtual_world_size:
         let_ddp_go_on(prepared_model)
     forget_first_step(prepared_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from study.run import context, tensors
 from study.run.copies import second_copy, sharded_copies
 from study.spec.config import BatchPlan, RunConfig
 
@@ -44,6 +45,7 @@ def read_deepspeed(engine: Any) -> dict[str, Any]:
         "nvme_path": ", ".join(sorted(nvme_paths)) or None,
         "precision": precision,
         "param_dtype": dtype_name(next(engine.module.parameters()).dtype),
+        "bf16_states": _has_bf16_states(engine),
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
@@ -53,10 +55,15 @@ def read_deepspeed(engine: Any) -> dict[str, Any]:
     }
 
 
+def _has_bf16_states(engine: Any) -> bool:
+    """The masters are there from the start, and Adam makes its moments like them."""
+    groups = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+    masters = [master for name in groups for master in getattr(engine.optimizer, name, [])]
+    return bool(masters) and {dtype_name(master.dtype) for master in masters} == {"bfloat16"}
+
+
 def read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
-
-    from study.measure.inventory import dtensor_type
 
     buckets = {"ddp_bucket_bytes": model.bucket_bytes_cap} if isinstance(model, DistributedDataParallel) else {}
     return {
@@ -66,12 +73,23 @@ def read_plain(accelerator: Accelerator, model: Any, config: RunConfig, plan: Ba
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "buckets": buckets,
         **_read_fsdp(model),
-        "fully_sharded": any(isinstance(parameter, dtensor_type()) for parameter in model.parameters()),
-        **sharded_copies(model),
+        **_read_parts(accelerator, model),
         # Without an engine these two are the loop's own doing; there is no second opinion to read back.
         "gradient_clipping": config.max_grad_norm,
         "per_device_train_batch_size": plan.per_device_train_batch_size,
     }
+
+
+def _read_parts(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Any]:
+    """Of tensors that are divided over ranks: gathered again by FSDP2, or never."""
+    from study.measure.inventory import dtensor_type
+
+    if (team := tensors.live_team(model)) is not None:
+        return {"fully_sharded": False, "team": team}
+    if context.divides(accelerator):
+        return {"fully_sharded": True, "team": context.live_team(accelerator, model)}
+    is_divided = any(isinstance(parameter, dtensor_type()) for parameter in model.parameters())
+    return {"fully_sharded": is_divided, **sharded_copies(model)}
 
 
 def _read_fsdp(model: torch.nn.Module) -> dict[str, Any]:
@@ -114,19 +132,6 @@ def asked_of_fsdp(accelerator: Accelerator) -> dict[str, Any]:
     if plugin.auto_wrap_policy:
         asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
     return asked
-
-
-def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    group = optimizer.param_groups[0]
-    # torch.optim.AdamW decouples by its class, DeepSpeedCPUAdam by a switch that defaults to on.
-    decoupled = getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
-    return {
-        "lr": group["initial_lr"] if "initial_lr" in group else group["lr"],
-        "weight_decay": group["weight_decay"],
-        "betas": list(group["betas"]),
-        "eps": group["eps"],
-        "decoupled_weight_decay": bool(decoupled),
-    }
 
 
 def uses_tf32() -> bool:

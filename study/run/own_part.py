@@ -19,4 +19,11 @@ def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterat
     """
     from accelerate.utils import send_to_device
 
-    yield send_to_device(micro_batch, accelerator.device, non_blocking=True)
+    from study.run import context, sequence
+
+    inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
+    if context.divides(accelerator):
+        with context.own_tokens(accelerator, inputs) as own:
+            yield own
+    else:
+        yield sequence.own_tokens(inputs) if sequence.divides(accelerator) else inputs

@@ -45,11 +45,23 @@ def check_values(config: RunConfig) -> None:
     if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
         raise _out_of_range("dropout", dropout, "use 0 up to below 1, or -1 for the model's own")
     parse_overrides(config.engine_override)
+    _check_options(config)
     if config.virtual_world_size is not None:
         check_virtual_rank(config.virtual_world_size, config.virtual_rank)
     elif config.virtual_rank is not None:
         flag = f"--virtual_rank {config.virtual_rank}"
         raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
+
+
+def _check_options(config: RunConfig) -> None:
+    if config.bf16_states and config.precision not in (None, "bf16-engine"):
+        raise UserError(f"--bf16_states does not go with --precision {config.precision}", "use --precision bf16-engine")
+    if config.optimizer == "muon" and config.max_grad_norm:
+        raise UserError(
+            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip what Muon"
+            " makes of the gradients, and other engines the gradients",
+            "use --max_grad_norm 0",
+        )
 
 
 def _check_text(flag: str, value: str) -> None:

@@ -29,12 +29,17 @@ Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 Attention = Literal["eager", "sdpa", "flash_attention_2"]
+Peft = Literal["none", "lora"]
+Optimizer = Literal["adamw", "muon"]
 WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 
 # What a run may change and stay the same run: where it writes, and where it goes on from.
 _NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
 # Flags that came later. A run that does not use them keeps the name it had before they existed.
-_LATER_FLAGS = {"virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "team_size": None}
+_LATER_FLAGS = {
+    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "team_size": None, "peft": "none",
+    "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
+}  # fmt: skip
 
 
 def _flag(help_text: str, default: Any = None, at_least: int | None = None) -> Any:
@@ -64,13 +69,18 @@ class RunConfig:
     )
     num_train_epochs: int = _flag("passes over the training samples, unless --max_steps says otherwise", at_least=1)
     max_steps: int = _flag("optimizer steps; 0 leaves it to --num_train_epochs", at_least=0)
-    learning_rate: float = _flag("AdamW's peak learning rate", at_least=0)
+    optimizer: Optimizer = _flag("muon: DeepSpeed's, for the matrices of hidden layers; AdamW for the rest", "adamw")
+    learning_rate: float = _flag("the optimizer's peak learning rate", at_least=0)
     weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
     warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", at_least=0)
     lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
     max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
     precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
+    bf16_states: bool = _flag("with bf16-engine: no fp32 masters, and the optimizer's states in bf16 as well", False)
+    peft: Peft = _flag("lora: train small matrices beside all linear layers, and freeze the model's weights", "none")
+    lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
+    lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
     attn_implementation: Attention = _flag("transformers' attention; sdpa means eager where a model has none", "sdpa")
     torch_compile: bool = _flag("compile the model with torch.compile", False)

@@ -22,7 +22,9 @@ SHIPPED = {
     "zero0": "9481e1f5", "zero1": "e51e6afa", "zero2": "a2f2c754", "zero3": "156585ce", "zero2_cpu": "a71bb567",
     "zero3_cpu_optimizer": "6576381e", "zero3_cpu": "c697a613", "zero3_nvme_optimizer": "9fb10f9d",
     "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
-    "hsdp": "afad6f4c", "zero3_hpz": "84b60480",
+    "hsdp": "afad6f4c", "zero3_hpz": "84b60480", "tp": "46005079", "cp": "066098a5",
+    "ulysses_zero1": "0bc82649", "ulysses_zero2": "3505de4a", "ulysses_zero3": "9d1a4285",
+    "zero1_tp": "b5179013", "zero2_tp": "b26f666d", "zero3_tp": "dc9095f8",
 }  # fmt: skip
 # The flags of a run decide these, whatever the file says.
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
@@ -69,7 +71,9 @@ def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
-    sizes = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
+    sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
+    if "cp_size" in sizes:
+        sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
     # The one size left over is all ranks, as without the section.
     return {key.lower(): value for key, value in asked.items()} | ({} if set(sizes) == {"dp_shard_size"} else sizes)
 

@@ -22,6 +22,7 @@ from study.spec.names import (
     mesh_asked,
     mesh_of,
 )
+from study.spec.options import settings_of_options
 from study.spec.overrides import override, parse_overrides
 from study.spec.strategy_files import read_deepspeed_json, read_yaml
 from study.spec.team import Team, team_of
@@ -35,9 +36,13 @@ STUDIED_STRATEGIES = (
 )  # fmt: skip
 # Those that a suite names one by one. They hold more than one copy, each within a part of the ranks.
 WITH_COPIES = ("hsdp", "zero3_hpz")
+# Whose ranks work on the same samples together.
+WITH_TEAMS = ("tp", "cp", "ulysses_zero1", "ulysses_zero2", "ulysses_zero3", "zero1_tp", "zero2_tp", "zero3_tp")
 # Two copies, and two ranks for each.
 LEAST_RANKS_WITH_COPIES = 4
-STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES)
+STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
+# A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
+KEEPS_PARTS = "activation_checkpointing.partition_activations"
 # Where nobody says it: of a virtual job, and in arithmetic.
 RANKS_OF_A_MACHINE = 8
 
@@ -101,7 +106,7 @@ class Strategy:
         resized = self.with_team(config.team_size)
         if self.deepspeed is None:
             return resized
-        asked = override(self.deepspeed, config.engine_override)
+        asked = override({**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override)
         sizes_are_asked = "zero_optimization.zero_hpz_partition_size" in parse_overrides(config.engine_override)
         own_settings = asked if sizes_are_asked else self.own_settings
         return dataclasses.replace(resized, deepspeed=asked, own_settings=own_settings)
@@ -110,8 +115,26 @@ class Strategy:
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 
+    def _check_checkpointing(self, config: RunConfig) -> None:
+        if self.deepspeed is None:
+            return
+        section, key = KEEPS_PARTS.split(".")
+        asked = override(self.deepspeed, config.engine_override).get(section) or {}
+        if asked in ({}, {key: False}):
+            return
+        problem = f"DeepSpeed's {section} does nothing by itself"
+        if asked != {key: True}:
+            raise UserError(f"{problem}, and of its keys the study sees to {key} alone", "leave the others out")
+        if self.team is None or self.team.divides != "tensors":
+            raise UserError(f"{problem}, and under {self.name} no ranks share a layer's activations", "use zero*_tp")
+        if not config.gradient_checkpointing:
+            raise UserError(
+                f"{problem}, and without checkpoints there is nothing to keep in parts", "add --gradient_checkpointing"
+            )
+
     def check_engine_flags(self, config: RunConfig) -> None:
         """Refuse flags that only DeepSpeed can serve, where it does not run, and what it serves wrongly."""
+        self._check_checkpointing(config)
         precision = config.precision or ""
         if precision == "fp16" and self.zero_stage:
             # Nor does it ever lower the loss scale there: once a step overflows, all are skipped.
@@ -132,8 +155,27 @@ class Strategy:
         elif self.deepspeed is None and config.engine_override:
             problem, fix = "--engine_override sets DeepSpeed keys", "leave it out"
         else:
+            self._check_options(config)
             return
         raise UserError(f"{problem}, and {self.name} runs without it", f"{fix}, or use a zero* strategy")
+
+    def _check_options(self, config: RunConfig) -> None:
+        offloads = self.offload_device("optimizer") is not None
+        if config.bf16_states and (not self.zero_stage or offloads):
+            raise UserError(
+                f"--bf16_states is DeepSpeed's, of stages 1 to 3 without offload, and not {self.name}'s",
+                "leave it out, or use zero1, zero2 or zero3",
+            )
+        if self.zero_stage and self.team and self.team.divides == "tensors":
+            for flag, is_asked, why in (
+                ("optimizer muon", config.optimizer == "muon", "cuts matrices that Muon must see whole"),
+                ("peft lora", config.peft == "lora", "divides layers by names that adapters change"),
+            ):
+                if is_asked:
+                    raise UserError(f"--{flag}: {self.name} {why}", "leave it out, or use a strategy without _tp")
+        if config.optimizer == "muon" and (self.is_fsdp or offloads):
+            why = "cuts matrices that Muon must see whole" if self.is_fsdp else "steps AdamW on the host"
+            raise UserError(f"--optimizer muon: {self.name} {why}", "use single, ddp, or zero0 to zero3")
 
 
 def ranks_of_a_copy(world_size: int, per_machine: int) -> int:
@@ -165,4 +207,5 @@ def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | No
         return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)
     if "fsdp_config" not in document:
         return asked_without_engine(mesh)
-    return asked_of_fsdp({key.upper(): str(value) for key, value in document["fsdp_config"].items()}, mesh)
+    sections = {**document["fsdp_config"], **document.get("parallelism_config", {})}
+    return asked_of_fsdp({key.upper(): str(value) for key, value in sections.items()}, mesh)

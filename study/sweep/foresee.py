@@ -16,7 +16,8 @@ from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.time import predict_time
-from study.spec.strategies import read_strategy
+from study.spec.options import has_known_state
+from study.spec.strategies import WITH_TEAMS, read_strategy
 from study.sweep.needs import needs_of
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
@@ -60,13 +61,15 @@ class Foresight:
         """In a few words."""
         said, request = [], self._request(cell)
         device, fits = self.device_gib(cell), None
+        if request is None:
+            said.append(f"no memory for {_unpredicted(cell)}")
         if request is not None:
             memory = predict_memory(request)
             said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             held = memory.host_peak.value
             if device is None:
-                held += cell.world_size / self.nodes(cell) * memory.peak_allocated.value
+                held += cell.world_size / self.nodes(cell) * memory.peak_reserved.value
             # A cap is the allocator's, and does not see the context.
             is_cap = cell.config.device_memory_cap_gib is not None
             on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
@@ -89,13 +92,11 @@ class Foresight:
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
     def _request(self, cell: Cell) -> Request | None:
-        """None for a model of which only its name is known."""
+        """None for what `_unpredicted` says."""
         config, ranks = cell.config, cell.ranks
-        try:
-            shape = model_shape(config.model_name_or_path)
-        except UserError:
+        if _unpredicted(cell):
             return None
-        plan = cell.plan
+        shape, plan = model_shape(config.model_name_or_path), cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
@@ -108,6 +109,19 @@ class Foresight:
             accumulation=plan.gradient_accumulation_steps, precision=config.precision,
             gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
         )  # fmt: skip
+
+
+def _unpredicted(cell: Cell) -> str | None:
+    """What nobody has arithmetic for; None where there is."""
+    if cell.strategy in WITH_TEAMS:
+        return f"{cell.strategy}, whose ranks share their samples"
+    if not has_known_state(cell.config):
+        return "LoRA" if cell.config.peft != "none" else cell.config.optimizer
+    try:
+        model_shape(cell.config.model_name_or_path)
+    except UserError:
+        return f"{cell.config.model_name_or_path}, of which only the name is known"
+    return None
 
 
 def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Foresight:

@@ -9,7 +9,8 @@ from study.models.presets import find_preset
 from study.predict.floor import ANY_DEVICE, least_activation_bytes, least_device_bytes, state_bytes
 from study.predict.request import Box, Request
 from study.predict.shape import shape_of_preset
-from study.spec.strategies import read_strategy
+from study.spec.options import has_known_state
+from study.spec.strategies import WITH_TEAMS, read_strategy
 
 # Interpreter, torch and the engine, of each process.
 _LIBRARIES_BYTES = 1.2 * 2**30
@@ -30,7 +31,7 @@ def needs_of(cell: Cell) -> Needs | None:
     """None for a model of which only its name is known."""
     config = cell.config
     preset = find_preset(config.model_name_or_path)
-    if preset is None:
+    if preset is None or not has_known_state(config) or cell.strategy in WITH_TEAMS:
         return None
     shape, plan = shape_of_preset(preset), cell.plan
     strategy = read_strategy(cell.strategy).overridden(config)

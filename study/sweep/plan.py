@@ -15,7 +15,7 @@ from study.errors import UserError
 from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
-from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, read_strategy
+from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
@@ -25,7 +25,7 @@ _PROBE = {"max_steps": 3, "eval_samples": 8}
 # What each trainer runs.
 _STRATEGIES: dict[Trainer, Sequence[str]] = {
     "study": STRATEGY_NAMES,
-    "hf_trainer": [name for name in STRATEGY_NAMES if name not in ("fsdp2", "hsdp")],
+    "hf_trainer": [name for name in STRATEGY_NAMES if name not in ("fsdp2", "hsdp", *WITH_TEAMS)],
     "bare_loop": ("single", "ddp"),
 }
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Literal
+from typing import Literal, get_args
 
-from study.predict.floor import state_bytes
 from study.predict.flops import model_flops
+from study.predict.host import EVALUATION_BYTES
 from study.predict.memory import predict_memory
 from study.predict.request import Memory, Request
+from study.predict.state import state_of
 from study.predict.time import FITTED, Constants, predict_time
 
-# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process, or, without a
-# GPU, the process itself.
-Kind = Literal["allocated", "reserved", "device", "resident"]
+# What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
+# GPU, the process itself: one that kept what it freed, one that gave it back, or one that had gigabytes of blocks under
+# 32 MiB and kept of them what chance would have, so that only the least that it held is known.
+Process = Literal["resident", "resident_returned", "resident_by_chance"]
+Kind = Literal["allocated", "reserved", "device"] | Process
 GIB = 2**30
 
 
@@ -26,14 +29,19 @@ class Measured:
     request: Request
     peak_bytes: float | None = None
     peak_kind: Kind = "allocated"
-    # Between two steps: the project's own records have it.
-    steady_bytes: float | None = None
+    # Of a process: when it imported what evaluations need, which then is there in the steps that follow. Records of
+    # before 2026-11-21 count what is left of the last one, too.
+    evaluated: Literal["never", "between", "last"] = "never"
     step_s: float | None = None
     # None where nobody tried the device's limit.
     fits: bool | None = None
     use: Literal["fit", "score"] = "score"
+    # The same of its memory: something was chosen with the row in sight.
+    use_memory: Literal["fit", "score"] = "score"
     # Part of each layer is computed again, which no request says.
     selective: bool = False
+    # Of a process that has no tensor yet, where its page measured it.
+    context_bytes: float | None = None
     url: str = ""
     # Why it does not count, where a reader found out.
     refused: str | None = None
@@ -45,8 +53,8 @@ def impossible(row: Measured) -> str | None:
     if row.refused:
         return row.refused
     if row.peak_bytes is not None:
-        held = state_bytes(request.strategy, request.precision, request.box.ranks)
-        least = request.shape.parameters * (held.params_device + held.optimizer_device)
+        held = state_of(request, waiting=False)
+        least = held.params_device + held.optimizer_device
         if row.peak_bytes < least:
             return f"{row.peak_bytes / GIB:.1f} GiB, and weights and optimizer alone are {least / GIB:.1f}"
     peak = request.box.device.peak_tflops.get(request.precision.removesuffix("-engine"))
@@ -61,21 +69,38 @@ def peak_of(memory: Memory, kind: Kind) -> float:
     """The predicted figure of the same kind."""
     if kind == "allocated":
         return memory.peak_allocated.value
-    if kind == "resident":
-        return memory.peak_allocated.value + memory.host_parts["rank"]
     outside = memory.device_parts["context"] if kind == "device" else 0.0
-    return memory.peak_reserved.value + outside
+    return memory.pool_with_room + outside
 
 
 def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
-    request = row.request
-    if row.selective:
-        request = dataclasses.replace(request, gradient_checkpointing=True, keeps_products=True)
-    return peak_of(predict_memory(request), kind or row.peak_kind)
+    memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
+    if kind in get_args(Process):
+        return _of_process(memory, row, kind)
+    other = 0.0
+    if kind == "device" and row.context_bytes is not None:
+        other = row.context_bytes - memory.device_parts["context"]
+    return peak_of(memory, kind) + other
+
+
+def _of_process(memory: Memory, row: Measured, kind: Kind) -> float:
+    tensors = memory.peak_reserved if kind == "resident" else memory.peak_allocated
+    libraries = memory.host_parts["rank"]
+    if row.evaluated == "last":
+        return libraries + max(tensors.value, memory.steady_allocated.value + EVALUATION_BYTES)
+    return libraries + tensors.value + (EVALUATION_BYTES if row.evaluated == "between" else 0.0)
+
+
+def _recomputing(row: Measured) -> Request:
+    if not row.selective:
+        return row.request
+    return dataclasses.replace(row.request, gradient_checkpointing=True, keeps_products=True)
 
 
 def predicted_fit(row: Measured) -> bool:
-    return predicted_peak(row, "device") <= row.request.box.device.visible_gib * GIB
+    memory = predict_memory(_recomputing(row))
+    needed = memory.peak_reserved.value + memory.device_parts["context"]
+    return needed <= row.request.box.device.visible_gib * GIB
 
 
 def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:

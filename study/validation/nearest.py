@@ -45,7 +45,28 @@ def nearest(request: Request, rows: Sequence[Measured], count: int = _SHOWN) -> 
 
 
 def told(request: Request) -> Iterator[str]:
-    """In lines for the reader."""
+    """In lines for the reader: published measurements, then this project's own."""
+    yield from _published(request)
+    try:
+        from study.report.records.predicted import request_of
+        from study.validation import own
+    except ModuleNotFoundError:
+        # Tables are read by pandas, which no prediction needs.
+        return
+    runs = [(run, request_of(run)) for run in own.runs().itertuples()]
+    for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
+        some = [(run, there) for run, there in runs if bool(run.virtual) is is_virtual]
+        run, there = min(some, key=lambda one: distance(request, one[1]))
+        found = {one.figure: one for one in own.compared_of(run)}
+        said = [
+            f"{name} of {one.measured / GIB:.3g} GiB where {one.predicted / GIB:.3g} is predicted ({one.error:+.1%})"
+            for name, one in (("state", found[own.ALL_STATE]), ("traffic", found[own.SENT])) if one.measured > 1000
+        ]  # fmt: skip
+        what = f"{there.shape.name}, {there.strategy.name} on {there.box.ranks} ranks"
+        yield f"own record near here, {label}: {what}: {'; '.join(said)} (reports/{run.suite})"
+
+
+def _published(request: Request) -> Iterator[str]:
     for row in nearest(request, published_rows()):
         said = []
         if row.peak_bytes is not None:

@@ -9,29 +9,26 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.buckets import kept_by_c_library
-from study.predict.request import Box, Request
-from study.predict.shape import model_shape
+from study.predict.kept import kept_by_c_library
+from study.predict.request import Request
 from study.predict.state import state_of, weight_bytes
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
-from study.spec.overrides import override
-from study.spec.strategies import REPOSITORY, read_strategy
-from study.theory.hardware import Device
-from study.validation.measured import GIB, Measured, predicted_peak
+from study.report.records.predicted import WITHOUT_COPIES, request_of
+from study.spec.strategies import REPOSITORY
+from study.validation.measured import GIB, Kind, Measured
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
-# Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
-_WITHOUT_COPIES = ("1f63150", "771d7fe")
-_PROCESSOR = Device(
-    name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
-    memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
-)  # fmt: skip
+ALL_STATE, SENT = "state, all", "sent in a step"
+# The phase of steps went on after the last evaluation.
+_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
+# Virtual ranks kept what they freed, as real ones do for the sake of their times.
+_KEPT_WHAT_THEY_FREED = (*WITHOUT_COPIES, "dd505bf", "6edd112")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,83 +47,71 @@ class Compared:
 
 
 @functools.cache
-def _runs() -> pd.DataFrame:
+def runs() -> pd.DataFrame:
+    """Every record that has ended well."""
     tables = [read_parquet(REPOSITORY / "reports" / suite).runs.assign(suite=suite) for suite in SUITES]
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
     return runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
 
 
-def request_of(run: Any) -> Request:
-    strategy = read_strategy(run.strategy)
-    if strategy.deepspeed is not None:
-        settings = override(strategy.deepspeed, json.loads(run.engine_override))
-        strategy = dataclasses.replace(strategy, deepspeed=settings)
-    ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
-    copies = not str(run.git_commit).startswith(_WITHOUT_COPIES)
-    return Request(
-        shape=model_shape(run.model_name_or_path), strategy=strategy,
-        box=Box("processes", _PROCESSOR, ranks, gathers_into_copies=copies),
-        sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
-        accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
-        gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
-    )  # fmt: skip
-
-
 def own_rows() -> list[Measured]:
     """Peaks, for the table that has the published ones too."""
+    rows = ((run, request_of(run)) for run in runs().itertuples())
     return [
         Measured(
-            source="own", name=f"{run.suite} {run.run}", request=request_of(run),
-            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident",
+            source="own", name=f"{run.suite} {run.run}", request=request, evaluated=_evaluated(run),
+            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run, request),
         )
-        for run in _runs().itertuples()
+        for run, request in rows
     ]  # fmt: skip
 
 
-def peak_errors() -> pd.DataFrame:
-    """Of each record; and whether its tensors are large: of smaller blocks the C library keeps what was freed."""
-    found = []
-    for row in own_rows():
-        request = row.request
-        width = weight_bytes(request)
-        large = sum(
-            tensor.elements * tensor.count for tensor in request.shape.tensors
-            if not kept_by_c_library(float(tensor.elements * width))
-        )  # fmt: skip
-        found.append({
-            "run": row.name, "strategy": request.strategy.name,
-            "error": predicted_peak(row) / row.peak_bytes - 1 if row.peak_bytes else None,
-            "in large blocks": large > 0.9 * request.shape.parameters,
-        })  # fmt: skip
-    return pd.DataFrame(found)
+def _kind_of(run: Any, request: Request) -> Kind:
+    if not run.virtual:
+        return "resident"
+    shape, width = request.shape, weight_bytes(request)
+    small = sum(each.elements * each.count for each in shape.tensors if kept_by_c_library(each.elements * width))
+    kept_what_it_freed = str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
+    return "resident_by_chance" if kept_what_it_freed and small > 0.1 * shape.parameters else "resident_returned"
+
+
+def _evaluated(run: Any) -> Literal["never", "between", "last"]:
+    if 0 < run.eval_steps < run.steps:
+        return "between"
+    at_end = not pd.isna(run.eval_loss_final) and str(run.git_commit).startswith(_COUNTS_WHAT_THE_LAST_EVALUATION_LEFT)
+    return "last" if at_end else "never"
 
 
 def compared() -> Iterator[Compared]:
     """Every figure of state by kind and place, all of it, and what left the rank in a step."""
-    for run in _runs().itertuples():
-        request = request_of(run)
-        state = state_of(request)
-        total = dict.fromkeys(("measured", "predicted"), 0.0)
-        for kind in STATE_KINDS:
-            for place in STATE_PLACES:
-                value = getattr(run, f"{kind}_bytes_{place}")
-                measured, predicted = 0.0 if pd.isna(value) else value, getattr(state, f"{kind}_{place}")
-                total["measured"] += measured
-                total["predicted"] += predicted
-                if measured or predicted:
-                    yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
-        yield Compared(run.suite, run.run, "state, all", **total)
-        collectives = json.loads(run.collectives)
-        sent = sum(each["wire_bytes_per_rank"] for each in collectives.values())
-        yield Compared(run.suite, run.run, "sent in a step", sent, sent_bytes(request))
+    for run in runs().itertuples():
+        yield from compared_of(run)
+
+
+def compared_of(run: Any) -> Iterator[Compared]:
+    request = request_of(run)
+    state = state_of(request)
+    total = dict.fromkeys(("measured", "predicted"), 0.0)
+    for kind in STATE_KINDS:
+        for place in STATE_PLACES:
+            value = getattr(run, f"{kind}_bytes_{place}")
+            measured, predicted = 0.0 if pd.isna(value) else value, getattr(state, f"{kind}_{place}")
+            total["measured"] += measured
+            total["predicted"] += predicted
+            if measured or predicted:
+                yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
+    yield Compared(run.suite, run.run, ALL_STATE, **total)
+    collectives = json.loads(run.collectives)
+    sent = sum(each["wire_bytes_per_rank"] for each in collectives.values())
+    yield Compared(run.suite, run.run, SENT, sent, sent_bytes(request))
 
 
 def table() -> pd.DataFrame:
     """By figure: of how many records, and how far off the prediction is."""
     rows = pd.DataFrame([{**dataclasses.asdict(one), "error": abs(one.error)} for one in compared()])
     # A few bytes of norms and flags are sent even where nothing else is.
-    rows = rows[~((rows["figure"] == "sent in a step") & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
+    rows = rows[~((rows["figure"] == SENT) & (rows["measured"] < 1000) & (rows["predicted"] < 1000))]
     found = rows.groupby("figure", sort=False)["error"]
     return pd.DataFrame({
         "figure": list(found.groups), "records": found.count().to_list(),

@@ -2,11 +2,13 @@
 
 A group has `common` keys that each of its rows takes over. model, box, strategy, precision, attention, sequence,
 micro_batch, accumulation and checkpointing make the request; `override` are DeepSpeed's settings as --engine_override
-takes them; dropout, compiled, fused_loss, fused_optimizer and autocast (false where FSDP alone computes in 16 bits) are
-of the page's trainer. `device` replaces figures of the box's device, network_gb_per_s its network. One of
-tokens_per_s_per_gpu, samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib or memory_mib is the memory,
-and memory_kind what it counts. A row with a time or with `fits` did fit, one with out_of_memory did not, and one with
-`refuse` does not count, for that reason.
+takes them; dropout, compiled, fused_loss, chunked_loss, optimizer, step_copies, pure, expandable_segments,
+checkpoint_every and autocast (false where FSDP alone computes in 16 bits) are of the page's trainer, as Request says
+them. `device` replaces figures of the box's device, network_gb_per_s its network. One of tokens_per_s_per_gpu,
+samples_per_s (of all GPUs), step_s and mfu is the time; memory_gib, memory_mib or memory_bytes is the memory,
+memory_kind what it counts, and context_mib what the page saw of the driver before there was a tensor. A row with a time
+or with `fits` did fit, one with out_of_memory did not, and one with `refuse` does not count, for that reason. With
+`use: fit` it scores no time, with `use_memory: fit` no memory.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from study.spec.strategies import read_strategy
 from study.validation.measured import GIB, Measured
 
 FILE = Path(__file__).with_name("published.yaml")
+# Of the trainer, by the names that Request has for them.
+_OF_TRAINER = ("optimizer", "step_copies", "pure", "chunked_loss", "expandable_segments", "checkpoint_every")
 _KEYS = {
     "model", "box", "strategy", "precision", "attention", "sequence", "micro_batch", "accumulation", "checkpointing",
     "override", "device", "network_gb_per_s", "tokens_per_s_per_gpu", "samples_per_s", "step_s", "mfu", "memory_gib",
-    "memory_mib", "memory_kind", "fits", "out_of_memory", "use", "compiled", "url",
-    "refuse", "autocast", "fused_loss", "dropout", "fused_optimizer",
+    "memory_mib", "memory_bytes", "memory_kind", "context_mib", "fits", "out_of_memory", "use", "use_memory",
+    "compiled", "url", "refuse", "autocast", "fused_loss", "dropout", *_OF_TRAINER,
 }  # fmt: skip
 
 
@@ -74,6 +78,8 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
     memory = row["memory_gib"] * GIB if "memory_gib" in row else None
     if "memory_mib" in row:
         memory = row["memory_mib"] * 2**20
+    if "memory_bytes" in row:
+        memory = float(row["memory_bytes"])
     step_s = _step_s(row, request)
     selective = row["checkpointing"] == "selective"
     words = [
@@ -91,7 +97,9 @@ def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], mod
         step_s=step_s,
         fits=not row.get("out_of_memory"),
         use=row.get("use", "score"),
+        use_memory=row.get("use_memory", "score"),
         selective=selective,
+        context_bytes=row["context_mib"] * 2**20 if "context_mib" in row else None,
         url=row["url"],
         refused=row.get("refuse"),
     )
@@ -122,7 +130,7 @@ def _request(row: Mapping[str, Any], model: str) -> Request:
         fused_loss=row.get("fused_loss", False),
         dropout=row.get("dropout", False),
         compiled=row.get("compiled", False),
-        fused_optimizer=row.get("fused_optimizer", True),
+        **{name: row[name] for name in _OF_TRAINER if name in row},
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from study.predict.request import Request
+from study.predict.state import state_of
 from study.validation.measured import GIB, Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
 
 
@@ -18,10 +19,13 @@ class Scored:
     device: str
     ranks: int
     use: str
+    use_memory: str
     refused: str | None
     peak_kind: str
     peak_gib: float | None
     predicted_peak_gib: float | None
+    # Of that, weights and the optimizer.
+    state_gib: float | None
     step_s: float | None
     predicted_step_s: float | None
     fits: bool | None
@@ -48,10 +52,12 @@ def score(row: Measured) -> Scored:
         device=request.box.device.name,
         ranks=request.box.ranks,
         use=row.use,
+        use_memory=row.use_memory,
         refused=refused,
         peak_kind=row.peak_kind,
         peak_gib=None if row.peak_bytes is None else row.peak_bytes / GIB,
         predicted_peak_gib=predicted_peak(row) / GIB if counts and row.peak_bytes is not None else None,
+        state_gib=_held(request) / GIB if counts and row.peak_bytes is not None else None,
         step_s=row.step_s,
         predicted_step_s=predicted_step_s(row) if counts and row.step_s is not None else None,
         fits=row.fits,
@@ -60,25 +66,6 @@ def score(row: Measured) -> Scored:
         else None,
         url=row.url,
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Of one figure over some rows; an error is predicted over measured, less one."""
-
-    rows: int
-    median: float | None
-    worst: float | None
-    # With its sign: which way it leans.
-    leaning: float | None
-
-
-def errors_of(found: Iterable[float | None]) -> Errors:
-    errors = [error for error in found if error is not None]
-    if not errors:
-        return Errors(0, None, None, None)
-    sizes = [abs(error) for error in errors]
-    return Errors(len(errors), statistics.median(sizes), max(sizes), statistics.median(errors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +89,11 @@ def calls_of(rows: Sequence[Scored]) -> Calls:
         said_fits=sum(row.predicted_fits is True and row.fits is False for row in judged),
         said_out_of_memory=sum(row.predicted_fits is False and row.fits is True for row in judged),
     )
+
+
+def _held(request: Request) -> float:
+    state = state_of(request)
+    return state.params_device + state.optimizer_device
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

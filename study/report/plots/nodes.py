@@ -33,7 +33,9 @@ def _lines(subject: str, rows: pd.DataFrame) -> Drawing:
         height = of_it["across"] / 2**20 if is_planned else 100 * of_it["efficiency"]
         axes.plot(of_it["machines"], height, markersize=8, **style.line)
         ends.append(
-            EndLabel(of_it["machines"].iloc[-1], height.iloc[-1], f"{line} {number(height.iloc[-1])}", style.colour)
+            EndLabel(
+                of_it["machines"].iloc[-1], height.iloc[-1], f"{_short(line)} {number(height.iloc[-1])}", style.colour
+            )
         )
         words.append(
             f"{line} " + ", ".join(f"{number(y)} on {x}" for x, y in zip(of_it["machines"], height, strict=True))
@@ -51,3 +53,9 @@ def _lines(subject: str, rows: pd.DataFrame) -> Drawing:
         "In groups with ranks on several machines, of eight each." if is_planned else "Beside the fewest machines."
     )
     return finish(figure, title, subject, subtitle, f"in {unit}: {'; '.join(words)}")
+
+
+def _short(line: str) -> str:
+    """The table has the settings themselves."""
+    arm, *settings = line.split(", ")
+    return f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm

@@ -1,7 +1,8 @@
 """How a strategy looks, the same in every figure, table and page.
 
 No two colours come close to each other for a reader with protanopia, deuteranopia or tritanopia, and each strategy has
-a marker and a line of its own, so that a figure reads in black and white as well. A test measures both.
+a marker of its own, so that a figure reads in black and white as well. There are no more such colours than these: a
+strategy with teams has that of the one under it, and another line. A test measures all three.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ STRATEGIES: Mapping[str, Style] = {
     "fsdp2": Style("#3e1665", "X", (0, (8, 2))),
     "hsdp": Style("#183c3c", "H", (0, (8, 2, 1, 2))),
     "zero3_hpz": Style("#6d1404", "8", (0, (5, 1))),
+    # With teams: the colour of what a strategy is without them.
+    "tp": Style("#767676", "4", (0, (2, 1, 6, 1))),
+    "cp": Style("#3e1665", "+", (0, (4, 1, 2, 1))),
+    "ulysses_zero1": Style("#0a35b3", "1", (0, (2, 1, 6, 1))),
+    "ulysses_zero2": Style("#018228", "2", (0, (2, 1, 6, 1))),
+    "ulysses_zero3": Style("#db3502", "3", (0, (2, 1, 6, 1))),
+    "zero1_tp": Style("#0a35b3", "_", (0, (1, 1, 3, 1))),
+    "zero2_tp": Style("#018228", "x", (0, (1, 1, 3, 1))),
+    "zero3_tp": Style("#db3502", "|", (0, (1, 1, 3, 1))),
 }
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 
@@ -66,6 +76,7 @@ TRAFFIC: Mapping[str, Fill] = {
     "reduce": Fill("#7fb2e5", "\\\\\\\\"),
     "all_gather": Fill("#db3502", "\\\\\\\\"),
     "broadcast": Fill("#e0a98f", "xxxx"),
+    "all_to_all": Fill("#7a5195", "...."),
 }
 # Where the time of a step goes, in the order in which it is stacked; what is idle comes last.
 PROFILE: Mapping[str, Fill] = {

@@ -87,7 +87,7 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
             "Model": run["model_name_or_path"],
             "Precision": run["engine_precision"],
             "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
-            "Setting": setting_of(run["engine_override"]) if isinstance(run["engine_override"], str) else "",
+            "Setting": setting_of(run) if isinstance(run["engine_override"], str) else "",
             "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
             "Sent per step, GB": sent_bytes(run["collectives"]) / GB,
             "Host peak, GiB": run["host_peak_rss_gib"],

@@ -9,6 +9,7 @@ from study.report.questions.cells import names, span
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import Records
 from study.report.records.nodes import STRONG, WEAK, over_nodes
+from study.report.records.predicted import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.report.records.statistics import percent
 
 _MIB = 2**20
@@ -24,7 +25,7 @@ def answer(records: Records) -> Answer | None:
         return Answer(
             "Nothing here was timed on several machines: what a rank holds and sends there is told by virtual ranks.",
             table,
-            ("A virtual job has machines of eight ranks.",),
+            ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED),
         )
     said = [
         f"{span(of_it['efficiency'], percent)} of the ideal with {names(sorted(of_it['line'].unique()))} ({kind})"
@@ -35,9 +36,16 @@ def answer(records: Records) -> Answer | None:
     return Answer(f"On up to {most} a rank keeps {'; '.join(said)}.", table, _NOTES)
 
 
+_ACROSS = "Across machines is what goes through groups that reach from one to another, whichever link carries it."
+_PLANNED = (
+    f"The predicted speed is that of {PLANNED_DEVICE}s in the same job, each with {PLANNED_MICRO_BATCH} samples of"
+    f" {PLANNED_LENGTH} tokens a step; its efficiency is beside the fewest machines. Published bandwidths end at 64"
+    " machines, and are taken to stay what they are there."
+)
 _NOTES = (
     "Strong: the global batch stays the same. Weak: each rank's share of it does.",
     "The ideal is the speed per rank on the fewest machines.",
+    _ACROSS,
 )
 
 
@@ -48,9 +56,13 @@ def nodes_table(records: Records) -> pd.DataFrame:
 def _shown(rows: pd.DataFrame) -> pd.DataFrame:
     shown = {
         "Model": rows["model"], "Arm": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
-        "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"], "Efficiency": rows["efficiency"],
-        "State per rank, MiB": rows["state"] / _MIB, "Sent per rank, MiB": rows["sent"] / _MIB,
+        "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"],
+        "Tokens/s, predicted": rows["predicted_tokens_per_s"], "Efficiency": rows["efficiency"],
+        "Efficiency, predicted": rows["predicted_efficiency"],
+        "State per rank, MiB": rows["state"] / _MIB, "State, predicted": rows["predicted_state"] / _MIB,
+        "Sent per rank, MiB": rows["sent"] / _MIB, "Sent, predicted": rows["predicted_sent"] / _MIB,
         "Of it across machines, MiB": rows["across"] / _MIB,
+        "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
     }  # fmt: skip
     return pd.DataFrame(shown).dropna(axis="columns", how="all")
 

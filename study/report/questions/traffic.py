@@ -41,12 +41,12 @@ def traffic_table(records: Records) -> pd.DataFrame:
             "Sent per step, MiB": sent_mib(arm),
             "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
             "Calls per step": arm.median("comm_calls_per_step"),
-            "Payload by collective, MiB": _by_collective(arm),
+            "Payload by collective, MiB": by_collective(arm),
         },
     )
 
 
-def _by_collective(arm: Arm) -> str:
+def by_collective(arm: Arm) -> str:
     watched = arm.ended["collectives"].dropna()
     counted = json.loads(watched.iloc[0]) if len(watched) else {}
     return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in sorted(counted.items())) or "-"

@@ -6,13 +6,15 @@ import pandas as pd
 
 from study.report.records.arms import NAN, state_bytes
 from study.report.records.frames import Records, real, virtual
+from study.report.records.predicted import predicted
 from study.report.records.virtual_ranks import sent_bytes
 
 STRONG, WEAK, PLANNED = "strong", "weak", "planned"
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
     "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",
-    "sent", "across",
+    "sent", "across", "peak", "predicted_state", "predicted_sent", "predicted_peak", "predicted_tokens_per_s",
+    "predicted_efficiency",
 ]  # fmt: skip
 
 
@@ -45,14 +47,19 @@ def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]
         # Of several counts of ranks on so few machines the largest, which fills them.
         first = first[first["world_size"] == first["world_size"].max()]
         per_rank = (first["tokens_per_s"] / first["world_size"].astype(float)).median()
+        told = predicted(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
         for (machines, ranks), some in alike.groupby(["machines", "world_size"]):
             # The wall time of a virtual rank is no figure.
             speed = NAN if scaling == PLANNED else some["tokens_per_s"].median()
+            said = predicted(some.iloc[0])
             rows.append({
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": some["strategy"].iloc[0],
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
                 "state": state_bytes(some), "sent": some["collectives"].map(sent_bytes).median(),
                 "across": some["across_machines_bytes_per_step"].fillna(0.0).median(),
+                "peak": some["peak_memory_gib_device"].median(), "predicted_state": said.state_bytes,
+                "predicted_sent": said.sent_bytes, "predicted_peak": said.peak_bytes / 2**30,
+                "predicted_tokens_per_s": said.tokens_per_s, "predicted_efficiency": said.tokens_per_s / ranks / told,
             })  # fmt: skip
     return rows

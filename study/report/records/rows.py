@@ -72,7 +72,7 @@ RUN_COLUMNS: dict[str, str] = {
     **dict.fromkeys(
         ("buffer_bytes_device", "buffer_bytes_host", "grads_in_bucket_bytes", "kept_whole_bytes"), "float64"
     ),
-    "other_tensor_bytes": "float64",
+    **dict.fromkeys(("other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"), "float64"),
     "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
@@ -93,7 +93,7 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack", "machines", "across_machines_bytes_per_step",
+     "stack", "machines", "across_machines_bytes_per_step", "forward_holds_bytes", "forward_gathers_bytes",
      "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
@@ -241,7 +241,7 @@ def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         for place in ("device", "host"):
             sizes = (size for name, size in largest.items() if name.endswith(f".{place}") and size is not None)
             row[f"buffer_bytes_{place}"] = sum(sizes)
-    for key in ("grads_in_bucket_bytes", "other_tensor_bytes"):
+    for key in ("grads_in_bucket_bytes", "other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"):
         row[key] = _largest(state.get(key) for state in states)
     row["grads_by_moment"] = json.dumps(
         {

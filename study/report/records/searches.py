@@ -20,7 +20,7 @@ _VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_n
 # Searches that differ in one of these are not of one kind.
 _SETTINGS = (
     "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
-    "attn_implementation", "data", "weights",
+    "attn_implementation", "data", "weights", "peft", "optimizer", "bf16_states",
 )  # fmt: skip
 _WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
 Row = dict[str, Any]

@@ -18,6 +18,7 @@ import pandas as pd
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import Records, virtual
 from study.report.records.statistics import percent
+from study.report.records.workloads import options_of
 from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
@@ -80,7 +81,7 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
         **held.document(),
         "held": held,
         "model": model,
-        "setting": setting_of(row["engine_override"]),
+        "setting": setting_of(row),
         # All that two runs share which differ in their setting alone, or in their depth.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
@@ -89,8 +90,9 @@ def _summary(row: Mapping[Any, Any]) -> Summary:
     }
 
 
-def setting_of(overrides: str) -> str:
-    return ", ".join(item.removeprefix("zero_optimization.") for item in json.loads(overrides)) or AS_SHIPPED
+def setting_of(row: Mapping[Any, Any]) -> str:
+    overrides = [item.removeprefix("zero_optimization.") for item in json.loads(row["engine_override"])]
+    return ", ".join([*overrides, *options_of(row)]) or AS_SHIPPED
 
 
 def table1_rows(records: Records) -> list[Summary]:

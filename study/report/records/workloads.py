@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from study.spec.strategies import STRATEGY_NAMES
 
 # What a comparison is measured against; without any of these it is the first strategy in the usual order.
@@ -20,7 +22,8 @@ _WORK = {
     "precision": "{}", "global_batch_size": "batch {}", "per_device_train_batch_size": "micro-batch {}",
     "train_samples": "{} samples", "num_train_epochs": "{} epochs", "max_steps": "{} steps",
     "gradient_checkpointing": "checkpointing {}", "attn_implementation": "{} attention", "torch_compile": "compile {}",
-    "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB",
+    "tokenizer_name": "tokenizer {}", "device_memory_cap_gib": "cap {} GiB", "peft": "{}", "lora_rank": "rank {}",
+    "lora_alpha": "alpha {}", "optimizer": "{}", "bf16_states": "states in bf16",
 }  # fmt: skip
 # Runs that differ in one of these should have been one experiment.
 _RULES = {
@@ -31,13 +34,15 @@ _RULES = {
 _WORDS = _SUBJECT | _WORK | _RULES
 
 
+# Of settings that older records could not have: as what those say, which is nothing.
+_AS_BEFORE = {"peft": "none", "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False}
 Row = Mapping[str, Any]
 Values = Sequence[tuple[str, Any]]
 
 
 def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Every run with its `workload`, `workload_key` and `arm`. A None in a row is not recorded."""
-    exact = [tuple((field, row[field]) for field in _WORDS) for row in rows]
+    exact = [tuple((field, _asked(field, row[field])) for field in _WORDS) for row in rows]
     experiments = _experiments(rows, exact)
     keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
     texts = _texts(sorted(set(keys.values())))
@@ -52,6 +57,16 @@ def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
         row | {"arm": _arm(row, worlds[row["workload_key"], row["strategy"]], _differing(values, experiments[values]))}
         for row, values in zip(named, exact, strict=True)
     ]
+
+
+def _asked(field: str, value: Any) -> Any:
+    return None if field in _AS_BEFORE and (pd.isna(value) or value == _AS_BEFORE[field]) else value
+
+
+def options_of(row: Row) -> list[str]:
+    """What a run asks for that is no setting of its strategy's, in words."""
+    asked = {field: _asked(field, row[field]) for field in _AS_BEFORE}
+    return [word_for(field, value) for field, value in asked.items() if value is not None]
 
 
 def _experiments(rows: Sequence[Row], exact: Sequence[Values]) -> dict[Values, Values]:

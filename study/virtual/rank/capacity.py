@@ -57,8 +57,9 @@ def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: b
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
     strategy, model = launch.strategy, shape.architecture
     per_weight = 2 if config.precision.endswith("-engine") else 4
-    # Outside ZeRO-3 the whole model is made in fp32 on the host first.
-    built = 4 * shape.parameters if strategy.zero_stage != 3 else 3 * 4 * shape.largest_parameter
+    # Outside ZeRO-3, and where its layers are to be divided, the whole model is made in fp32 on the host first.
+    in_parts = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
+    built = 3 * 4 * shape.largest_parameter if in_parts else 4 * shape.parameters
     always = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
         return always + built + _offloaded_bytes(config, launch, shape, per_weight)
@@ -89,7 +90,14 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight
 def _state_and_working_bytes(
     config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
 ) -> float:
-    elements, ranks, strategy = shape.parameters, launch.world_size, launch.strategy
+    strategy = launch.strategy
+    divided = _ranks_of_a_layer(strategy)
+    elements, ranks = shape.parameters / divided, launch.world_size / divided
+    if config.peft != "none" and strategy.zero_stage != 3:
+        # Frozen weights have no gradients and no states, and adapters are small.
+        return built_bytes + per_weight * elements
+    if strategy.team is not None and strategy.team.divides == "tensors" and strategy.deepspeed is None:
+        return 16 * elements + 4 * 4 * shape.largest_parameter
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
@@ -107,8 +115,12 @@ def _state_and_working_bytes(
         # Gloo scatters out of a copy, and group.py holds one as large.
         bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
-        return shard + bucket + per_weight * (live + 3 * shape.largest_parameter)
+        return shard + max(built_bytes, bucket + per_weight * (live + 3 * shape.largest_parameter))
     return shard + max(built_bytes + per_weight * elements, 2 * per_weight * elements + bucket)
+
+
+def _ranks_of_a_layer(strategy: Strategy) -> int:
+    return strategy.team.ranks if strategy.team and strategy.team.divides == "tensors" else 1
 
 
 def _zero_settings(strategy: Strategy, config: RunConfig) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""What study/predict says of a record: its request, and the figures that a page shows beside the measured ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pandas as pd
+
+from study.errors import UserError
+from study.predict.boxes import box_of, box_of_devices
+from study.predict.memory import predict_memory
+from study.predict.request import Box, Request, box_of_ranks
+from study.predict.shape import model_shape, sequence_length
+from study.predict.state import state_of
+from study.predict.time import predict_time
+from study.predict.traffic import sent_bytes
+from study.spec.overrides import override
+from study.spec.strategies import RANKS_OF_A_MACHINE, read_strategy
+from study.theory.hardware import Device
+
+# Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
+WITHOUT_COPIES = ("1f63150", "771d7fe")
+PROCESSOR = Device(
+    name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
+    memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
+)  # fmt: skip
+# What a virtual job is planned for.
+PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Of one rank, but for the speed, which is that of all. A box without a GPU has no speed."""
+
+    state_bytes: float = math.nan
+    sent_bytes: float = math.nan
+    peak_bytes: float = math.nan
+    tokens_per_s: float = math.nan
+
+
+def predicted(run: Any) -> Predicted:
+    try:
+        request = request_of(run)
+    except UserError:
+        # A model or settings that nobody has arithmetic for.
+        return Predicted()
+    state = state_of(request)
+    timed = _planned(request) if run.virtual else request
+    return Predicted(
+        state_bytes=state.device + state.host + state.nvme,
+        sent_bytes=sent_bytes(request),
+        peak_bytes=math.nan if request.box.in_host_memory else predict_memory(request).peak_allocated.value,
+        tokens_per_s=math.nan
+        if timed.box.in_host_memory
+        else predict_time(timed).tokens_per_s_per_gpu.value * timed.box.ranks,
+    )
+
+
+def request_of(run: Any) -> Request:
+    strategy = read_strategy(run.strategy)
+    if strategy.team is not None:
+        raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "leave it out")
+    if strategy.deepspeed is not None:
+        settings = override(strategy.deepspeed, json.loads(run.engine_override))
+        strategy = dataclasses.replace(strategy, deepspeed=settings)
+    return Request(
+        shape=model_shape(run.model_name_or_path), strategy=strategy, box=_box_of(run),
+        sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
+        accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
+        gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
+    )  # fmt: skip
+
+
+def _box_of(run: Any) -> Box:
+    devices = json.loads(run.devices) if isinstance(run.devices, str) else []
+    if run.virtual or not devices:
+        ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
+        copies = not str(run.git_commit).startswith(WITHOUT_COPIES)
+        return dataclasses.replace(box_of_ranks("processes", PROCESSOR, ranks), gathers_into_copies=copies)
+    return box_of_devices(devices[0], int(run.world_size), 1 if pd.isna(run.machines) else int(run.machines))
+
+
+def _planned(request: Request) -> Request:
+    """The same job on machines of eight GPUs, with batches as one trains there."""
+    nodes = max(1, request.box.ranks // RANKS_OF_A_MACHINE)
+    return dataclasses.replace(
+        request, box=box_of(f"{nodes}x{request.box.ranks // nodes}x{PLANNED_DEVICE}"), micro_batch=PLANNED_MICRO_BATCH,
+        sequence_length=sequence_length(request.shape, None, PLANNED_LENGTH),
+    )  # fmt: skip

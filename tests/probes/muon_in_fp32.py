@@ -1,0 +1,17 @@
+"""study/train.py with Muon's iteration in fp32, as DeepSpeed has it where a processor has no fp16.
+
+In 16 bits it makes 1e-3 of an update out of a gradient's last bit, and two equal trainings cannot be told from others.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from deepspeed.runtime.zero.muon import original_muon
+
+from study.run.exit import exit_status_of
+from study.train import main
+
+original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
+sys.exit(exit_status_of(main))

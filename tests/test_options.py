@@ -1,0 +1,195 @@
+"""LoRA, Muon and states in bf16 under the strategies: the same training, the bytes that follow, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_virtual import assert_same_rank, virtual
+
+from runs import RunFactory, train
+from study.errors import UserError
+from study.record.directory import Run, read_run
+from study.spec.config import RunConfig
+from study.spec.strategies import read_strategy
+
+GPT = ("--task", "gpt-wikitext")
+LORA = ("--peft", "lora")
+MUON = ("--optimizer", "muon", "--max_grad_norm", "0")
+STATES = ("--precision", "bf16-engine", "--bf16_states")
+FP32_RELATIVE = 1e-5
+# By kind of engine; the others are among the long tests.
+QUICK = ("ddp", "zero2", "zero3", "fsdp2")
+REST = ("zero0", "zero1", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "hsdp", "zero3_hpz")
+# Whose adapters must be larger, or DeepSpeed swaps none of their states.
+ON_DRIVE = ("zero3_nvme_optimizer", "zero3_nvme")
+long = pytest.mark.long
+
+
+def losses(run: Run) -> list[float]:
+    return [row["loss"] for row in run.steps]
+
+
+def held(run: Run) -> dict[str, float]:
+    return {kind: sum(places.values()) for kind, places in run.memory["ranks"][0]["state"]["state_bytes"].items()}
+
+
+def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py") -> Run:
+    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else 2, script=script)
+    log = folder / "log.txt"
+    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
+    return read_run(folder)
+
+
+@pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=long)])
+@pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(name, marks=long) for name in REST)])
+def test_adapters_alone_are_trained_with_the_losses_of_one_process(
+    run_of: RunFactory, strategy: str, task: str
+) -> None:
+    flags = ("--task", task, *LORA)
+    single, arm = run_of("single", *flags, "--per_device_train_batch_size", "4"), run_of(strategy, *flags)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+    assert len(set(losses(arm))) == 8
+    assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
+        [row["eval_loss"] for row in single.evals], rel=FP32_RELATIVE
+    )
+    assert arm.engine["adapters"] == {"kind": "lora", "rank": 8, "alpha": 16}
+    assert arm.engine["trainable_parameters"] == single.engine["trainable_parameters"]
+    assert 0 < arm.engine["trainable_parameters"] < arm.engine["model_parameters"] / 10
+    whole = run_of("single", "--task", task, "--per_device_train_batch_size", "4")
+    assert whole.engine["trainable_parameters"] == whole.engine["model_parameters"]
+    assert losses(whole)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
+    assert arm.summary["model_flops_per_step"] < 0.75 * whole.summary["model_flops_per_step"]
+
+
+@long
+@pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
+def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
+    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+
+
+@long
+@pytest.mark.parametrize("strategy", ON_DRIVE)
+def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
+    flags = (*GPT, *LORA, "--lora_rank", "256")
+    single, arm = run_of("single", *flags), run_of(strategy, *flags)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+    assert arm.summary["state_bytes_per_rank"]["optimizer"]["nvme"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gradients", "states"),
+    # In fp32: Adam's two moments, beside which DeepSpeed keeps a copy of the weights, and counts of steps.
+    [("ddp", 4, 8), pytest.param("zero1", 4, 6, marks=long), ("zero2", 2, 6), ("zero3", 2, 6), ("fsdp2", 2, 4)],
+)
+def test_frozen_weights_have_no_gradients_and_no_states(
+    run_of: RunFactory, strategy: str, gradients: int, states: int
+) -> None:
+    run = run_of(strategy, *GPT, *LORA)
+    trainable = run.engine["trainable_parameters"]
+    assert held(run)["grads"] == gradients * trainable
+    assert held(run)["optimizer"] == pytest.approx(states * trainable, rel=1e-3)
+    assert held(run)["params"] >= 4 * run.engine["model_parameters"] / 2
+
+
+@pytest.mark.parametrize(
+    "strategy", [*QUICK, *(pytest.param(name, marks=long) for name in ("zero1", "zero3_cpu", "zero2_cpu"))]
+)
+def test_a_virtual_rank_with_adapters_holds_and_sends_what_a_real_one_does(
+    run_of: RunFactory, strategy: str, tmp_path: Path
+) -> None:
+    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), run_of(strategy, *GPT, *LORA), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [("zero3", LORA), ("zero2", MUON), ("zero3", STATES)]
+    + [
+        pytest.param(strategy, flags, marks=long)
+        for strategy, flags in [
+            ("ddp", LORA), ("zero2", LORA), ("fsdp2", LORA), ("zero1", MUON), ("zero3", MUON), ("zero1", STATES),
+            ("zero2", STATES),
+        ]
+    ],
+)  # fmt: skip
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
+    strategy: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    whole = trained_in(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
+    again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
+    assert losses(again) == losses(whole)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", *(pytest.param(name, marks=long) for name in ("ddp", "zero1"))])
+def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: Path) -> None:
+    """In fp32, since a 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
+    single, arm = (
+        trained_in(name, tmp_path / name, *MUON, script="tests/probes/muon_in_fp32.py") for name in ("single", strategy)
+    )
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+    assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
+    assert arm.engine["optimizer_settings"]["momentum"] == 0.95
+    norms, updates = ([row["grad_norm"] for row in run.steps] for run in (single, arm))
+    if strategy != "ddp":
+        assert min(updates) > 5 * max(norms), "DeepSpeed takes the norm of gradients again"
+        assert any("norm of what Muon makes" in warning for warning in arm.engine["warnings"])
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", pytest.param("zero1", marks=long)])
+def test_muon_keeps_one_momentum_for_each_hidden_matrix(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
+    adamw, muon = run_of("single", *GPT), run_of("single", *GPT, *MUON)
+    # GPT-2's four matrices a layer: twelve of its width squared.
+    matrices = 2 * 12 * 256**2
+    assert held(adamw)["optimizer"] - held(muon)["optimizer"] == pytest.approx(4 * matrices, rel=1e-3)
+    arm = run_of(strategy, *GPT, *MUON)
+    assert_same_rank(virtual(strategy, tmp_path / "run", *MUON), arm, rank=0)
+    assert held(arm)["optimizer"] < 0.9 * held(run_of(strategy, *GPT))["optimizer"]
+
+
+def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    torch.manual_seed(0)
+    for shape in ((96, 32), (32, 96), (48, 48)):
+        weight, momentum = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(shape)
+        theirs = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.95)
+        for _ in range(3):
+            before, weight.grad = weight.detach().clone(), torch.randn(shape)
+            # As every run has it that does not ask for compilation.
+            with torch.compiler.set_stance("force_eager"):
+                ours = muon_update(weight.grad.clone(), momentum, beta=0.95)
+            theirs.step()
+            update = before - weight.detach()
+            assert torch.equal(momentum, theirs.state[weight]["momentum_buffer"])
+            assert 1e-4 < (ours - update).norm() / update.norm() < 0.03
+
+
+@pytest.mark.parametrize("strategy", ["zero3", *(pytest.param(name, marks=long) for name in ("zero1",))])
+def test_states_in_bf16_are_one_training_and_half_the_bytes(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
+    stage2, arm = run_of("zero2", *GPT, *STATES), run_of(strategy, *GPT, *STATES)
+    assert losses(arm) == pytest.approx(losses(stage2), rel=2**-9)
+    assert arm.engine["bf16_states"]
+    engine = run_of(strategy, *GPT, "--precision", "bf16-engine")
+    assert not engine.engine["bf16_states"]
+    assert losses(arm) != losses(engine)
+    assert held(arm)["optimizer"] == pytest.approx(held(engine)["optimizer"] / 2, rel=1e-4)
+    assert held(arm)["params"] == held(engine)["params"]
+    assert_same_rank(virtual(strategy, tmp_path / "run", *STATES), arm, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "asked", "says"),
+    [
+        ("ddp", {"bf16_states": True, "precision": "bf16"}, "--bf16_states is DeepSpeed's"),
+        ("zero0", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states is DeepSpeed's"),
+        ("zero2_cpu", {"bf16_states": True, "precision": "bf16-engine"}, "--bf16_states is DeepSpeed's"),
+        ("fsdp2", {"optimizer": "muon"}, "--optimizer muon: fsdp2"),
+        ("zero3_cpu", {"optimizer": "muon"}, "--optimizer muon: zero3_cpu"),
+    ],
+)
+def test_what_a_strategy_cannot_serve_is_refused_by_name(strategy: str, asked: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        read_strategy(strategy).check_engine_flags(RunConfig.from_dict({"max_grad_norm": 0.0, **asked}, "the test"))
