@@ -146,15 +146,17 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
 
 def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
     """What causes.yaml says of the releases where it came and went."""
-    edges = (
-        ("came with", "entered", found.last_good, found.first_bad),
-        ("went with", "left", found.last_bad, found.first_good),
-    )
-    lines = []
-    for word, edge, before, after in edges:
-        for cause in read_causes():
-            change: Change = getattr(cause, edge)
-            if before and after and cause.shows_in(strategy, micro_steps, "fp32"):
-                if release_order(before) < release_order(change.release) <= release_order(after):
-                    lines.append(f"{cause.title}: {word} {change.release} {change.change}".rstrip())
-    return lines
+    mine = [cause for cause in read_causes() if cause.shows_in(strategy, micro_steps, "fp32")]
+    came = [(cause, "came with", cause.entered) for cause in mine
+            if _is_between(cause.entered, found.last_good, found.first_bad)]  # fmt: skip
+    went = [(cause, "went with", cause.left) for cause in mine
+            if _is_between(cause.left, found.last_bad, found.first_good)]  # fmt: skip
+    return [
+        f"{cause.title}: {word} {change.release} {change.change}".rstrip() for cause, word, change in (*came, *went)
+    ]
+
+
+def _is_between(change: Change, before: str | None, after: str | None) -> bool:
+    if before is None or after is None:
+        return False
+    return release_order(before) < release_order(change.release) <= release_order(after)
