@@ -131,13 +131,16 @@ def test_host_memory_is_checked_where_it_is_said() -> None:
 
 
 def test_another_question_is_told_where_the_answer_changes() -> None:
-    # Plain data parallelism of 1.5 B fits one sequence of a kilobyte of tokens on 40 GB, and no longer ones.
-    question = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
+    question = Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", gradient_checkpointing=False)
     advice = advise(question)
     assert advice.best is not None
-    longer = advise(dataclasses.replace(question, sequence_length=2048)).best
-    told = list(changes(advice))
-    assert any("2048 tokens" in line for line in told) == (longer is None or longer.name != advice.best.name)
+    four = advise(dataclasses.replace(question, box=box_of("4xH100")))
+    assert four.best is not None
+    assert four.best.name != advice.best.name
+    assert f"with half the GPUs it would be {four.best.name}" in list(changes(advice))
+    # A sequence that the model has no positions for is no question.
+    short = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
+    assert not [line for line in changes(advise(short)) if "tokens a sample" in line]
 
 
 def test_the_guides_are_held_against_the_same_prediction(eight_b: Advice) -> None:
@@ -210,6 +213,9 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         (["--model_name_or_path", "gpt2", "--hardware", "8xH10O"], "did you mean H100"),
         (["--model_name_or_path", "layers=2,hidden=64", "--hardware", "H100"], "does not say its heads, vocabulary"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "0"], "no whole number"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "1025"], "gpt2 has 1024 positions"),
+        (["--model_name_or_path", "gemma-2-9b", "--hardware", "H100", "--seq_length", "8193"], "has 8192 positions"),
+        (["--model_name_or_path", "gpt2", "--hardware", "8xH100", "--global_batch_size", "12"], "use 16"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--price-per-gpu-hour", "free"], "no number above 0"),
         (["--model_name_or_path", "gpt2"], "--hardware"),
     ],

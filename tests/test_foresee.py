@@ -68,6 +68,20 @@ def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(
     assert not list(warnings(cells_of(suite), box))
 
 
+def test_what_nobody_predicts_is_named_and_copies_are_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = {"strategy": ["hsdp", "zero3_hpz", "tp"], "world_size": [4]}
+    file = write_suite(tmp_path, plain, {**TINY, "model_name_or_path": "gpt-tiny"})
+    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+    said = [line.split("  # predicted: ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert [line.startswith("no memory for tp, whose ranks share") for line in said] == [False, False, True]
+    assert all(" GiB a rank, " in line for line in said[:2])
+    file = write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, "model_name_or_path": "gpt-tiny", "peft": "lora"})
+    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+    assert "predicted: no memory for LoRA" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
 def test_a_prediction_is_never_below_what_is_certain(suite: Suite) -> None:
     ahead = foresight(suite, Box((), 16.0), {}, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from scipy import stats
 
 from study.report.plots.nodes import efficiency
 from study.report.questions import QUESTIONS, TABLES, nodes
-from study.report.records.frames import Records, read_records
+from study.report.records.frames import Records, read_parquet, read_records
+from study.report.records.predicted import predicted
+from study.spec.strategies import REPOSITORY, WITH_COPIES
 from synthetic_records import PARAMETERS, state_bytes, told, write_run
 
 MIB = 2**20
@@ -232,6 +235,31 @@ def test_virtual_runs_have_memory_and_no_times(tmp_path: Path) -> None:
     assert len(TABLES["memory"](records)) == 1
     for name in ("summary", "loss", "runtime"):
         assert TABLES[name](records).empty
+
+
+def test_what_is_predicted_of_many_machines_stands_beside_what_virtual_ranks_hold_and_send() -> None:
+    table = TABLES["nodes"](read_parquet(REPOSITORY / "reports" / "virtual_scaling"))
+    assert table["Ranks"].max() == 1024
+    assert set(WITH_COPIES) <= set(table["Arm"].str.split(",").str[0])
+    for what in ("State", "Sent"):
+        assert table[f"{what}, predicted"].tolist() == pytest.approx(table[f"{what} per rank, MiB"].tolist(), rel=1e-5)
+    kept = table.pivot(index="Arm", columns="Ranks", values="Efficiency, predicted")
+    assert (kept[1024] < kept[32]).all()
+    # Over many machines those that send little between them keep more of their speed.
+    assert kept.loc["hsdp", 1024] > kept.loc["fsdp2", 1024] / kept.loc["fsdp2", 16]
+    assert "Tokens/s" not in table
+
+
+def test_a_run_on_gpus_has_a_predicted_speed_and_peak(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero3", ranks=16, machines=2, config={"model_name_or_path": "gpt2"})
+    run = read_records(tmp_path).runs.iloc[0]
+    there = predicted(run.replace({run["devices"]: '["NVIDIA H100 80GB HBM3"]'}))
+    assert there.tokens_per_s > 0
+    assert there.peak_bytes > there.state_bytes
+    here = predicted(run.replace({run["devices"]: "[]"}))
+    assert (here.state_bytes, math.isnan(here.tokens_per_s)) == (there.state_bytes, True)
+    unknown = predicted(run.replace({run["model_name_or_path"]: "somebody/else"}))
+    assert math.isnan(unknown.state_bytes)
 
 
 def test_records_where_nothing_ended_well_are_still_tables(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_a_team_trains_what_one_rank_does(run_of: RunFactory, strategy: str, ran
     assert arm.engine["gradient_accumulation_steps"] == 2
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_team_may_have_more_ranks_than_there_are_heads_of_keys(run_of: RunFactory) -> None:
+    arm = run_of("ulysses_zero1", *LLAMA, "--team_size", "4", ranks=4)
+    assert_same_training(arm, run_of("single", *LLAMA))
+    assert arm.engine["team"] == {"divides": "sequence", "ranks": 4, "state_over": 4}
+
+
 @pytest.mark.parametrize("strategy", ZERO_WITH_TEAMS)
 def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, tmp_path: Path) -> None:
     """Without clipping, and with an optimizer that takes it as it is."""

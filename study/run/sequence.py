@@ -106,7 +106,11 @@ def put_right(engine: Any) -> None:
 
     def head_by_head(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own do, and as GPT-2 needs it: Ulysses puts the heads side by side."""
+        groups = getattr(module, "num_key_value_groups", None)
         answer, weights = ulysses(module, query, *args, **kwargs)
+        if groups is not None:
+            # A team with more ranks than there are heads of keys changes it for good, and the evaluation fails.
+            module.num_key_value_groups = groups
         return answer if answer.dim() == 4 else answer.unflatten(-1, (-1, query.shape[-1])), weights
 
     ALL_ATTENTION_FUNCTIONS[implementation] = head_by_head

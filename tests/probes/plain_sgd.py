@@ -11,13 +11,18 @@ from study.run.exit import exit_status_of
 from study.train import main
 
 
-class AdamW(torch.optim.SGD):
+class AdamW(torch.optim.Optimizer):
     """Under the name, and with the settings, that a run asks for."""
 
-    def __init__(self, parameters: Any, lr: float, weight_decay: float, **settings: Any) -> None:
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay)
+    def __init__(self, parameters: Any, lr: float, **settings: Any) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            group.update(betas=(0.9, 0.999), eps=1e-8)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
 torch.optim.AdamW = AdamW  # type: ignore[assignment,misc]

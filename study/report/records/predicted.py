@@ -7,6 +7,8 @@ import json
 import math
 from typing import Any
 
+import pandas as pd
+
 from study.errors import UserError
 from study.predict.boxes import box_of, box_of_devices
 from study.predict.memory import predict_memory
@@ -73,11 +75,12 @@ def request_of(run: Any) -> Request:
 
 
 def _box_of(run: Any) -> Box:
-    if run.virtual or json.loads(run.devices) == []:
+    devices = json.loads(run.devices) if isinstance(run.devices, str) else []
+    if run.virtual or not devices:
         ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
         copies = not str(run.git_commit).startswith(WITHOUT_COPIES)
         return dataclasses.replace(box_of_ranks("processes", PROCESSOR, ranks), gathers_into_copies=copies)
-    return box_of_devices(json.loads(run.devices)[0], int(run.world_size), int(run.machines))
+    return box_of_devices(devices[0], int(run.world_size), 1 if pd.isna(run.machines) else int(run.machines))
 
 
 def _planned(request: Request) -> Request:
