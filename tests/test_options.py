@@ -64,6 +64,13 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
 
 
 @long
+@pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
+def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
+    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
+
+
+@long
 @pytest.mark.parametrize("strategy", ON_DRIVE)
 def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
     flags = (*GPT, *LORA, "--lora_rank", "256")
@@ -125,6 +132,10 @@ def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: P
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
     assert arm.engine["optimizer_settings"]["momentum"] == 0.95
+    norms, updates = ([row["grad_norm"] for row in run.steps] for run in (single, arm))
+    if strategy != "ddp":
+        assert min(updates) > 5 * max(norms), "DeepSpeed takes the norm of gradients again"
+        assert any("norm of what Muon makes" in warning for warning in arm.engine["warnings"])
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", pytest.param("zero1", marks=long)])

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from study.measure.estimators import accelerate_bytes, deepspeed_bytes
+from study.predict.kept import COPIES, GAPS
 from study.predict.time import FITTED
 from study.spec.strategies import REPOSITORY
 from study.validation import fit, league, report, tables
@@ -70,6 +71,10 @@ def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:
     assert there > 1.2 * tight
     segments = dataclasses.replace(row, request=dataclasses.replace(row.request, expandable_segments=True))
     assert predicted_peak(segments) < there
+
+
+def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
+    assert fit.kept_fit() == pytest.approx((GAPS, COPIES), rel=0.01)
 
 
 def test_half_checkpointed_is_between_all_and_nothing() -> None:

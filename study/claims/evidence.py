@@ -86,7 +86,8 @@ class Evidence:
         runs = runs[(runs["status_state"] == "ok") & (runs["precision"] == _PRECISION)]
         runs = runs[(runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])]
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        mine = runs[(models == one["model"]) & [setting_of(run) == one["setting"] for run in runs.to_dict("records")]]
+        is_alike = pd.Series([setting_of(run) == one["setting"] for run in runs.to_dict("records")], runs.index, bool)
+        mine = runs[(models == one["model"]) & is_alike]
         is_whole = mine["model_layers"] == mine["preset_layers"]
         mine = mine[is_whole] if one["extrapolated"] is None else mine[~is_whole].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from study.predict.gathers import LARGEST_KEPT_BYTES
+from study.predict.kept import kept_by_c_library
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import (
@@ -45,10 +45,6 @@ class Moment:
     arrival: bool = False
     # Of gradients and buffers, what lies in blocks that the C library keeps.
     small: float = 0.0
-
-
-def kept_by_c_library(size: float) -> float:
-    return size if size < LARGEST_KEPT_BYTES else 0.0
 
 
 class _Bucket:

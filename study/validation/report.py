@@ -97,10 +97,11 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # What a GPU holds above weights and optimizer, and what a process without one does.
+    # What a GPU holds above weights and optimizer, and what a process without one does, where chance did not decide it.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    process = own["peak_gib"] / own["predicted_peak_gib"]
+    known = own[own["peak_kind"] != "resident_by_chance"]
+    process = known["peak_gib"] / known["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
@@ -108,8 +109,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
         ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
     for what, found in ratios.items():
-        known = found.dropna()
-        if len(known):
-            low, high = known.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
-            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(known)}
+        if len(found := found.dropna()):
+            low, high = found.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
+            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(found)}
     return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)
