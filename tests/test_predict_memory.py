@@ -204,7 +204,8 @@ def test_what_torch_compile_keeps_of_a_layer_is_what_the_formula_says():
         vocab_size=97, attn_implementation="sdpa",
     )  # fmt: skip
     layer = modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
-    states, batch, length = [], 2, 128
+    states: list[torch.Tensor] = []
+    batch, length = 2, 128
     place = modeling_llama.LlamaRotaryEmbedding(config)(torch.zeros(batch, length, 64), torch.arange(length)[None])
 
     def forward(module, _):

@@ -12,7 +12,7 @@ import yaml
 from study.predict import intervals
 from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
-from study.validation import tables
+from study.validation import saving, tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
 from study.validation.own import ALL_STATE, SENT, own_rows
@@ -71,6 +71,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
         "## State and traffic of own records", table_markdown(own_table()),
+        "## Host memory while a checkpoint is saved", table_markdown(saving.table()),
         "## By source", table_markdown(tables.by(frame, "source")),
         "## By strategy", table_markdown(tables.by(frame, "strategy")),
         "## By device", table_markdown(tables.by(frame, "device")),
