@@ -35,8 +35,8 @@ def held(run: Run) -> dict[str, float]:
     return {kind: sum(places.values()) for kind, places in run.memory["ranks"][0]["state"]["state_bytes"].items()}
 
 
-def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py") -> Run:
-    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else 2, script=script)
+def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py", ranks: int = 2) -> Run:
+    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else ranks, script=script)
     log = folder / "log.txt"
     assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
     return read_run(folder)
@@ -61,6 +61,13 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
     assert whole.engine["trainable_parameters"] == whole.engine["model_parameters"]
     assert losses(whole)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
     assert arm.summary["model_flops_per_step"] < 0.75 * whole.summary["model_flops_per_step"]
+
+
+@long
+@pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
+def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
+    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
 
 
 @long
@@ -116,6 +123,21 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     assert losses(again) == losses(whole)
 
 
+@long
+@pytest.mark.parametrize(
+    ("strategy", "flags", "relative"),
+    [(strategy, LORA, FP32_RELATIVE) for strategy in QUICK]
+    + [(strategy, flags, 2**-9) for strategy in ("zero2", "zero3") for flags in (MUON, STATES)],
+)
+def test_other_ranks_go_on_from_a_checkpoint(
+    strategy: str, flags: tuple[str, ...], relative: float, tmp_path: Path
+) -> None:
+    whole = trained_in(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
+    again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
+    assert losses(again) == pytest.approx(losses(whole), rel=relative)
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", *(pytest.param(name, marks=long) for name in ("ddp", "zero1"))])
 def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: Path) -> None:
     """In fp32, since a 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
@@ -125,6 +147,10 @@ def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: P
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
     assert arm.engine["optimizer_settings"]["momentum"] == 0.95
+    norms, updates = ([row["grad_norm"] for row in run.steps] for run in (single, arm))
+    if strategy != "ddp":
+        assert min(updates) > 5 * max(norms), "DeepSpeed takes the norm of gradients again"
+        assert any("norm of what Muon makes" in warning for warning in arm.engine["warnings"])
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", pytest.param("zero1", marks=long)])

@@ -27,7 +27,7 @@ from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
 from study.spec.strategies import read_strategy
 from study.validation import own
-from study.validation.measured import predicted_peak
+from study.validation.score import score
 
 SIZES = {
     "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,
@@ -95,10 +95,24 @@ def test_every_own_record_has_the_predicted_state_and_traffic():
 
 def test_peaks_of_own_records_are_near_the_prediction():
     rows = own.own_rows()
-    errors = [abs(predicted_peak(row) / row.peak_bytes - 1) for row in rows]
-    assert len(errors) > 300
-    assert statistics.median(errors) < 0.05
-    assert max(errors) < 0.10
+    assert len(rows) > 300
+    for kind, least in (("resident", 200), ("resident_returned", 100)):
+        errors = [abs(score(row).peak_error or 0.0) for row in rows if row.peak_kind == kind]
+        assert len(errors) > least
+        assert statistics.median(errors) < 0.05
+        assert max(errors) < 0.10
+
+
+def test_a_process_holds_its_libraries_and_what_the_c_library_keeps_beside_its_tensors():
+    real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    request = dataclasses.replace(real, strategy=read_strategy("zero2"), box=dataclasses.replace(real.box, nodes=2))
+    memory = predict_memory(request)
+    assert sum(memory.device_parts.values()) == pytest.approx(memory.peak_reserved.value)
+    assert memory.process_peak is not None
+    assert memory.process_peak.value == pytest.approx(memory.peak_reserved.value + memory.host_parts["rank"])
+    alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(real.box, gpus_per_node=1, nodes=1)))
+    assert alone.device_parts["fragmentation"] < memory.device_parts["fragmentation"]
+    assert predict_memory(dataclasses.replace(request, box=box_of("2xH100"))).process_peak is None
 
 
 def test_dropout_keeps_masks_and_scores_a_second_time():
@@ -190,7 +204,8 @@ def test_what_torch_compile_keeps_of_a_layer_is_what_the_formula_says():
         vocab_size=97, attn_implementation="sdpa",
     )  # fmt: skip
     layer = modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
-    states, batch, length = [], 2, 128
+    states: list[torch.Tensor] = []
+    batch, length = 2, 128
     place = modeling_llama.LlamaRotaryEmbedding(config)(torch.zeros(batch, length, 64), torch.arange(length)[None])
 
     def forward(module, _):

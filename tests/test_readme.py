@@ -22,7 +22,7 @@ from study.report.records.frames import read_parquet
 from study.report.records.rows import STATE_COLUMNS
 from study.report.site.readme import DOCUMENTS, rewritten
 from study.spec.config import parse_command_line
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES
+from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.sweep.suite_file import find_suite
 
 PAGES = sorted(
@@ -69,7 +69,9 @@ def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements
 
 
 def test_the_readme_shows_every_strategy() -> None:
-    assert all(f"| `{strategy}` | " in read("README.md") for strategy in STRATEGY_NAMES)
+    text = read("README.md")
+    assert all(f"`{strategy}`" in text for strategy in STRATEGY_NAMES)
+    assert all(f"| `{strategy}` | " in text for strategy in STUDIED_STRATEGIES), "a row of figures for each"
 
 
 def test_the_short_answer_is_what_the_records_say() -> None:

@@ -73,7 +73,9 @@ def test_what_a_team_sends_is_seen(run_of: RunFactory) -> None:
     ("strategy", "ranks", "asked", "says"),
     [
         ("tp", 4, {}, "all 4 must be in it"),
-        ("tp", 2, {"peft": "lora"}, "--peft: tp divides tensors"),
+        ("tp", 2, {"peft": "lora"}, "--peft lora: tp divides tensors"),
+        ("zero1_tp", 2, {"peft": "lora"}, "--peft lora: zero1_tp"),
+        ("ulysses_zero3", 2, {"optimizer": "muon", "max_grad_norm": 0.0}, "--optimizer muon: ulysses_zero3"),
         ("tp", 2, {"checkpointing_steps": 2}, "--checkpointing_steps: tp"),
         ("tp", 3, {"team_size": 3}, "4 heads do not divide over 3 ranks"),
         ("cp", 2, {"attn_implementation": "eager"}, "its attention is eager"),

@@ -9,9 +9,10 @@ import pandas as pd
 import pytest
 
 from study.measure.estimators import accelerate_bytes, deepspeed_bytes
+from study.predict.kept import COPIES, GAPS
 from study.predict.time import FITTED
 from study.spec.strategies import REPOSITORY
-from study.validation import fit, league, report, tables
+from study.validation import fit, league, report, saving, tables
 from study.validation.measured import GIB, impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import calls_of, score
@@ -70,6 +71,16 @@ def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:
     assert there > 1.2 * tight
     segments = dataclasses.replace(row, request=dataclasses.replace(row.request, expandable_segments=True))
     assert predicted_peak(segments) < there
+
+
+def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
+    assert fit.kept_fit() == pytest.approx((GAPS, COPIES), rel=0.01)
+
+
+def test_saving_takes_the_host_memory_that_is_predicted() -> None:
+    found = saving.table()
+    assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(found["strategy"])
+    assert (found["predicted"] / found["while it saves, GiB"]).between(0.8, 1.1).all()
 
 
 def test_half_checkpointed_is_between_all_and_nothing() -> None:

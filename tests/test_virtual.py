@@ -15,9 +15,11 @@ import pytest
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, train
 from study.host.memory import HOST_MEMORY_VARIABLE
+from study.predict.memory import predict_memory
 from study.record.directory import Run, read_run, read_status
 from study.report.questions.settings import settings_table
 from study.report.records.frames import read_records
+from study.report.records.predicted import request_of
 from study.report.records.virtual_ranks import summaries
 from study.spec.strategies import WITH_TEAMS
 from study.virtual.lines import extrapolate
@@ -113,6 +115,10 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
         phases = read_run(output_dir).memory["ranks"][0]["phases"]
         peaks[kind] = {phase: phases[phase]["host"] for phase in ("first_step", "steady")}
     assert peaks["virtual"] == pytest.approx(peaks["real"], rel=0.02)
+    real = next(run for run in read_records(tmp_path).runs.itertuples() if not run.virtual)
+    foreseen = predict_memory(request_of(real))
+    held = foreseen.peak_allocated.value + foreseen.host_parts["rank"]
+    assert held / 2**30 == pytest.approx(peaks["real"]["steady"], rel=0.05)
 
 
 def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ state is in it. Made by `python tools/checkpoint_memory.py`.
 
 {table_markdown(pd.DataFrame(rows))}
 - Higher than the steps of the same run: {", ".join(_above_the_steps(document["arms"])) or "nothing"}.
+- *start*: the model is read and given to the engine.
 - *goes on with one rank*: what the {ranks} saved is loaded by one, which then holds all of the state. DeepSpeed's
   shards are made into its universal checkpoint first.
 - *one file*: DeepSpeed's `zero_to_fp32.py`, a process by itself, which holds no training state.
@@ -134,6 +135,7 @@ def _row(figures: Mapping[str, Any]) -> dict[str, str]:
     return {
         "state of a rank": _each(rank["state_bytes"] / 2**30 for rank in saved),
         "checkpoint": f"{figures['checkpoint_bytes'] / 2**30:.2f}",
+        "start": _phase(saved, "init"),
         "steps": _each(_steps(rank) for rank in saved),
         "save": _phase(saved, "save"),
         f"load by {RANKS} ranks": _phase(loaded, "load"),

@@ -44,7 +44,7 @@ _MEANT = {
 }  # fmt: skip
 # By which a check may choose its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
-            "micro_batch_size", "train_samples")  # fmt: skip
+            "micro_batch_size", "train_samples", "engine_override")  # fmt: skip
 
 
 class Evidence:
@@ -86,7 +86,8 @@ class Evidence:
         runs = runs[(runs["status_state"] == "ok") & (runs["precision"] == _PRECISION)]
         runs = runs[(runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])]
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        mine = runs[(models == one["model"]) & [setting_of(run) == one["setting"] for run in runs.to_dict("records")]]
+        is_alike = pd.Series([setting_of(run) == one["setting"] for run in runs.to_dict("records")], runs.index, bool)
+        mine = runs[(models == one["model"]) & is_alike]
         is_whole = mine["model_layers"] == mine["preset_layers"]
         mine = mine[is_whole] if one["extrapolated"] is None else mine[~is_whole].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])
@@ -264,6 +265,8 @@ def counted_bytes(run: pd.Series, figure: str) -> float:
         return float(run["comm_calls_per_step"])
     if figure == "tokens":
         return float(run["global_batch_size"] * run["seq_length"])
+    if figure == "forward":
+        return float(run["forward_holds_bytes"])
     if figure == "parameters":
         return float(run["model_parameters"])
     what, _, place = figure.partition("_")

@@ -14,7 +14,7 @@ from study.host.memory import GIB
 from study.predict.advise import Advice, Option, Question, advise
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
-from study.predict.advise_words import changes, how_sure, worth_trying
+from study.predict.advise_words import changes, count_text, how_sure, worth_trying
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.request import Request
@@ -29,6 +29,7 @@ without --hub. docs/advice.md says what the errors are and what this cannot know
 """
 # Samples of a step, where nobody says it: strategies are compared at the same batch.
 _BATCH = 64
+_MUCH_FOR_A_HOST_BYTES = 256 * GIB
 _ROW = "{:<20} {:>5} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
 
 
@@ -145,7 +146,7 @@ def _row(option: Option) -> dict[str, Any]:
 def _page(advice: Advice, told: _Told) -> Iterator[str]:
     question, best, other = advice.question, advice.best, advice.runner_up
     yield (
-        f"{question.shape.name} ({_count(question.shape.parameters)} parameters) on {question.box.name}:"
+        f"{question.shape.name} ({count_text(question.shape.parameters)} parameters) on {question.box.name}:"
         f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
         f" tokens a step, {question.precision}\n"
     )
@@ -163,6 +164,7 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         if told.riskier is not None:
             faster = told.riskier.tokens_per_s / best.tokens_per_s - 1
             yield f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
+        yield from _of_loading(best)
     yield from told.others
     for rule in told.guides:
         yield f"{rule.document}, {rule.says}: {rule.choice}" + (
@@ -181,15 +183,18 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     )
 
 
+def _of_loading(best: Option) -> Iterator[str]:
+    loading = best.memory.host_parts["load"]
+    if loading > _MUCH_FOR_A_HOST_BYTES and best.request.strategy.zero_stage != 3:
+        only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""
+        yield f"while loading a node's host holds {loading / GIB:,.0f} GiB: each process makes all of it in fp32{only}"
+
+
 def _apart(best: Option, other: Option) -> str:
     if best.is_sure and not other.is_sure:
         return "not as sure to fit"
     gap = other.tokens_per_s / best.tokens_per_s - 1
     return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
 
 
 def _named(option: Option) -> str:

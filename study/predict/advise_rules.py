@@ -10,7 +10,7 @@ import dataclasses
 
 from study.host.memory import GIB
 from study.predict.advise import Advice, Option
-from study.predict.advise_words import error_of_time
+from study.predict.advise_words import count_text, error_of_time
 
 # Billions of parameters.
 _S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
@@ -30,7 +30,7 @@ class Rule:
 
 def rules(advice: Advice) -> list[Rule]:
     count = advice.question.shape.parameters
-    size = f"{count / 1e9:.3g} B parameters"
+    size = f"{count_text(count)} parameters"
     asked = [
         ("S0", "the decision tree: stage 0 if that fits, else stage 2, else stage 3", _tree(advice)),
         ("S0", f"by size: {size}", "zero0" if count <= _S0_SMALL else "zero2" if count <= _S0_MIDDLE else "zero3"),

@@ -13,6 +13,10 @@ _FAR_BEHIND = 0.5
 _WORTH_TELLING = 0.05
 
 
+def count_text(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
+
+
 def error_of_time(option: Option) -> float | None:
     """Half the width of the interval of its step, as a share; None where nothing was validated."""
     time = option.time

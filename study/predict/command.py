@@ -154,7 +154,7 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     if memory.process_peak is not None:
         yield _line("its whole process", memory.process_peak, GIB)
     limit = f" of {usable_bytes(box) / GIB:.1f}"
-    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {'fits' if prediction.fits else 'does not fit'}"
+    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {_verdict(prediction)}"
     if traced is not None:
         yield f"  activations on transformers' own code: {traced / GIB:.2f}"
     yield from ("", "host memory of one node, GiB")
@@ -173,6 +173,12 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
         yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
     for note in (*memory.notes, *(prediction.time.notes if prediction.time else ())):
         yield f"  {note}"
+
+
+def _verdict(prediction: Prediction) -> str:
+    if fits(prediction.memory, prediction.request.box, at_upper_end=True):
+        return "fits"
+    return "may not fit: the upper end does not" if prediction.fits else "does not fit"
 
 
 def _rows(parts: Any, unit: float) -> Iterator[str]:

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from study.predict.activations import Activations, activations_of
-from study.predict.buckets import kept_by_c_library, moments_of, standing_bucket
+from study.predict.buckets import moments_of, standing_bucket
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
+from study.predict.kept import kept_bytes, small_activations
 from study.predict.request import Estimate, Memory, Request
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, weight_bytes
@@ -51,7 +52,7 @@ def predict_memory(request: Request) -> Memory:
     in_host_memory, process = request.box.in_host_memory, None
     reserved = peak.total * RESERVED_SHARE
     if in_host_memory:
-        reserved = _peak_with_what_the_c_library_keeps(request, points) - peak.total
+        reserved = kept_bytes(request, max(point.small + small_activations(request, point.parts) for point in points))
         process = estimate("process", peak.total + reserved + host_parts["rank"])
     allocated, pool = (
         # What was published is of GPUs, and so is the interval.
@@ -146,26 +147,6 @@ def _standing(request: Request, state: State) -> float:
     elif settings.optimizer is not None:
         standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
     return standing
-
-
-def _peak_with_what_the_c_library_keeps(request: Request, points: list[Point]) -> float:
-    """A process gives large blocks back when they are freed; of small ones it keeps the most that there ever were."""
-    most = peak = 0.0
-    for point in points:
-        small = point.small + _small_activations(request, point.parts)
-        most = max(most, small)
-        peak = max(peak, point.total + most - small)
-    return peak
-
-
-def _small_activations(request: Request, parts: dict[str, float]) -> float:
-    tokens, shape = request.micro_batch * request.sequence_length, request.shape
-    widths = {
-        "activations": shape.inner,
-        "attention": shape.heads * request.sequence_length,
-        "logits": shape.vocabulary,
-    }
-    return sum(parts.get(name, 0.0) for name, width in widths.items() if kept_by_c_library(4.0 * tokens * width))
 
 
 def points_of(request: Request) -> list[Point]:

@@ -224,10 +224,8 @@ def _casts_s(step: _Step) -> float:
 def _optimizer_s(step: _Step) -> float:
     """On the device; what the host does of it is elsewhere."""
     strategy, parameters = step.request.strategy, step.request.shape.parameters
-    if strategy.is_fsdp:
-        shards = step.request.ranks_of_a_copy or step.ranks
-    else:
-        shards = step.ranks if strategy.zero_stage else 1
+    of_a_copy = step.request.ranks_of_a_copy if strategy.is_fsdp else None
+    shards = of_a_copy or (step.ranks if strategy.is_fsdp or strategy.zero_stage else 1)
     on_host = _share_on_host(step.request) if strategy.offload_device("optimizer") else 0.0
     return (1 - on_host) * _OPTIMIZER_BYTES * parameters / shards / step.bandwidth
 

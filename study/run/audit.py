@@ -111,6 +111,8 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
     if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
         alone = "team" if "team" in live else "rank"
         warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")
+    if config.optimizer == "muon" and live["zero_stage"]:
+        warnings.append("DeepSpeed reports the norm of what Muon makes of the gradients, and not theirs")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"

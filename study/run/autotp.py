@@ -81,7 +81,8 @@ def make_ready(accelerator: Accelerator, model: PreTrainedModel) -> None:
                 setattr(parent, name, linear)
     for block in model.base_model.h:
         block.attn.split_size //= _size(accelerator)
-    accelerator.state.deepspeed_plugin.deepspeed_config["tensor_parallel"]["partition_config"] = _GPT2_PLAN
+    section = accelerator.state.deepspeed_plugin.deepspeed_config["tensor_parallel"]
+    section.setdefault("partition_config", _GPT2_PLAN)
 
 
 def put_right(engine: Any, virtual: bool) -> None:

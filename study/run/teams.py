@@ -26,7 +26,14 @@ def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig
             f"a checkpoint of {strategy.name} goes on with as many ranks as saved it, which were {saved_by}",
             f"use --num_processes {saved_by}",
         )
+    if config.optimizer == "muon":
+        raise UserError(f"--optimizer muon: {strategy.name} has not been shown to train with it", "leave it out")
     if team.divides == "tensors":
+        if config.peft != "none":
+            raise UserError(
+                f"--peft {config.peft}: {strategy.name} divides tensors beside which adapters stand whole",
+                "leave it out",
+            )
         if strategy.deepspeed is not None:
             autotp.check_divisible(config, architecture, strategy.name, team.ranks)
         tensors.check_tensors(config, launch, architecture)

@@ -26,8 +26,6 @@ def check_tensors(config: RunConfig, launch: Launch, architecture: PreTrainedCon
             f"add --team_size {ranks}" if ranks > 1 else "launch 2 ranks",
         )
     for flag, is_asked, why in (
-        ("optimizer", config.optimizer == "muon", "Muon must see matrices whole"),
-        ("peft", config.peft != "none", "peft's adapters do not fit the parts"),
         ("checkpointing_steps", config.checkpointing_steps, "Accelerate cannot save the parts"),
         ("resume_from_checkpoint", config.resume_from_checkpoint, "Accelerate cannot load the parts"),
         ("torch_compile", config.torch_compile, "GPT-2's parts are put together outside of what is compiled"),

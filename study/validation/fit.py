@@ -11,7 +11,13 @@ import yaml
 from scipy.optimize import minimize
 
 import study.predict
+from study.predict.floor import ANY_DEVICE
+from study.predict.kept import COPIES, GAPS, kept_bytes, small_activations
+from study.predict.memory import points_of
+from study.predict.request import Box, Request
+from study.predict.shape import model_shape
 from study.predict.time import Constants
+from study.spec.strategies import read_strategy
 from study.validation.measured import Measured, impossible, predicted_step_s
 from study.validation.published import published_rows
 
@@ -20,6 +26,27 @@ _HEAD = """\
 # Written by `python -m study.validation fit`: constants of study/predict/time.py with the smallest mean absolute
 # error over {rows} rows of study/validation/published.yaml, {error:.1%}. None of those rows scores a prediction.
 """
+
+
+KEPT_FILE = Path(__file__).with_name("kept.yaml")
+
+
+def kept_fit() -> tuple[float, float]:
+    """GAPS and COPIES of study/predict/kept.py."""
+    document = yaml.safe_load(KEPT_FILE.read_text(encoding="utf-8"))
+    box = Box("processes", ANY_DEVICE, document["ranks"], gathers_into_copies=True)
+    parts = []
+    for row in document["rows"]:
+        request = Request(
+            model_shape(document["model"]), read_strategy(row["strategy"]), box, row["sequence"], row["micro_batch"],
+            row["accumulation"], "fp32", gradient_checkpointing=False, attention="sdpa",
+        )  # fmt: skip
+        points = points_of(request)
+        small = max(point.small + small_activations(request, point.parts) for point in points)
+        parts.append([small, (kept_bytes(request, small) - GAPS * small) / COPIES])
+    kept = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
+    gaps, copies = numpy.linalg.lstsq(numpy.array(parts), numpy.array(kept), rcond=None)[0]
+    return float(gaps), float(copies)
 
 
 def fit_rows() -> list[Measured]:

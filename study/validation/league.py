@@ -74,7 +74,7 @@ def _standing(tool: str, rows: Sequence[Measured], ask: Callable[[int, Measured]
 
 def _with_libraries(said: float | None, row: Measured) -> float | None:
     """Of a process without a GPU all memory is measured, and no tool speaks of its libraries: it is given ours."""
-    if said is None or row.peak_kind != "resident":
+    if said is None or not row.request.box.in_host_memory:
         return said
     return said + predict_memory(row.request).host_parts["libraries"] / row.request.box.ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Literal
+from typing import Literal, get_args
 
 from study.predict.flops import model_flops
 from study.predict.host import EVALUATION_BYTES
@@ -14,8 +14,10 @@ from study.predict.state import state_of
 from study.predict.time import FITTED, Constants, predict_time
 
 # What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
-# GPU, the process itself: one that keeps what it freed, or one that gave it back.
-Kind = Literal["allocated", "reserved", "device", "resident", "resident_returned"]
+# GPU, the process itself: one that kept what it freed, one that gave it back, or one that had gigabytes of blocks under
+# 32 MiB and kept of them what chance would have, so that only the least that it held is known.
+Process = Literal["resident", "resident_returned", "resident_by_chance"]
+Kind = Literal["allocated", "reserved", "device"] | Process
 GIB = 2**30
 
 
@@ -73,7 +75,7 @@ def peak_of(memory: Memory, kind: Kind) -> float:
 
 def predicted_peak(row: Measured, kind: Kind | None = None) -> float:
     memory, kind = predict_memory(_recomputing(row)), kind or row.peak_kind
-    if kind in ("resident", "resident_returned"):
+    if kind in get_args(Process):
         return _of_process(memory, row, kind)
     other = 0.0
     if kind == "device" and row.context_bytes is not None:

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.state import state_of
+from study.predict.kept import kept_by_c_library
+from study.predict.request import Request
+from study.predict.state import state_of, weight_bytes
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
@@ -23,8 +25,9 @@ from study.validation.measured import GIB, Kind, Measured
 
 SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
 ALL_STATE, SENT = "state, all", "sent in a step"
-# They kept what they freed, as real ranks do for the sake of their times.
+# The phase of steps went on after the last evaluation.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
+# Virtual ranks kept what they freed, as real ones do for the sake of their times.
 _KEPT_WHAT_THEY_FREED = (*WITHOUT_COPIES, "dd505bf", "6edd112")
 
 
@@ -54,19 +57,23 @@ def runs() -> pd.DataFrame:
 
 def own_rows() -> list[Measured]:
     """Peaks, for the table that has the published ones too."""
+    rows = ((run, request_of(run)) for run in runs().itertuples())
     return [
         Measured(
-            source="own", name=f"{run.suite} {run.run}", request=request_of(run),
-            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run),
-            evaluated=_evaluated(run),
+            source="own", name=f"{run.suite} {run.run}", request=request, evaluated=_evaluated(run),
+            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run, request),
         )
-        for run in runs().itertuples()
+        for run, request in rows
     ]  # fmt: skip
 
 
-def _kind_of(run: Any) -> Kind:
-    kept = not run.virtual or str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
-    return "resident" if kept else "resident_returned"
+def _kind_of(run: Any, request: Request) -> Kind:
+    if not run.virtual:
+        return "resident"
+    shape, width = request.shape, weight_bytes(request)
+    small = sum(each.elements * each.count for each in shape.tensors if kept_by_c_library(each.elements * width))
+    kept_what_it_freed = str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
+    return "resident_by_chance" if kept_what_it_freed and small > 0.1 * shape.parameters else "resident_returned"
 
 
 def _evaluated(run: Any) -> Literal["never", "between", "last"]:

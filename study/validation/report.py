@@ -12,7 +12,7 @@ import yaml
 from study.predict import intervals
 from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
-from study.validation import tables
+from study.validation import saving, tables
 from study.validation.league import standings
 from study.validation.measured import Measured, impossible
 from study.validation.own import ALL_STATE, SENT, own_rows
@@ -71,6 +71,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
         "## State and traffic of own records", table_markdown(own_table()),
+        "## Host memory while a checkpoint is saved", table_markdown(saving.table()),
         "## By source", table_markdown(tables.by(frame, "source")),
         "## By strategy", table_markdown(tables.by(frame, "strategy")),
         "## By device", table_markdown(tables.by(frame, "device")),
@@ -97,10 +98,11 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # What a GPU holds above weights and optimizer, and what a process without one does.
+    # What a GPU holds above weights and optimizer, and what a process without one does, where chance did not decide it.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    process = own["peak_gib"] / own["predicted_peak_gib"]
+    known = own[own["peak_kind"] != "resident_by_chance"]
+    process = known["peak_gib"] / known["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):
@@ -108,8 +110,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
         ratios[what] = pd.Series([one.measured / one.predicted for one in some], dtype="float64")
     table = {}
     for what, found in ratios.items():
-        known = found.dropna()
-        if len(known):
-            low, high = known.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
-            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(known)}
+        if len(found := found.dropna()):
+            low, high = found.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
+            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(found)}
     return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)

@@ -18,7 +18,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

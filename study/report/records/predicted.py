@@ -23,7 +23,7 @@ from study.theory.hardware import Device
 
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
 WITHOUT_COPIES = ("1f63150", "771d7fe")
-_PROCESSOR = Device(
+PROCESSOR = Device(
     name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
     memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
 )  # fmt: skip
@@ -77,9 +77,9 @@ def request_of(run: Any) -> Request:
 def _box_of(run: Any) -> Box:
     devices = json.loads(run.devices) if isinstance(run.devices, str) else []
     if run.virtual or not devices:
-        ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
+        ranks = int(run.world_size if pd.isna(run.virtual_world_size) else run.virtual_world_size)
         copies = not str(run.git_commit).startswith(WITHOUT_COPIES)
-        return dataclasses.replace(box_of_ranks("processes", _PROCESSOR, ranks), gathers_into_copies=copies)
+        return dataclasses.replace(box_of_ranks("processes", PROCESSOR, ranks), gathers_into_copies=copies)
     return box_of_devices(devices[0], int(run.world_size), 1 if pd.isna(run.machines) else int(run.machines))
 
 
