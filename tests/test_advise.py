@@ -131,13 +131,8 @@ def test_host_memory_is_checked_where_it_is_said() -> None:
 
 
 def test_another_question_is_told_where_the_answer_changes() -> None:
-    question = Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", gradient_checkpointing=False)
-    advice = advise(question)
-    assert advice.best is not None
-    four = advise(dataclasses.replace(question, box=box_of("4xH100")))
-    assert four.best is not None
-    assert four.best.name != advice.best.name
-    assert f"with half the GPUs it would be {four.best.name}" in list(changes(advice))
+    question = Question(model_shape("gpt2"), box_of("2xL4"), 512, "bf16", gradient_checkpointing=False)
+    assert "with half the GPUs it would be single" in list(changes(advise(question)))
     # A sequence that the model has no positions for is no question.
     short = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
     assert not [line for line in changes(advise(short)) if "tokens a sample" in line]

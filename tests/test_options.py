@@ -35,8 +35,8 @@ def held(run: Run) -> dict[str, float]:
     return {kind: sum(places.values()) for kind, places in run.memory["ranks"][0]["state"]["state_bytes"].items()}
 
 
-def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py") -> Run:
-    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else 2, script=script)
+def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py", ranks: int = 2) -> Run:
+    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else ranks, script=script)
     log = folder / "log.txt"
     assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
     return read_run(folder)
@@ -121,6 +121,21 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     checkpoint = str(whole.path / "checkpoints" / "step_0000004")
     again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
     assert losses(again) == losses(whole)
+
+
+@long
+@pytest.mark.parametrize(
+    ("strategy", "flags", "relative"),
+    [(strategy, LORA, FP32_RELATIVE) for strategy in QUICK]
+    + [(strategy, flags, 2**-9) for strategy in ("zero2", "zero3") for flags in (MUON, STATES)],
+)
+def test_other_ranks_go_on_from_a_checkpoint(
+    strategy: str, flags: tuple[str, ...], relative: float, tmp_path: Path
+) -> None:
+    whole = trained_in(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
+    again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
+    assert losses(again) == pytest.approx(losses(whole), rel=relative)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", *(pytest.param(name, marks=long) for name in ("ddp", "zero1"))])

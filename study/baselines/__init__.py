@@ -13,6 +13,8 @@ def refuse_what_only_the_study_does(trainer: str, config: RunConfig) -> None:
         "resume_from_checkpoint": config.resume_from_checkpoint,
         "report_to": config.report_to not in (None, "none"),
         "optimizer": config.optimizer != "adamw",
+        "peft": config.peft != "none",
+        "bf16_states": config.bf16_states,
     }
     for flag, is_asked in asked.items():
         if is_asked:

@@ -44,7 +44,7 @@ _MEANT = {
 }  # fmt: skip
 # By which a check may choose its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
-            "micro_batch_size", "train_samples")  # fmt: skip
+            "micro_batch_size", "train_samples", "engine_override")  # fmt: skip
 
 
 class Evidence:
@@ -265,6 +265,8 @@ def counted_bytes(run: pd.Series, figure: str) -> float:
         return float(run["comm_calls_per_step"])
     if figure == "tokens":
         return float(run["global_batch_size"] * run["seq_length"])
+    if figure == "forward":
+        return float(run["forward_holds_bytes"])
     if figure == "parameters":
         return float(run["model_parameters"])
     what, _, place = figure.partition("_")

@@ -19,7 +19,7 @@ PACKAGES = (
     "peft", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 # Rooms of the package in which nothing of a run happens.
-_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "cli.py")
+_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "validation", "cli.py")
 
 
 def describe_environment() -> dict[str, Any]:

@@ -163,14 +163,18 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
     part = request.shape.parameters / ranks
     kept = part * own if request.accumulation > 1 else 0.0
+    copied = own if request.box.gathers_into_copies else 0
+    waiting = pieces_of(request.shape)[0].elements if request.shape.tied else 0
     for place in reversed(range(request.shape.layers)):
         size, following = sizes[place], sizes[place - 1] if place else 0
         # The root group stays whole; of a layer the weights, the next one's, its gradients and their copy to scatter.
-        buffers = weight * (root + size + following) + (weight + own) * size
-        yield Moment(place, kept or done, float(buffers))
+        buffers = weight * (root + size + following) + (weight + own + copied) * size
+        yield Moment(place, kept or done, float(buffers + weight * waiting))
         done += size / ranks * own
     last = root + (0 if request.shape.tied else embedding)
-    yield Moment(BEFORE, kept or done, float((2 * weight + own) * last))
+    # The head's gradient of a tied embedding waits, then both are there and their sum.
+    yield Moment(BEFORE, kept or done, float(weight * (last + 3 * waiting)))
+    yield Moment(BEFORE, kept or done, float((2 * weight + own + copied) * last))
     yield _torch_step(request, part, 0.0)
 
 

@@ -15,7 +15,7 @@ from study.host.stacks import THEN, release_order, stacks
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
 from study.record.directory import read_run
-from study.releases.causes import read_causes
+from study.releases.causes import Change, read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.execute import run_cells
@@ -146,13 +146,17 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
 
 def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
     """What causes.yaml says of the releases where it came and went."""
-    lines = []
-    for cause in read_causes():
-        if cause.shows_in(strategy, micro_steps, "fp32"):
-            for word, change, before, after in (
-                ("came with", cause.entered, found.last_good, found.first_bad),
-                ("went with", cause.left, found.last_bad, found.first_good),
-            ):
-                if before and after and release_order(before) < release_order(change.release) <= release_order(after):
-                    lines.append(f"{cause.title}: {word} {change.release} {change.change}".rstrip())
-    return lines
+    mine = [cause for cause in read_causes() if cause.shows_in(strategy, micro_steps, "fp32")]
+    came = [(cause, "came with", cause.entered) for cause in mine
+            if _is_between(cause.entered, found.last_good, found.first_bad)]  # fmt: skip
+    went = [(cause, "went with", cause.left) for cause in mine
+            if _is_between(cause.left, found.last_bad, found.first_good)]  # fmt: skip
+    return [
+        f"{cause.title}: {word} {change.release} {change.change}".rstrip() for cause, word, change in (*came, *went)
+    ]
+
+
+def _is_between(change: Change, before: str | None, after: str | None) -> bool:
+    if before is None or after is None:
+        return False
+    return release_order(before) < release_order(change.release) <= release_order(after)

@@ -77,7 +77,7 @@ def request_of(run: Any) -> Request:
 def _box_of(run: Any) -> Box:
     devices = json.loads(run.devices) if isinstance(run.devices, str) else []
     if run.virtual or not devices:
-        ranks = int(run.virtual_world_size) if run.virtual else int(run.world_size)
+        ranks = int(run.world_size if pd.isna(run.virtual_world_size) else run.virtual_world_size)
         copies = not str(run.git_commit).startswith(WITHOUT_COPIES)
         return dataclasses.replace(box_of_ranks("processes", PROCESSOR, ranks), gathers_into_copies=copies)
     return box_of_devices(devices[0], int(run.world_size), 1 if pd.isna(run.machines) else int(run.machines))

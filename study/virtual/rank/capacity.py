@@ -96,8 +96,9 @@ def _state_and_working_bytes(
     if config.peft != "none" and strategy.zero_stage != 3:
         # Frozen weights have no gradients and no states, and adapters are small.
         return built_bytes + per_weight * elements
-    if strategy.team is not None and strategy.team.divides == "tensors" and strategy.deepspeed is None:
-        return 16 * elements + 4 * 4 * shape.largest_parameter
+    if divided > 1 and strategy.deepspeed is None:
+        # Weights, gradients and two moments, and some copies of the largest, which is divided as well.
+        return 16 * elements + 4 * 4 * shape.largest_parameter / divided
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
