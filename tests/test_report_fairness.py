@@ -47,6 +47,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "batch as taken": (
         {"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked",
     ),
+    "batch as teams took it": (
+        {"engine": {"team": {"divides": "tensors", "ranks": 2, "state_over": 1}}},
+        "global batch: 8 samples a step, 16 asked",
+    ),
     "loss normalization": (
         {"steps": 8, "loss_shift": 0.0, "scale_first": 0.5},
         "loss normalization: step 1 says 2.676, baseline 5.352, on the same weights and samples",

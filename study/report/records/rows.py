@@ -63,6 +63,8 @@ RUN_COLUMNS: dict[str, str] = {
     **dict.fromkeys(("offload_optimizer", "offload_param", "train_data_sha256", "eval_data_sha256"), "str"),
     "zero_stage": "Int64",
     "gradient_accumulation_steps": "Int64",
+    # How many ranks work on the same samples; null where each has its own.
+    "team_ranks": "Int64",
     "micro_batch_size": "Int64",
     "gradient_clipping": "float64",
     "samples_sha256": "str",
@@ -93,7 +95,7 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack", "machines", "across_machines_bytes_per_step", "forward_holds_bytes", "forward_gathers_bytes",
+     "stack", "machines", "team_ranks", "across_machines_bytes_per_step", "forward_holds_bytes", "forward_gathers_bytes",
      "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
@@ -188,6 +190,7 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         **{key: engine.get(key) for key in copied},
         **{column: engine.get(key) for column, key in renamed.items()},
         "engine_precision": _precision(engine),
+        "team_ranks": (engine.get("team") or {}).get("ranks"),
         "trainer": engine.get("trainer", "study"),
         "warnings": json.dumps(engine["warnings"]),
         "buckets": json.dumps(engine["buckets"], sort_keys=True),
