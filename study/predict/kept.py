@@ -11,8 +11,8 @@ from study.predict.request import Request
 from study.predict.state import weight_bytes
 
 # By least squares over study/validation/kept.yaml: gaps, as a share of the most that lies in small blocks at once, and
-# copies of the weights, or of 32 MiB of them, where ranks send each other shards. Why so many is not known: with one
-# heap for all threads (MALLOC_ARENA_MAX=1) there were more.
+# copies of all weights, flat as ranks send them to each other where they have shards. Why so many is not known: with
+# one heap for all threads (MALLOC_ARENA_MAX=1) there were more. Of a model of 204 MiB there were none.
 GAPS, COPIES = 0.54, 8.4
 
 
@@ -22,9 +22,8 @@ def kept_by_c_library(size: float) -> float:
 
 def kept_bytes(request: Request, most_in_small_blocks: float) -> float:
     sends_shards = request.box.ranks > 1 and (bool(request.strategy.zero_stage) or request.strategy.is_fsdp)
-    weights = request.shape.parameters * weight_bytes(request)
-    copies = COPIES * min(weights, LARGEST_KEPT_BYTES) if sends_shards else 0.0
-    return GAPS * most_in_small_blocks + copies
+    weights = float(request.shape.parameters * weight_bytes(request))
+    return GAPS * most_in_small_blocks + (COPIES * kept_by_c_library(weights) if sends_shards else 0.0)
 
 
 def small_activations(request: Request, parts: dict[str, float]) -> float:

@@ -34,7 +34,7 @@ KEPT_FILE = Path(__file__).with_name("kept.yaml")
 def kept_fit() -> tuple[float, float]:
     """GAPS and COPIES of study/predict/kept.py."""
     document = yaml.safe_load(KEPT_FILE.read_text(encoding="utf-8"))
-    box = Box("processes", ANY_DEVICE, document["ranks"], gathers_into_copies=True)
+    box = Box("processes", dataclasses.replace(ANY_DEVICE, memory_gib=0.0), document["ranks"], gathers_into_copies=True)
     parts = []
     for row in document["rows"]:
         request = Request(
