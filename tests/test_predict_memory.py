@@ -206,7 +206,9 @@ def test_what_torch_compile_keeps_of_a_layer_is_what_the_formula_says():
     layer = modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
     states: list[torch.Tensor] = []
     batch, length = 2, 128
-    place = modeling_llama.LlamaRotaryEmbedding(config)(torch.zeros(batch, length, 64), torch.arange(length)[None])
+    place = modeling_llama.LlamaRotaryEmbedding(config)(
+        torch.zeros(batch, length, 64, dtype=torch.bfloat16), torch.arange(length)[None]
+    )
 
     def forward(module, _):
         last = next(node for node in module.graph.nodes if node.op == "output")

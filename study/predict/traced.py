@@ -47,11 +47,14 @@ def traced(request: Request) -> Traced:
         live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
+        if request.gradient_checkpointing:
+            # What is recomputed, as it was computed: a mode is not heard inside the backward pass.
+            again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
         with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
             loss = model(input_ids=tokens, labels=labels).loss
         kept, forward_peak, live.peak = live.now, live.peak, live.now
-        # What is recomputed, as it was computed.
-        with live, as_cuda:
+        with live:
             loss.backward()
         return Traced(kept, forward_peak, live.peak)
 
