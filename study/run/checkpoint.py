@@ -149,6 +149,12 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {now[key]}",
             f"use --{key} {saved.get(key)}, or start anew",
         )
+    if config.optimizer == "muon" and launch.strategy.zero_stage and manifest["world_size"] != launch.world_size:
+        raise UserError(
+            f"the checkpoint was saved by {manifest['world_size']} ranks, and DeepSpeed's universal checkpoint knows"
+            " Adam's moments but not Muon's momentum",
+            f"use --num_processes {manifest['world_size']}",
+        )
     if launch.local_rank == 0:
         # The others of this host wait for this one before they load it.
         _check_files(folder, manifest["files"])
