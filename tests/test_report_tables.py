@@ -45,8 +45,8 @@ def row(table: pd.DataFrame, arm: str) -> pd.Series:
 
 def test_there_is_every_table(records: Records) -> None:
     others = ("traffic", "controls", "slices", "left", "step_profile", "profile", "fits", "probes", "nodes",
-              "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models", "releases_to_avoid",
-              "causes", "verdicts")  # fmt: skip
+              "neighbours", "virtual_runs", "table1", "settings", "setting_effects", "lines_beside_whole_models",
+              "releases_to_avoid", "causes", "verdicts")  # fmt: skip
     assert sorted(TABLES) == sorted((*ALL, *others))
 
 

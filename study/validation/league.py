@@ -13,7 +13,7 @@ from study.errors import RunFailed, first_line
 from study.predict.memory import predict_memory
 from study.predict.request import Request
 from study.spec.strategies import REPOSITORY
-from study.validation.measured import GIB, Measured, predicted_peak
+from study.validation.measured import GIB, Measured, predicted_fit, predicted_peak
 
 OURS = "study predict"
 ACCELERATE = "accelerate estimate-memory"
@@ -58,8 +58,8 @@ def _standing(tool: str, rows: Sequence[Measured], ask: Callable[[int, Measured]
         if row.peak_bytes is not None:
             errors.append(abs(peak / row.peak_bytes - 1))
         if row.fits is not None and row.request.box.device.memory_gib:
-            held = predicted_peak(row, "device") if tool == OURS else peak
-            verdicts.append((held <= row.request.box.device.visible_gib * GIB, row.fits))
+            said = predicted_fit(row) if tool == OURS else peak <= row.request.box.device.visible_gib * GIB
+            verdicts.append((said, row.fits))
     return Standing(
         tool=tool,
         peaks=len(errors),
