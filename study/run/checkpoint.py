@@ -23,7 +23,13 @@ from study.host.contents import content_digest, sealed
 from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
 from study.record.schema import RecordError
-from study.run.other_ranks import check_indexes, load_universal, put_random_states, universal_checkpoint
+from study.run.other_ranks import (
+    check_indexes,
+    check_other_ranks,
+    load_universal,
+    put_random_states,
+    universal_checkpoint,
+)
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
 
@@ -149,6 +155,7 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
             f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {now[key]}",
             f"use --{key} {saved.get(key)}, or start anew",
         )
+    check_other_ranks(config, launch, manifest["world_size"])
     if launch.local_rank == 0:
         # The others of this host wait for this one before they load it.
         _check_files(folder, manifest["files"])

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed
+from study.errors import RunFailed, UserError
+from study.spec.config import RunConfig
+from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,6 +38,15 @@ _OF_AN_INDEX = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "collections": ("OrderedDict",),
 }  # fmt: skip
+
+
+def check_other_ranks(config: RunConfig, launch: Launch, saved_by: int) -> None:
+    if config.optimizer == "muon" and launch.strategy.zero_stage and saved_by != launch.world_size:
+        raise UserError(
+            f"the checkpoint was saved by {saved_by} ranks, and DeepSpeed's universal checkpoint knows Adam's moments"
+            " but not Muon's momentum",
+            f"use --num_processes {saved_by}",
+        )
 
 
 class _IndexUnpickler(pickle.Unpickler):
