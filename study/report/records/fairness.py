@@ -149,7 +149,7 @@ def _own_reasons(run: Row) -> Iterator[str]:
     """What a record shows without another beside it."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
     if None not in parts and run["team_ranks"]:
-        parts[2] /= run["team_ranks"]
+        parts[2] //= run["team_ranks"]
     if None not in parts and math.prod(parts[:3]) != parts[3]:
         yield f"global batch: {math.prod(parts[:3])} samples a step, {parts[3]} asked"
     ran, asked = run["engine_precision"], run["precision"]

@@ -95,8 +95,8 @@ RUN_COLUMNS: dict[str, str] = {
 # Columns that older parquet files lack, because no run could be asked for such a thing yet.
 LATER_COLUMNS = frozenset(
     {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack", "machines", "team_ranks", "across_machines_bytes_per_step", "forward_holds_bytes", "forward_gathers_bytes",
-     "study_version", "git_dirty"}
+     "stack", "machines", "team_ranks", "across_machines_bytes_per_step", "forward_holds_bytes",
+     "forward_gathers_bytes", "study_version", "git_dirty"}
 )  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
