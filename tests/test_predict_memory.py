@@ -9,9 +9,6 @@ import statistics
 import pytest
 import torch
 import transformers
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from transformers.models.llama import modeling_llama
 
 from study.cli import main
 from study.models.presets import PRESETS
@@ -195,37 +192,3 @@ def test_every_preset_has_a_prediction(name):
     )
     memory = predict_memory(request)
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
-
-
-def test_what_torch_compile_keeps_of_a_layer_is_what_the_formula_says():
-    """The forward graph's outputs, by torch's own partitioner."""
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=224, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
-        vocab_size=97, attn_implementation="sdpa",
-    )  # fmt: skip
-    layer = modeling_llama.LlamaDecoderLayer(config, 0).to(torch.bfloat16).train()
-    states: list[torch.Tensor] = []
-    batch, length = 2, 128
-    place = modeling_llama.LlamaRotaryEmbedding(config)(
-        torch.zeros(batch, length, 64, dtype=torch.bfloat16), torch.arange(length)[None]
-    )
-
-    def forward(module, _):
-        last = next(node for node in module.graph.nodes if node.op == "output")
-        states.extend(node.meta["val"] for node in last.args[0] if torch.is_tensor(node.meta.get("val")))
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=forward, bw_compiler=lambda module, _: make_boxed_func(module.forward),
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    entered = torch.zeros(batch, length, 64, dtype=torch.bfloat16, requires_grad=True)
-    found = torch.compile(lambda x: layer(x, position_embeddings=place), backend=backend)(entered)
-    assert found.shape == entered.shape
-    kept = sum(state.nbytes for state in states if state.shape[:1] != torch.Size([64]) and batch in state.shape)
-    shape = shape_of_architecture("llama", "llama", config.to_dict())
-    request = asked(
-        "llama", "bf16-engine", shape=shape, compiled=True, strategy=read_strategy("single"),
-        sequence_length=length, micro_batch=batch,
-    )  # fmt: skip
-    assert activations_of(request).layer == pytest.approx(kept, rel=0.1)
