@@ -69,7 +69,7 @@ def deepspeed_settings(run: OpenRun) -> dict[str, Any]:
 def make_accelerator(run: OpenRun) -> Accelerator:
     """The Accelerator that the launched file describes, on whatever this box has."""
     import torch
-    from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
+    from accelerate import Accelerator, DistributedType, PartialState
     from accelerate.utils import GradScalerKwargs
 
     config, launch = run.config, run.launch
@@ -118,18 +118,27 @@ def make_accelerator(run: OpenRun) -> Accelerator:
     if launch.strategy.mesh is not None:
         of_a_copy = launch.ranks_of_a_copy(config)
         assert of_a_copy is not None
-        arguments["parallelism_config"] = ParallelismConfig(launch.world_size // of_a_copy, of_a_copy)
+        arguments["parallelism_config"] = _parallelism(
+            dp_replicate_size=launch.world_size // of_a_copy, dp_shard_size=of_a_copy
+        )
     elif launch.strategy.team is not None and launch.strategy.team.divides == "context":
         arguments["parallelism_config"] = context.parallelism(run.plan, launch.strategy.team)
     elif launch.strategy.team is not None and launch.strategy.team.divides == "sequence":
         arguments["parallelism_config"] = sequence.parallelism(run.plan, launch.strategy.team, config)
     elif divides_while_loading(launch.strategy):
-        arguments["parallelism_config"] = ParallelismConfig(tp_size=launch.strategy.team_size)
+        arguments["parallelism_config"] = _parallelism(tp_size=launch.strategy.team_size)
     accelerator = Accelerator(**arguments)
     if autotp.divides(accelerator):
         autotp.load_whole()
     hold_to_precision(accelerator, config)
     return accelerator
+
+
+def _parallelism(**sizes: int) -> Any:
+    # Older releases of Accelerate, beside which other strategies run, do not have it.
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(**sizes)
 
 
 def hold_to_precision(accelerator: Accelerator, config: RunConfig) -> None:
