@@ -98,16 +98,19 @@ def load_initial_model(
     Under a live ZeRO-3 configuration transformers partitions it while it loads.
     """
     import torch
+    import transformers
+    from packaging.version import Version
     from transformers import AutoConfig
 
     if initial is None:
         model = _stand_in(config, strategy)
     else:
         saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
+        in_type = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
-            initial.path, config=architecture, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
-            **loading_options(architecture, strategy),
+            initial.path, config=architecture, use_safetensors=True, output_loading_info=True,
+            **{in_type: torch.float32}, **loading_options(architecture, strategy),
         )  # fmt: skip
         if divides_while_loading(strategy):
             keep_own_parts(model)

@@ -163,6 +163,8 @@ def _own_reasons(run: Row) -> Iterator[str]:
 def _differences(run: Row, baseline: Row) -> Iterator[str]:
     for name, column, form in _BY_COLUMN:
         here, there = run[column], baseline[column]
+        if run["virtual"] and column == "train_data_sha256":
+            continue  # each loads its own samples alone, and nothing that it counts depends on them
         if here is None or there is None:
             # An engine that is absent has no version, and a run that failed early recorded little.
             if column == "initial_weights_sha256" and here != there and run["status_state"] == "ok":
@@ -199,7 +201,7 @@ def _step_reasons(run: Row, baseline: Row, steps: Steps) -> Iterator[str]:
     if not count:
         return
     same_samples = True
-    if run["samples_sha256"] != baseline["samples_sha256"]:
+    if run["samples_sha256"] != baseline["samples_sha256"] and not run["virtual"]:
         others = steps[run["run"]]["samples_hash"][:count] != steps[baseline["run"]]["samples_hash"][:count]
         same_samples = not np.any(others)
         if not same_samples:
