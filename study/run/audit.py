@@ -46,6 +46,12 @@ def audit(
 
     config, launch, plan = run.config, run.launch, plan or run.plan
     is_deepspeed = launch.strategy.deepspeed is not None
+    if is_deepspeed and not hasattr(model, "zero_optimization_stage"):
+        raise RunFailed(
+            f"{launch.strategy.name} asks for DeepSpeed, and accelerate {package_version('accelerate')} made"
+            f" {type(model).__name__} of the model",
+            "use a later accelerate: early ones know DeepSpeed on GPUs alone",
+        )
     live = read_deepspeed(model) if is_deepspeed else read_plain(accelerator, model, config, plan)
     base = base_optimizer(optimizer)
     live |= {
