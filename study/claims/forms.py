@@ -367,7 +367,7 @@ _STRATEGIES = "|".join(STRATEGY_NAMES)
 _PRECISIONS = "|".join(get_args(Precision))
 _STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
 _VIRTUAL = rf"{_STATE}|sent|calls|host_peak|collective\.\w+"
-_SIZE = rf"({_STATE}|sent|gathered|calls)"
+_SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
 _COUNTED = rf"{_SIZE}(/(tokens|parameters))?|parameters|tokens"
 _MEASURED = "step_time_s_median|tokens_per_s|train_loss_final|eval_loss_final|host_peak_rss_gib|memory_steady_host_gib"
 _WHERE = rf"(?:{'|'.join(SETTINGS)})=\S+"
