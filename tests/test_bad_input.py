@@ -194,9 +194,9 @@ def test_a_record_whose_file_is_a_pipe_or_a_folder_is_refused_and_not_waited_for
         os.mkfifo(run / name)
         with pytest.raises(RecordError, match="not a regular file"):
             read_run(run)
-    for make in (Path.mkdir, os.mkfifo):
+    for make, problem in ((Path.mkdir, "none is a run's"), (os.mkfifo, "neither a file nor a folder")):
         folder = tmp_path / make.__name__
         folder.mkdir()
         make(folder / "status.json")
         flags = ("--overwrite_output_dir", "--output_dir", str(folder))
-        assert_refused(tmp_path, *flags, says=("none is a run's",), fix="new folder")
+        assert_refused(tmp_path, *flags, says=(problem,), fix="new folder")
