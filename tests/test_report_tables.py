@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from study.report.plots.nodes import efficiency
-from study.report.questions import QUESTIONS, TABLES, nodes
+from study.report.questions import QUESTIONS, TABLES, neighbours, nodes
 from study.report.records.frames import Records, read_parquet, read_records
 from study.report.records.predicted import predicted
 from study.spec.strategies import REPOSITORY, WITH_COPIES
@@ -293,3 +293,24 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     answer = told(nodes.answer(records))
     assert answer.sentence.startswith("On up to 2 machines a rank keeps 7")
     assert len(efficiency(records)) == 3
+
+
+def test_neighbours_stand_beside_the_stages_with_what_they_hold_keep_and_send() -> None:
+    records = read_parquet(REPOSITORY / "reports" / "neighbours")
+    found = neighbours.neighbours_table(records)
+    mine = found[found["Workload"] == "gpt-wikitext, llama-tiny, fp32, clipping 1"].set_index("Arm")
+    whole, kept = mine.loc["single", "Parameters, MiB"], mine.loc["single", "Kept for backward, MiB"]
+    # Embeddings too, and all but the norms.
+    assert mine.loc["tp", "Parameters, MiB"] == pytest.approx(whole / 2, rel=0.01)
+    # Half of the samples, or half of each.
+    for arm in ("zero1 x2", "fsdp2 x2", "ulysses_zero1 x2", "cp x2"):
+        assert mine.loc[arm, "Kept for backward, MiB"] == pytest.approx(kept / 2, rel=0.08)
+    assert "all_to_all" in mine.loc["ulysses_zero3 x2", "Payload by collective, MiB"]
+    assert mine.loc["ulysses_zero3 x2", "Calls"] > mine.loc["zero3 x2", "Calls"]
+    answer = neighbours.answer(records)
+    assert answer is not None
+    assert answer.sentence.startswith("Of 4 ranks each holds least state under `fsdp2 x4`")
+
+
+def test_without_a_neighbour_there_is_no_answer() -> None:
+    assert neighbours.answer(read_parquet(REPOSITORY / "reports" / "laptop")) is None

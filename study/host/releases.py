@@ -25,6 +25,14 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def is_since(name: str, release: str) -> bool:
+    """Whether the installed release of a package is this one or a later one."""
+    from packaging.version import Version
+
+    found = package_version(name)
+    return found is not None and Version(found) >= Version(release)
+
+
 def unverified_pair() -> str | None:
     """What is installed here, where nothing shows that it trains as DDP does."""
     here = (package_version("accelerate"), package_version("deepspeed"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.host.releases import is_since
 from study.spec.config import RunConfig
 
 
@@ -15,8 +16,6 @@ def model_flops_per_sample(config: RunConfig) -> int:
     comparison gets the same figure, and MFU stays comparable. Causal masking saves nothing in this count.
     """
     import torch
-    import transformers
-    from packaging.version import Version
     from torch.utils.flop_counter import FlopCounterMode
 
     from study.models.adapters import add_adapters
@@ -30,8 +29,8 @@ def model_flops_per_sample(config: RunConfig) -> int:
         one_class = torch.zeros(1, dtype=torch.long)
         # A mask of this shape is used as it is; any other makes transformers look for padding in values meta lacks.
         # Releases before 4.56 cannot take such a mask for every model, and make their own without looking.
-        of_today = Version(transformers.__version__) >= Version("4.56")
-        mask = torch.zeros(1, 1, config.seq_length, config.seq_length) if of_today else None
+        is_taken = is_since("transformers", "4.56")
+        mask = torch.zeros(1, 1, config.seq_length, config.seq_length) if is_taken else None
     labels = tokens if FAMILY_OF_TASK[config.task] == "causal-lm" else one_class
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=tokens, attention_mask=mask, labels=labels).loss

@@ -44,13 +44,10 @@ class ForwardWatch:
         self._before = self._read()
 
     def _read_after(self, *_: Any) -> None:
-        # A checkpointed layer that is a module of its own may come here within another pass.
-        if self._before is None:
-            return
+        assert self._before is not None
         (used_before, whole_before), (used, whole) = self._before, self._read()
         gathered = max(0, whole - whole_before)
         self._held.append((max(0, used - used_before - gathered), gathered))
-        self._before = None
 
     def _read(self) -> tuple[int, int]:
         used = bytes_in_use(next(self._model.parameters()).device)

@@ -83,6 +83,12 @@ def attention(config: RunConfig) -> str | None:
     return None if asked == "sdpa" else asked
 
 
+def attention_of(config: RunConfig, architecture: PreTrainedConfig) -> str:
+    """What computes it: as the model's files say, as asked, or as transformers chooses."""
+    chosen = "sdpa" if model_class(config, architecture)._supports_sdpa else "eager"
+    return architecture._attn_implementation or attention(config) or chosen
+
+
 def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
     from transformers.models.auto import modeling_auto
 

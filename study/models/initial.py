@@ -21,6 +21,7 @@ from study.errors import Unsupported, UserError, first_line
 from study.host.contents import content_digest, sealed, whole_or_nothing
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries
+from study.host.releases import is_since
 from study.models.adapters import add_adapters
 from study.models.architecture import attention, build_model, model_class, model_config, shape_of, with_run_settings
 from study.models.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
@@ -98,15 +99,13 @@ def load_initial_model(
     Under a live ZeRO-3 configuration transformers partitions it while it loads.
     """
     import torch
-    import transformers
-    from packaging.version import Version
     from transformers import AutoConfig
 
     if initial is None:
         model = _stand_in(config, strategy)
     else:
         saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
-        in_type = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+        in_type = "dtype" if is_since("transformers", "4.56") else "torch_dtype"
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
             initial.path, config=architecture, use_safetensors=True, output_loading_info=True,

@@ -31,7 +31,7 @@ step's last, as in DeepSpeed's guide: both of one forward pass, in one micro-ste
 its own / the same where `set_gradient_accumulation_boundary` names the last / the same through the stack's own
 Accelerate.
 
-- Stages 1 and 2, from 0.17.6 to the release installed here: the last pass takes the place of those before it. In a
+- Stages 1 and 2, from 0.17.6 to 0.19.8: the last pass takes the place of those before it. In a
   step's last micro-step every pass is taken for its end, and what was summed is handed over and forgotten (deepspeed
   0.19.8, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1046-1059; up to 0.18.2 it ends in an error). Others met it:
   https://github.com/allenai/open-instruct/pull/1498, https://github.com/deepspeedai/DeepSpeed/pull/8135. No line of it

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.architecture import attention, model_class
+from study.models.architecture import attention_of
+from study.run.sequence import NOT_SCORED, following_tokens
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.team import Team
 
@@ -21,15 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-NOT_SCORED = -100
 # Where Accelerate looks for the attention of a layer, and where other models have it.
 _HOOKED, _ALSO = ".self_attn", (".attn", ".attention")
 
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int) -> None:
     """Refuse a model whose attention would be trained as another one without a word."""
-    model, kind = f"{strategy} cannot train {config.model_name_or_path}", model_class(config, architecture)
-    computed_by = architecture._attn_implementation or attention(config) or ("sdpa" if kind._supports_sdpa else "eager")
+    model = f"{strategy} cannot train {config.model_name_or_path}"
+    computed_by = attention_of(config, architecture)
     if computed_by != "sdpa":
         # Torch passes keys and values around within this one function; any other sees a rank's own tokens alone.
         raise UserError(
@@ -67,8 +67,7 @@ def own_tokens(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iter
     import torch
 
     tokens = micro_batch["input_ids"].clone()
-    # Shifted before it is cut: the last token of a part is followed by the first of another rank's.
-    following = torch.nn.functional.pad(micro_batch["labels"][:, 1:], (0, 1), value=NOT_SCORED)
+    following = following_tokens(micro_batch["labels"])
     positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
     # Ranks score unequally many tokens, so each divides by what is scored by a rank in the mean.
     scored = (following != NOT_SCORED).sum() / accelerator.parallelism_config.cp_size

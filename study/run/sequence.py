@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.architecture import attention, model_class
+from study.models.architecture import attention_of, model_class
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.team import Team
 
@@ -22,8 +22,14 @@ NOT_SCORED = -100
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int) -> None:
     """Refuse a model whose attention Ulysses cannot divide, or would train as another one without a word."""
+    if config.seq_length % ranks:
+        fitting = -(-config.seq_length // ranks) * ranks
+        raise UserError(
+            f"--seq_length {config.seq_length} does not divide over the {ranks} ranks of a team",
+            f"use a multiple of {ranks}, such as {fitting}",
+        )
     model, kind = f"{strategy} cannot train {config.model_name_or_path}", model_class(config, architecture)
-    computed_by = architecture._attn_implementation or attention(config) or ("sdpa" if kind._supports_sdpa else "eager")
+    computed_by = attention_of(config, architecture)
     if computed_by == "eager" or not kind._supports_attention_backend:
         # What goes around transformers' table of attentions would see its own rank's tokens, and nobody would know.
         raise UserError(
@@ -59,6 +65,13 @@ def divides(accelerator: Accelerator) -> bool:
     return getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1) > 1
 
 
+def following_tokens(labels: Tensor) -> Tensor:
+    """Shifted before samples are cut: the last token of a part is followed by the first of another rank's."""
+    import torch
+
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=NOT_SCORED)
+
+
 def own_tokens(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of every sample. The mean of the ranks' losses is the loss of the micro-batch."""
     import torch
@@ -66,8 +79,7 @@ def own_tokens(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
     ranks, rank = groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()
     tokens = micro_batch["input_ids"]
-    # Shifted before it is cut: the last token of a part is followed by the first of the next rank's.
-    following = torch.nn.functional.pad(micro_batch["labels"][:, 1:], (0, 1), value=NOT_SCORED)
+    following = following_tokens(micro_batch["labels"])
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     own, own_positions, own_following = (
         whole.chunk(ranks, dim=1)[rank].contiguous() for whole in (tokens, positions, following)

@@ -36,23 +36,16 @@ def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig
             )
         if strategy.deepspeed is not None:
             autotp.check_divisible(config, architecture, strategy.name, team.ranks)
-        tensors.check_tensors(config, launch, architecture)
+        else:
+            tensors.check_tensors(config, launch, architecture)
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
         raise UserError(
             f"{strategy.name} divides the tokens of causal models, and --task {config.task} has none",
             "use --task gpt-wikitext, or a strategy that leaves samples whole",
         )
-    if team.divides == "context":
-        context.check_divisible(config, architecture, strategy.name, team.ranks)
-        return
-    if config.seq_length % team.ranks:
-        fitting = -(-config.seq_length // team.ranks) * team.ranks
-        raise UserError(
-            f"--seq_length {config.seq_length} does not divide over the {team.ranks} ranks of a team",
-            f"use a multiple of {team.ranks}, such as {fitting}",
-        )
-    sequence.check_divisible(config, architecture, strategy.name, team.ranks)
+    kind = context if team.divides == "context" else sequence
+    kind.check_divisible(config, architecture, strategy.name, team.ranks)
 
 
 def asked_team(launch: Launch) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.tensor_plans import check_divisible, divides_while_loading
+from study.models.tensor_plans import check_divisible
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 def check_tensors(config: RunConfig, launch: Launch, architecture: PreTrainedConfig) -> None:
     """What cannot be divided, or cannot be used where tensors are, is refused before anything is written."""
     strategy, ranks = launch.strategy, launch.world_size
-    if not divides_while_loading(strategy):
-        return
     if strategy.team_size != ranks:
         # Accelerate has copies beside it under FSDP alone.
         raise UserError(

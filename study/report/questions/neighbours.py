@@ -21,7 +21,7 @@ def answer(records: Records) -> Answer | None:
     for arm in _arms(records):
         if len(arm.ended):
             found.setdefault(arm.workload, []).append(arm)
-    # On as many ranks as all can use: the arms on fewer are in the details.
+    # The arms on fewer ranks are in the details.
     shown = {workload: [arm for arm in of_it if ranks(arm) in (1, _most(of_it))] for workload, of_it in found.items()}
     sentences = [said for workload, of_it in shown.items() if (said := _sentence(of_it))]
     if not sentences:
