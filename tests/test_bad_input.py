@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_records import write_run
 from test_refusals import assert_is_one_line, assert_refused
 
 from engines import ROOT
 from study.cli import main
-from study.errors import UserError
+from study.errors import Unsupported, UserError
 from study.record.directory import read_run
 from study.record.schema import RecordError
-from study.run.checks import check_engine_settings
+from study.run.engine_settings import check_engine_settings
 from study.spec.config import RunConfig
 from study.spec.strategies import read_strategy
 
@@ -102,6 +103,27 @@ def test_a_home_folder_of_nobody_is_refused_wherever_a_path_is_given(tmp_path: P
 def test_an_engine_setting_that_deepspeed_does_not_know_is_refused(setting: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero2"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a box without a GPU is told")
+@pytest.mark.parametrize(
+    "key",
+    [
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.offload_optimizer.super_offload",
+        "compile.deepcompile",
+    ],
+)
+def test_a_setting_for_gpus_alone_is_unsupported_without_one(key: str) -> None:
+    on, off = (RunConfig(engine_override=(f"{key}={value}",), torch_compile=True) for value in ("true", "false"))
+    with pytest.raises(Unsupported, match=f"{key} runs on GPUs alone"):
+        check_engine_settings(on, read_strategy("zero3_cpu"))
+    check_engine_settings(off, read_strategy("zero3_cpu"))
+
+
+def test_deepcompile_without_compiling_is_refused() -> None:
+    with pytest.raises(UserError, match="does nothing in a model that is not compiled"):
+        check_engine_settings(RunConfig(engine_override=("compile.deepcompile=true",)), read_strategy("zero3"))
 
 
 def test_the_engine_settings_of_the_suites_are_taken() -> None:

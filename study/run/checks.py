@@ -13,7 +13,7 @@ from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.host.folders import cache_directory, folder_named, free_bytes, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
-from study.host.releases import package_version, refuse_unverified_pair
+from study.host.releases import refuse_unverified_pair
 from study.host.swap import refuse_full_drive
 from study.predict.floor import state_bytes
 from study.record.directory import is_finished, write_json
@@ -21,13 +21,13 @@ from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
 from study.run import machines
 from study.run.copies import check_copies
+from study.run.engine_settings import check_engine_settings
 from study.run.teams import check_team
 from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
-from study.spec.names import BATCH_KEYS
-from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import KEEPS_PARTS, Strategy
+from study.spec.overrides import override
+from study.spec.strategies import Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -229,45 +229,6 @@ def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
-
-
-def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
-    """By DeepSpeed's own types. A key of the outermost level that it does not know it would leave out in silence."""
-    from deepspeed.runtime import config as constants
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    if config.precision in ("bf16", "fp16") and not hasattr(DeepSpeedEngine, "torch_autocast_enabled"):
-        raise Unsupported(
-            f"--precision {config.precision} is autocast, which DeepSpeed {package_version('deepspeed')} does not have",
-            f"use --precision {config.precision}-engine, or a later release",
-        )
-    assert strategy.deepspeed is not None
-    known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {"aio", "zero_optimization", KEEPS_PARTS.split(".")[0], *strategy.deepspeed}
-    for key in parse_overrides(config.engine_override):
-        section = key.split(".")[0]
-        if section not in known:
-            raise UserError(f"--engine_override {key}: DeepSpeed has no setting {section}", "fix the key")
-        if section in BATCH_KEYS:
-            raise UserError(
-                f"--engine_override {key}: the batch of the run decides it",
-                "use --global_batch_size and --per_device_train_batch_size",
-            )
-    zero = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
-    if isinstance(zero, dict):
-        # Accelerate fills these in.
-        zero = {key: value for key, value in zero.items() if value != "auto"}
-    # Before 0.15 its types are those of the first pydantic, whose errors are a ValueError too.
-    validate = getattr(DeepSpeedZeroConfig, "model_validate", None) or DeepSpeedZeroConfig.parse_obj
-    try:
-        validate(zero)
-    except ValueError as error:
-        found = error.errors()[0]  # type: ignore[attr-defined]
-        raise UserError(
-            f"DeepSpeed refuses {'.'.join(['zero_optimization', *map(str, found['loc'])])}: {found['msg']}",
-            "fix --engine_override, or the strategy's file",
-        ) from None
 
 
 def _check_tracker(name: str) -> None:
