@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 
 import pytest
@@ -22,7 +23,9 @@ from study.predict.settings import engine_settings
 from study.predict.shape import model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
-from study.spec.strategies import read_strategy
+from study.report.records.frames import read_parquet
+from study.report.records.predicted import predicted
+from study.spec.strategies import REPOSITORY, read_strategy
 from study.validation import own
 from study.validation.score import score
 
@@ -88,6 +91,13 @@ def test_every_own_record_has_the_predicted_state_and_traffic():
     table = own.table().set_index("figure")
     assert table.loc["state, all", "records"] > 300
     assert table["worst error"].max() < 0.01
+
+
+def test_of_what_nobody_has_arithmetic_for_no_figure_is_shown():
+    found = read_parquet(REPOSITORY / "reports" / "neighbours").runs
+    for column, value in (("peft", "lora"), ("optimizer", "muon"), ("strategy", "ulysses_zero1")):
+        run = next(found[found[column] == value].itertuples())
+        assert math.isnan(predicted(run).state_bytes), column
 
 
 def test_peaks_of_own_records_are_near_the_prediction():

@@ -152,8 +152,11 @@ def _torch_step(request: Request, elements: float, buffers: float, small: float 
 def _fsdp(request: Request) -> Iterator[Moment]:
     """Each layer is a group: gathered whole, its gradients whole until they are scattered, the next one on its way."""
     sizes: dict[int, int] = {}
+    first: dict[int, int] = {}
     for piece in pieces_of(request.shape):
         sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
+        if piece.elements > piece.rows:
+            first[piece.place] = piece.elements
     ranks, done = request.ranks_of_a_copy or request.box.ranks, 0.0
     # Where FSDP itself computes in 16 bits it gathers them; it reduces in the type of its parts.
     own = weight_bytes(request)
@@ -163,18 +166,29 @@ def _fsdp(request: Request) -> Iterator[Moment]:
     root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
     part = request.shape.parameters / ranks
     kept = part * own if request.accumulation > 1 else 0.0
-    copied = own if request.box.gathers_into_copies else 0
+    copies = 1 if request.box.gathers_into_copies else 0
     waiting = pieces_of(request.shape)[0].elements if request.shape.tied else 0
+    # What the gradients of the layer before are scattered from, until those of this one are.
+    held, top = 0.0, sizes[request.shape.layers - 1]
+    # The last layer comes while the root's own backward pass begins.
+    yield Moment(request.shape.layers, kept, float(weight * (root + (1 + copies) * top)))
+    yield Moment(request.shape.layers, kept, float(weight * (root + top + waiting)))
     for place in reversed(range(request.shape.layers)):
         size, following = sizes[place], sizes[place - 1] if place else 0
-        # The root group stays whole; of a layer the weights, the next one's, its gradients and their copy to scatter.
-        buffers = weight * (root + size + following) + (weight + own + copied) * size
-        yield Moment(place, kept or done, float(buffers + weight * waiting))
+        # The root group stays whole, and the head's gradient of a tied embedding waits.
+        whole, grads = float(weight * (root + waiting)), kept or done
+        # What has come is copied into the weights; then the next layer's comes, and then the first gradient.
+        yield Moment(place, grads, whole + held + weight * (size + max(size, (1 + copies) * following)))
+        yield Moment(place, grads, whole + held + weight * (size + following + first[place]))
+        yield Moment(place - 1, grads, whole + held + weight * (2 * size + following))
+        # The weights are gone, and so is the last copy, before the gradients are copied.
+        held = float(own * size)
+        yield Moment(place - 1, grads, whole + held + weight * following + max(weight, copies * own) * size)
         done += size / ranks * own
     last = root + (0 if request.shape.tied else embedding)
-    # The head's gradient of a tied embedding waits, then both are there and their sum.
-    yield Moment(BEFORE, kept or done, float(weight * (last + 3 * waiting)))
-    yield Moment(BEFORE, kept or done, float((2 * weight + own + copied) * last))
+    # Both gradients of a tied embedding are there and their sum.
+    yield Moment(BEFORE, kept or done, held + weight * (last + 3 * waiting))
+    yield Moment(BEFORE, kept or done, float(own + max(weight, copies * own)) * last)
     yield _torch_step(request, part, 0.0)
 
 

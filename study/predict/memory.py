@@ -192,6 +192,8 @@ def points_of(request: Request) -> list[Point]:
             continue
         live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
+        if moment.place < layers:
+            stored["activations"] -= kept.cast_head
         parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
         points.append(Point(parts, moment.small + small * weight))
     return points

@@ -19,11 +19,11 @@ from study.predict.state import state_of, weight_bytes
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
-from study.report.records.predicted import WITHOUT_COPIES, request_of
+from study.report.records.predicted import WITHOUT_COPIES, has_prediction, request_of
 from study.spec.strategies import REPOSITORY
 from study.validation.measured import GIB, Kind, Measured
 
-SUITES = ("laptop", "claims", "paper_table1", "virtual_settings", "virtual_claims")
+SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_settings", "virtual_claims", "virtual_neighbours")
 ALL_STATE, SENT = "state, all", "sent in a step"
 # The phase of steps went on after the last evaluation.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
@@ -48,11 +48,12 @@ class Compared:
 
 @functools.cache
 def runs() -> pd.DataFrame:
-    """Every record that has ended well."""
+    """Every record that has ended well, of what has a prediction."""
     tables = [read_parquet(REPOSITORY / "reports" / suite).runs.assign(suite=suite) for suite in SUITES]
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
-    return runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
+    runs = runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
+    return runs[[has_prediction(run) for run in runs.itertuples()]]
 
 
 def own_rows() -> list[Measured]:

@@ -17,7 +17,8 @@ from study.predict.shape import model_shape, sequence_length
 from study.predict.state import state_of
 from study.predict.time import predict_time
 from study.predict.traffic import sent_bytes
-from study.spec.overrides import override
+from study.spec.config import RunConfig
+from study.spec.options import has_known_state
 from study.spec.strategies import RANKS_OF_A_MACHINE, read_strategy
 from study.theory.hardware import Device
 
@@ -42,11 +43,9 @@ class Predicted:
 
 
 def predicted(run: Any) -> Predicted:
-    try:
-        request = request_of(run)
-    except UserError:
-        # A model or settings that nobody has arithmetic for.
+    if not has_prediction(run):
         return Predicted()
+    request = request_of(run)
     state = state_of(request)
     timed = _planned(request) if run.virtual else request
     return Predicted(
@@ -59,19 +58,35 @@ def predicted(run: Any) -> Predicted:
     )
 
 
+def has_prediction(run: Any) -> bool:
+    try:
+        request_of(run)
+    except UserError:
+        return False
+    return True
+
+
 def request_of(run: Any) -> Request:
+    """Refuses a model and settings that nobody has arithmetic for."""
     strategy = read_strategy(run.strategy)
     if strategy.team is not None:
         raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "leave it out")
-    if strategy.deepspeed is not None:
-        settings = override(strategy.deepspeed, json.loads(run.engine_override))
-        strategy = dataclasses.replace(strategy, deepspeed=settings)
+    config = _options_of(run)
+    if not has_known_state(config):
+        raise UserError(f"nobody predicts {'LoRA' if config.peft != 'none' else config.optimizer}", "leave it out")
     return Request(
-        shape=model_shape(run.model_name_or_path), strategy=strategy, box=_box_of(run),
+        shape=model_shape(run.model_name_or_path), strategy=strategy.overridden(config), box=_box_of(run),
         sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
         accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
         gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
     )  # fmt: skip
+
+
+def _options_of(run: Any) -> RunConfig:
+    """Those that change what a rank holds. Older records have only the first."""
+    asked = {name: getattr(run, name) for name in ("peft", "optimizer", "bf16_states")}
+    known = {name: value for name, value in asked.items() if not pd.isna(value)}
+    return RunConfig(engine_override=tuple(json.loads(run.engine_override)), **known)
 
 
 def _box_of(run: Any) -> Box:
