@@ -9,7 +9,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from study.predict.fsdp import fsdp_moments
 from study.predict.kept import kept_by_c_library
+from study.predict.moments import Moment, torch_step
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import (
@@ -29,22 +31,6 @@ from study.predict.state import (
 STAGE0_BUCKET = 500_000_000
 # runtime/zero/utils.py, get_norm_dtype: each gradient is made fp64 for its norm.
 NORM_BYTES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """While the gradient of a tensor comes, or of a layer; `step`: after the backward pass."""
-
-    # As in Piece.
-    place: int
-    grads: float
-    buffers: float
-    step: bool = False
-    piece: Piece | None = None
-    # It has come, and nothing was done with it yet.
-    arrival: bool = False
-    # Of gradients and buffers, what lies in blocks that the C library keeps.
-    small: float = 0.0
 
 
 class _Bucket:
@@ -97,7 +83,7 @@ def moments_of(request: Request) -> list[Moment]:
     """Of the last micro-batch of a step: with accumulation gradients of the earlier ones are there already."""
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
-        return list(_fsdp(request))
+        return list(fsdp_moments(request))
     if stage in (None, 0):
         moments = _whole(request)
     else:
@@ -137,59 +123,7 @@ def _whole(request: Request) -> Iterator[Moment]:
     if request.strategy.zero_stage == 0 and request.box.ranks > 1:
         flat = float(min(total, STAGE0_BUCKET) * weight)
         yield Moment(BEFORE, float(total * weight), flat, step=True, small=small)
-    yield _torch_step(request, total, buffers, small)
-
-
-def _torch_step(request: Request, elements: float, buffers: float, small: float = 0.0) -> Moment:
-    """The optimizer without an engine, or with stage 0: fp32 gradients for its masters, and what AdamW makes."""
-    weight = weight_bytes(request)
-    stepped = weight if request.pure else FP32_BYTES
-    grads = elements * (weight + (stepped if stepped != weight else 0))
-    made = request.step_copies * elements * stepped
-    return Moment(BEFORE, float(grads), buffers + made, step=True, small=small)
-
-
-def _fsdp(request: Request) -> Iterator[Moment]:
-    """Each layer is a group: gathered whole, its gradients whole until they are scattered, the next one on its way."""
-    sizes: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for piece in pieces_of(request.shape):
-        sizes[piece.place] = sizes.get(piece.place, 0) + piece.elements
-        if piece.elements > piece.rows:
-            first[piece.place] = piece.elements
-    ranks, done = request.ranks_of_a_copy or request.box.ranks, 0.0
-    # Where FSDP itself computes in 16 bits it gathers them; it reduces in the type of its parts.
-    own = weight_bytes(request)
-    weight = 2 if request.fsdp_gathers_16_bits else own
-    # An untied embedding is a group of its own.
-    embedding = sizes.get(BEFORE, 0)
-    root = sizes.get(request.shape.layers, 0) + (embedding if request.shape.tied else 0)
-    part = request.shape.parameters / ranks
-    kept = part * own if request.accumulation > 1 else 0.0
-    copies = 1 if request.box.gathers_into_copies else 0
-    waiting = pieces_of(request.shape)[0].elements if request.shape.tied else 0
-    # What the gradients of the layer before are scattered from, until those of this one are.
-    held, top = 0.0, sizes[request.shape.layers - 1]
-    # The last layer comes while the root's own backward pass begins.
-    yield Moment(request.shape.layers, kept, float(weight * (root + (1 + copies) * top)))
-    yield Moment(request.shape.layers, kept, float(weight * (root + top + waiting)))
-    for place in reversed(range(request.shape.layers)):
-        size, following = sizes[place], sizes[place - 1] if place else 0
-        # The root group stays whole, and the head's gradient of a tied embedding waits.
-        whole, grads = float(weight * (root + waiting)), kept or done
-        # What has come is copied into the weights; then the next layer's comes, and then the first gradient.
-        yield Moment(place, grads, whole + held + weight * (size + max(size, (1 + copies) * following)))
-        yield Moment(place, grads, whole + held + weight * (size + following + first[place]))
-        yield Moment(place - 1, grads, whole + held + weight * (2 * size + following))
-        # The weights are gone, and so is the last copy, before the gradients are copied.
-        held = float(own * size)
-        yield Moment(place - 1, grads, whole + held + weight * following + max(weight, copies * own) * size)
-        done += size / ranks * own
-    last = root + (0 if request.shape.tied else embedding)
-    # Both gradients of a tied embedding are there and their sum.
-    yield Moment(BEFORE, kept or done, held + weight * (last + 3 * waiting))
-    yield Moment(BEFORE, kept or done, float(own + max(weight, copies * own)) * last)
-    yield _torch_step(request, part, 0.0)
+    yield torch_step(request, total, buffers, small)
 
 
 def _own(request: Request) -> list[tuple[Piece, bool]]:
