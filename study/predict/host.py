@@ -5,7 +5,7 @@ from __future__ import annotations
 from study.host.memory import GIB
 from study.predict.request import Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, part_elements, state_of, sub_groups, weight_bytes
+from study.predict.state import FP32_BYTES, State, part_elements, state_of, sub_groups, weight_bytes
 
 # Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
 LIBRARIES_BYTES = 1.2 * GIB
@@ -35,10 +35,10 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
     stage = strategy.zero_stage
     buffers = pinned = 0.0
     libraries = libraries_bytes(request)
+    largest = max(tensor.elements for tensor in request.shape.tensors)
     if stage is not None and stage > 0:
         settings = engine_settings(strategy, request.shape.hidden)
         part = part_elements(request) if stage == 3 else -(-parameters // request.box.ranks)
-        largest = max(tensor.elements for tensor in request.shape.tensors)
         locked: list[float] = []
         if settings.optimizer is not None and stage < 3:
             locked += [part * 4.0, part * 4.0, float(part * weight), float(largest * weight)]
@@ -60,14 +60,17 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
         if any(pins) and not request.box.in_host_memory:
             pinned = sum(map(pinned_bytes, locked))
             buffers += pinned - sum(locked)
-    # Outside stage 3 every process makes the whole model in fp32 first; stage 3 one tensor at a time.
-    loaded = 4.0 * parameters if stage != 3 else 3 * 4.0 * max(tensor.elements for tensor in request.shape.tensors)
+    # Outside stage 3 every process makes the whole model in fp32 first, and then 16-bit weights, a tensor at a time;
+    # stage 3 makes one tensor at a time, and rank 0 has another one, out of the file.
+    loaded, read = 4.0 * parameters + (largest * weight if weight < FP32_BYTES else 0), 0.0
+    if stage == 3:
+        loaded = read = 4.0 * largest
     # Under stage 3 rank 0 gathers the weights to save them whole; FSDP saves shards.
     whole = weight * float(parameters) if stage == 3 else 0.0
     train = ranks * (libraries + state.host + buffers)
     parts = {
         "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
-        "pinned": ranks * pinned, "load": ranks * (libraries + loaded + state.host), "train": train,
+        "pinned": ranks * pinned, "load": ranks * (libraries + loaded + state.host) + read, "train": train,
         "rank": train / ranks, "save": train + whole,
     }  # fmt: skip
     return parts, ranks * state.nvme
