@@ -334,7 +334,7 @@ def test_the_scan_finds_what_nobody_claimed() -> None:
 def test_the_first_steps_optimizer_state_is_seen_although_the_step_creates_it() -> None:
     model = nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with StateWatch(model, optimizer) as watch:
+    with StateWatch(model, optimizer, CPU) as watch:
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -370,7 +370,7 @@ def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
         caller.inner, caller.forward = model, forward
         # What libraries take at their first use stays taken.
         caller(inputs).sum().backward()
-        with ForwardWatch(caller) as watch:
+        with ForwardWatch(caller, CPU) as watch:
             caller(inputs).sum().backward()
         return watch.report["forward_holds_bytes"]
 

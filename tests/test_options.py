@@ -148,12 +148,19 @@ def test_muon_goes_on_with_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
+def by_muon_in_fp32(strategy: str, output_dir: Path) -> Run:
+    """A 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
+    return trained_in(strategy, output_dir, *MUON, script="tests/probes/muon_in_fp32.py")
+
+
+@pytest.fixture(scope="module")
+def single_by_muon(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return by_muon_in_fp32("single", tmp_path_factory.mktemp("muon") / "single")
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", *(pytest.param(name, marks=long) for name in ("ddp", "zero1"))])
-def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: Path) -> None:
-    """In fp32, since a 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
-    single, arm = (
-        trained_in(name, tmp_path / name, *MUON, script="tests/probes/muon_in_fp32.py") for name in ("single", strategy)
-    )
+def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, single_by_muon: Run, tmp_path: Path) -> None:
+    single, arm = single_by_muon, by_muon_in_fp32(strategy, tmp_path / strategy)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.engine["optimizer_class"] == "deepspeed.MuonWithAuxAdam"
     assert arm.engine["optimizer_settings"]["momentum"] == 0.95
@@ -161,6 +168,14 @@ def test_muon_is_the_same_training_whole_and_in_parts(strategy: str, tmp_path: P
     if strategy != "ddp":
         assert min(updates) > 5 * max(norms), "DeepSpeed takes the norm of gradients again"
         assert any("norm of what Muon makes" in warning for warning in arm.engine["warnings"])
+
+
+@long
+def test_stage_0_in_half_precision_begins_with_muon_as_it_does_with_adamw(run_of: RunFactory) -> None:
+    """DeepSpeed takes a step of its own before the first."""
+    flags = ("--precision", "bf16-engine", "--learning_rate", "1e-30")
+    muon, adamw = run_of("zero0", *GPT, *MUON, *flags), run_of("zero0", *GPT, "--max_grad_norm", "0", *flags)
+    assert losses(muon) == losses(adamw)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", pytest.param("zero1", marks=long)])

@@ -16,6 +16,7 @@ from study.host.memory import GIB
 from study.models.presets import PRESETS
 from study.predict.activations import activations_of
 from study.predict.boxes import box_of
+from study.predict.fits import excess_bytes, why
 from study.predict.floor import least_activation_bytes
 from study.predict.gathers import gathers_of
 from study.predict.memory import points_of, predict_memory
@@ -137,6 +138,19 @@ def test_a_process_holds_its_libraries_and_what_the_c_library_keeps_beside_its_t
     assert predict_memory(dataclasses.replace(request, box=box_of("2xH100"))).process_peak is None
 
 
+def test_a_host_that_is_too_small_for_all_ranks_is_told_what_all_of_them_take():
+    real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    request = dataclasses.replace(
+        real, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
+    )
+    memory = predict_memory(request)
+    for gib in (2.0, 4.0):
+        box = dataclasses.replace(request.box, host_gib_per_node=gib)
+        missing = excess_bytes(memory, box) / GIB
+        assert missing > 0
+        assert why(memory, box) == f"needs {gib + missing:.1f} GiB of host memory for all ranks, of {gib}"
+
+
 def test_dropout_keeps_masks_and_scores_a_second_time():
     kept, plain = (activations_of(asked("bert", "fp32", attention="eager", dropout=on)) for on in (True, False))
     pairs = 4 * 8 * 512 * 512
@@ -176,6 +190,11 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         (["--model_name_or_path", "someone/some-model"], "--hub"),
         (["--hardware", "8xH10"], "H100"),
         (["--strategy", "zero4"], "zero3"),
+        (["--engine_override", "zero_optimization.stage=7"], "zero_optimization.stage is 7"),
+        (["--engine_override", "zero_optimization.stage=3"], "makes zero2 a stage 3"),
+        (["--engine_override", "zero_optimization.reduce_bucket_sise=5"], "did you mean reduce_bucket_size"),
+        (["--engine_override", 'zero_optimization.reduce_bucket_size="big"'], "reduce_bucket_size is 'big'"),
+        (["--strategy", "zero3_hpz", "--engine_override", "zero_optimization.zero_hpz_partition_size=5"], "8 ranks"),
         (["--micro_batch", "0"], "use 1"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
     ],

@@ -19,6 +19,8 @@ GPT = ("--task", "gpt-wikitext")
 LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
 IN_PARTS = "activation_checkpointing.partition_activations=true"
 ZERO_WITH_TEAMS = [name for name in WITH_TEAMS if read_strategy(name).zero_stage]
+# Stage 2 is between the others, and trains a Llama-like model below.
+FIRST_AND_LAST = [pytest.param(name, marks=[pytest.mark.long] * ("2" in name)) for name in ZERO_WITH_TEAMS]
 FP32_RELATIVE = 1e-5
 FOUR_RANKS = (pytest.mark.long, pytest.mark.timeout(900))
 
@@ -55,19 +57,24 @@ def test_a_team_may_have_more_ranks_than_there_are_heads_of_keys(run_of: RunFact
     assert arm.engine["team"] == {"divides": "sequence", "ranks": 4, "state_over": 4}
 
 
-@pytest.mark.parametrize("strategy", ZERO_WITH_TEAMS)
-def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, tmp_path: Path) -> None:
-    """Without clipping, and with an optimizer that takes it as it is."""
-    runs = {}
+def by_sgd(strategy: str, output_dir: Path, ranks: int) -> Run:
+    """Without clipping, and with an optimizer that takes a gradient as it is."""
     flags = (*LLAMA, "--max_grad_norm", "0", "--weight_decay", "0", "--learning_rate", "0.3")
-    for name, ranks in (("single", 1), (strategy, 2)):
-        output_dir = tmp_path / name
-        result = train(name, output_dir, *flags, ranks=ranks, script="tests/probes/plain_sgd.py")
-        assert result.returncode == 0, result.stderr[-3000:]
-        runs[name] = read_run(output_dir)
-    losses = [row["loss"] for row in runs["single"].steps]
+    result = train(strategy, output_dir, *flags, ranks=ranks, script="tests/probes/plain_sgd.py")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return read_run(output_dir)
+
+
+@pytest.fixture(scope="module")
+def single_by_sgd(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return by_sgd("single", tmp_path_factory.mktemp("sgd") / "single", 1)
+
+
+@pytest.mark.parametrize("strategy", FIRST_AND_LAST)
+def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, single_by_sgd: Run, tmp_path: Path) -> None:
+    losses = [row["loss"] for row in single_by_sgd.steps]
     assert losses[0] - losses[-1] > 0.04, "steps must move the weights, or any gradient would do"
-    assert_same_training(runs[strategy], runs["single"])
+    assert_same_training(by_sgd(strategy, tmp_path / strategy, 2), single_by_sgd)
 
 
 def test_all_to_alls_of_attention_are_counted(run_of: RunFactory) -> None:
@@ -89,6 +96,13 @@ def test_checkpoints_are_kept_in_parts_and_gathered_once_for_each_layer(run_of: 
     layers, hidden_bytes = 2, 8 * 32 * 256 * 4
     assert again["calls"] - once["calls"] == layers
     assert again["payload_bytes"] - once["payload_bytes"] == layers * hidden_bytes
+
+
+def test_what_was_kept_in_parts_is_computed_again_in_16_bits(run_of: RunFactory) -> None:
+    flags = (*LLAMA, "--gradient_checkpointing", "--precision", "bf16")
+    whole, parts = (run_of("zero1_tp", *flags, *more) for more in ((), ("--engine_override", IN_PARTS)))
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in parts.steps] == [row[key] for row in whole.steps], key
 
 
 @pytest.mark.parametrize(
@@ -148,6 +162,14 @@ def test_layers_that_do_not_divide_are_refused(model: str, ranks: int, named: st
     launch = Launch(read_strategy("zero3_tp").with_team(ranks), 8, 0, 0, 8)
     with pytest.raises(UserError, match=named):
         check_team(config, launch, model_config(config), None)
+
+
+def test_a_plan_for_the_head_alone_is_none() -> None:
+    from transformers import DiffLlamaConfig
+
+    launch = Launch(read_strategy("zero1_tp"), 2, 0, 0, 2)
+    with pytest.raises(UserError, match="nobody has said how the layers of diffllama are divided"):
+        check_team(config_of(), launch, DiffLlamaConfig(hidden_size=64, num_attention_heads=4), None)
 
 
 def test_a_window_shorter_than_the_sequence_is_refused() -> None:

@@ -60,6 +60,14 @@ def test_a_rank_holds_its_parts_and_a_virtual_one_the_same(run_of: RunFactory, s
     assert_same_rank(virtual(strategy, tmp_path / "run"), arm, rank=0)
 
 
+def test_attention_that_would_not_hear_of_the_other_ranks_is_refused() -> None:
+    from transformers import FalconConfig
+
+    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop", seq_length=32), accelerator_visible=False)
+    with pytest.raises(UserError, match="its attention is its own, which would see"):
+        check_team(config, Launch(read_strategy("cp"), 2, 0, 0, 2), FalconConfig(hidden_size=64), None)
+
+
 def test_what_a_team_sends_is_seen(run_of: RunFactory) -> None:
     tensors, context = (run_of(strategy, *GPT).traffic["collectives"] for strategy in ("tp", "cp"))
     # Of both layers, forward and backward, after attention and after the feed-forward block; and of both ends.
@@ -77,6 +85,7 @@ def test_what_a_team_sends_is_seen(run_of: RunFactory) -> None:
         ("zero1_tp", 2, {"peft": "lora"}, "--peft lora: zero1_tp"),
         ("ulysses_zero3", 2, {"optimizer": "muon", "max_grad_norm": 0.0}, "--optimizer muon: ulysses_zero3"),
         ("tp", 2, {"checkpointing_steps": 2}, "--checkpointing_steps: tp"),
+        ("tp", 2, {"precision": "fp16"}, "--precision fp16: tp"),
         ("tp", 3, {"team_size": 3}, "4 heads do not divide over 3 ranks"),
         ("cp", 2, {"attn_implementation": "eager"}, "its attention is eager"),
         ("cp", 2, {"task": "bert-imdb"}, "divides the tokens of causal models"),

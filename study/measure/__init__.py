@@ -47,6 +47,7 @@ class Meters:
     ) -> None:
         self.ranks_per_machine = ranks_per_machine
         self.cost = HostCost()
+        self._device = device
         self.energy = EnergyMeter(device)
         self.memory = MemoryMeter(device, self.cost)
         self.clock = StepClock(device, warmup_steps, cost=self.cost, on_segment=self._segment)
@@ -77,8 +78,8 @@ class Meters:
             assert self._started is not None, "start() comes before the first step"
             with (
                 TrafficWatch(step, self.ranks_per_machine) as traffic,
-                StateWatch(*self._started) as state,
-                ForwardWatch(self._started[0]) as forward,
+                StateWatch(*self._started, self._device) as state,
+                ForwardWatch(self._started[0], self._device) as forward,
             ):
                 yield
             self.traffic, self.state = traffic.report(), state.report and state.report | forward.report

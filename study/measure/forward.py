@@ -19,14 +19,14 @@ class ForwardWatch:
     engine of its own. The logits and the loss are among them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
         self._hooks = contextlib.ExitStack()
         self._before: tuple[int, int] | None = None
         self._held: list[tuple[int, int]] = []
 
     def __enter__(self) -> ForwardWatch:
-        if bytes_in_use(next(self._model.parameters()).device) is not None:
+        if bytes_in_use(self._device) is not None:
             self._hooks.callback(self._model.register_forward_pre_hook(self._read_before).remove)
             self._hooks.callback(self._model.register_forward_hook(self._read_after).remove)
         return self
@@ -50,7 +50,7 @@ class ForwardWatch:
         self._held.append((max(0, used - used_before - gathered), gathered))
 
     def _read(self) -> tuple[int, int]:
-        used = bytes_in_use(next(self._model.parameters()).device)
+        used = bytes_in_use(self._device)
         assert used is not None
         return used, sum(_bytes_here(parameter) for parameter in self._model.parameters())
 

@@ -21,12 +21,12 @@ from study.measure.inventory import Inventory, gradients_of, tensors_in
 from study.record.schema import STATE_KINDS, STATE_PLACES
 
 
-def model_state_bytes(model: Any, optimizer: Any, *, scan: bool = True) -> dict[str, Any]:
-    """The state of this rank now; see `StateWatch` for the right instants."""
+def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan: bool = True) -> dict[str, Any]:
+    """The state of this rank now, which computes on this device; see `StateWatch` for the right instants."""
     engine, base = _unwrap(model, optimizer)
     if engine is None:
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
-        inventory = Inventory(next(model.parameters()).device)
+        inventory = Inventory(device)
         _claim_plain(inventory, model, base)
     else:
         inventory = Inventory(torch.device(engine.device))
@@ -53,7 +53,7 @@ def model_state_bytes(model: Any, optimizer: Any, *, scan: bool = True) -> dict[
 
 
 class StateWatch:
-    """`with StateWatch(model, optimizer) as watch:` around one optimizer step; then `watch.report`.
+    """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
 
     Gradients live from backward to the optimizer step only, and a DeepSpeed engine steps inside
     `accelerator.backward`. So the state is read where the step begins. ZeRO-1 holds every gradient whole
@@ -62,8 +62,8 @@ class StateWatch:
     No report where no optimizer step happened, as when a loss scaler skips one.
     """
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
         self._hooks = contextlib.ExitStack()
         self._after_backward: dict[str, Any] | None = None
         self._before_step: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class StateWatch:
         if self.unknown:
             return None
         try:
-            return model_state_bytes(self._model, self._optimizer, scan=scan)
+            return model_state_bytes(self._model, self._optimizer, self._device, scan=scan)
         except AttributeError as error:
             if unverified_pair() is None:
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -14,12 +15,20 @@ from study.predict.boxes import box_of
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
-from study.predict.request import Attention, Estimate, OptimizerName, Prediction, Request
+from study.predict.request import Attention, Box, Estimate, OptimizerName, Prediction, Request
 from study.predict.shape import model_shape, sequence_length
 from study.predict.time import predict_time
 from study.predict.traffic import payload_of, sent_bytes
+from study.predict.user_settings import UserFile, check_deepspeed
 from study.spec.config import Precision, RunConfig
-from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
+from study.spec.strategies import (
+    LEAST_RANKS_WITH_COPIES,
+    STRATEGY_NAMES,
+    WITH_COPIES,
+    WITH_TEAMS,
+    Strategy,
+    read_strategy,
+)
 
 EPILOG = """\
 Nothing is run, and nothing is fetched without --hub. An interval is that of reports/prediction; a figure
@@ -110,15 +119,35 @@ def _request(options: argparse.Namespace) -> Request:
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
+    asked = _asked(strategy, config, box)
     shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Request(
-        shape=shape, strategy=strategy.overridden(config), box=box,
+        shape=shape, strategy=asked, box=box,
         sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         checkpoint_every=options.checkpoint_every, autocast=options.autocast or not strategy.is_fsdp,
     )  # fmt: skip
+
+
+def _asked(strategy: Strategy, config: RunConfig, box: Box) -> Strategy:
+    """With the settings of --engine_override, which DeepSpeed must know and heed."""
+    asked = strategy.overridden(config)
+    if asked.deepspeed is None or not config.engine_override:
+        return asked
+    file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(asked.deepspeed)), ())
+    check_deepspeed(file)
+    if file.findings:
+        raise UserError(f"--engine_override {file.findings[0].key}: {file.findings[0].says}", "fix the key")
+    if asked.zero_stage != strategy.zero_stage:
+        raise UserError(
+            f"--engine_override makes {strategy.name} a stage {asked.zero_stage}", "ask for that stage's strategy"
+        )
+    group = asked.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)
+    if group > 1 and box.ranks % group:
+        raise UserError(f"zero_hpz_partition_size {group} does not divide {box.ranks} ranks", "set one that does")
+    return asked
 
 
 def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:

@@ -50,6 +50,9 @@ def why(memory: Memory, box: Box) -> str:
         at_most = excess_bytes(memory, box, at_upper_end=True)
         doubt = f"; may not fit: up to {at_most / GIB:.1f} GiB too much" if at_most > 0 else ""
         return f"{left_share(memory, box):.0%} of the {'memory' if box.in_host_memory else 'device'} is left{doubt}"
+    if box.in_host_memory and box.host_gib_per_node is not None:
+        needed = box.host_gib_per_node + excess_bytes(memory, box) / GIB
+        return f"needs {needed:.1f} GiB of host memory for all ranks, of {box.host_gib_per_node:.1f}"
     if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
         return f"needs {peak / GIB:.1f} GiB of {usable / GIB:.1f}; {part} alone {size / GIB:.1f}"

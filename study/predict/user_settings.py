@@ -70,7 +70,7 @@ def read_user_file(name: str) -> UserFile:
     if "version" in document and "services" in document:
         raise UserError(f"{name} is no settings of an engine", "give a DeepSpeed JSON or an Accelerate YAML")
     file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document))
-    _check_deepspeed(file)
+    check_deepspeed(file)
     return file
 
 
@@ -98,13 +98,15 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
         raise UserError(f"{name} says mixed_precision: {brief(precision)}", "set no, bf16 or fp16")
     # YAML 1.1 takes a bare `no` for false, and Accelerate does so too.
     precision = "no" if precision is False else precision
-    if kind == "DEEPSPEED":
-        return _accelerate_deepspeed(name, document, precision, processes)
-    section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
     findings = [Finding("noted", key, _UNREAD) for key in ("megatron_lm_config",) if document.get(key)]
     mesh = None
     if document.get("parallelism_config"):
         mesh = _mesh(name, _section(name, document, "parallelism_config"), kind, findings)
+    if kind == "DEEPSPEED":
+        file = _accelerate_deepspeed(name, document, precision, processes)
+        file.findings += findings
+        return file
+    section = _section(name, document, "fsdp_config") if kind == "FSDP" else None
     return UserFile(name, "accelerate", kind, None, (), precision, section, processes, mesh, findings)
 
 
@@ -156,7 +158,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
             findings.append(Finding("ignored", key, says))
     given = _dotted(settings) if inner not in (None, "none") else tuple(known[key] for key in plugin if known.get(key))
     file = UserFile(name, "accelerate", "DEEPSPEED", settings, given, precision, None, processes, None, findings)
-    _check_deepspeed(file)
+    check_deepspeed(file)
     return file
 
 
@@ -201,7 +203,7 @@ def _refuse_unknown(name: str, place: str, section: Iterable[str], known: Iterab
             raise UserError(f"{name}: {place}{key} is no setting that {whose} knows", fix)
 
 
-def _check_deepspeed(file: UserFile) -> None:
+def check_deepspeed(file: UserFile) -> None:
     settings, known = file.deepspeed, known_settings()
     assert settings is not None
     for key in settings:
@@ -214,6 +216,8 @@ def _check_deepspeed(file: UserFile) -> None:
         where = next((section for section in _SECTIONS if key in known[section]), None)
         hint = f"; it belongs into {where}" if where else ""
         file.findings.append(Finding("ignored", key, f"DeepSpeed does not know it, and drops it without a word{hint}"))
+    if settings.get("tensor_parallel"):
+        file.findings.append(Finding("noted", "tensor_parallel", _UNREAD))
     zero = settings.get(ZERO, {})
     if isinstance(zero, bool) or not isinstance(zero, dict):
         fix = 'write it as {"zero_optimization": {"stage": 2}}'

@@ -38,8 +38,9 @@ _HEAD = """# Releases: which of them train as one process does
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
 
 Some releases of DeepSpeed, alone or together with some releases of Accelerate, train otherwise than plain data
-parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under every
-strategy, with one micro-step in a step and with four, and says which of them compute what one process computes there.
+parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under the
+studied strategies, in fp32 with one micro-step in a step and with four, in half precision with four, and says which of
+them compute what one process computes there.
 """
 _JUDGED = """
 ## How a cell is judged

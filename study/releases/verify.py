@@ -191,7 +191,7 @@ class Matrix:
 
 def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
     if unknown := next((name for name in only or () if name not in STUDIED_STRATEGIES[1:]), None):
-        raise UserError(f"--only: no strategy is called {unknown!r}", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
+        raise UserError(f"--only: {unknown!r} is not verified", f"use {', '.join(STUDIED_STRATEGIES[1:])}")
     return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
 
 

@@ -24,9 +24,18 @@ def partition_activations(model: Any) -> None:
 
 def checkpoint_in_parts(layer: Callable[..., Any], hidden: Any, *rest: Any) -> Any:
     import deepspeed
+    import torch
+
+    kind = hidden.device.type
+    # DeepSpeed computes the layer again outside of what its forward pass computes in.
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+
+    def compute(states: Any) -> Any:
+        with autocast:
+            return layer(states, *rest)
 
     # The hidden states alone are its argument: DeepSpeed hands others over twice where activations are partitioned.
-    return deepspeed.checkpointing.checkpoint(lambda states: layer(states, *rest), hidden)
+    return deepspeed.checkpointing.checkpoint(compute, hidden)
 
 
 def live_partition(model: Any) -> bool:

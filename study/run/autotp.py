@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.architecture import model_class
 from study.spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -30,9 +29,8 @@ _GPT2_PLAN = {
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int) -> None:
     model, text = f"{strategy} cannot train {config.model_name_or_path}", architecture.get_text_config()
-    has_plan = getattr(text, "base_model_tp_plan", None) or getattr(model_class(config, architecture), "_tp_plan", None)
-    if not has_plan and architecture.model_type != "gpt2":
-        # DeepSpeed would guess by the names of layers.
+    if not getattr(text, "base_model_tp_plan", None) and architecture.model_type != "gpt2":
+        # DeepSpeed would guess by the names of layers, or divide the head alone.
         raise UserError(
             f"{model}: nobody has said how the layers of {architecture.model_type} are divided",
             "use gpt2 or a model that transformers has a tp_plan for, or a strategy without _tp",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.architecture import attention_of
+from study.models.architecture import attention_of, model_class
 from study.run.sequence import NOT_SCORED, following_tokens
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.team import Team
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Where Accelerate looks for the attention of a layer, and where other models have it.
-_HOOKED, _ALSO = ".self_attn", (".attn", ".attention")
+_HOOKED, _ALSO = ".self_attn", (".attn", ".attention", ".self_attention")
 
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int) -> None:
     """Refuse a model whose attention would be trained as another one without a word."""
     model = f"{strategy} cannot train {config.model_name_or_path}"
     computed_by = attention_of(config, architecture)
-    if computed_by != "sdpa":
+    if computed_by != "sdpa" or not model_class(config, architecture)._supports_attention_backend:
         # Torch passes keys and values around within this one function; any other sees a rank's own tokens alone.
         raise UserError(
-            f"{model}: its attention is {computed_by}, which would see the tokens of its own rank alone",
+            f"{model}: its attention is {'its own' if computed_by == 'sdpa' else computed_by},"
+            " which would see the tokens of its own rank alone",
             "use --attn_implementation sdpa and a model that has it, such as gpt2",
         )
     text = architecture.get_text_config()

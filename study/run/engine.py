@@ -194,7 +194,9 @@ def forget_first_step(model: Any) -> None:
     if type(optimizer).__name__ != "FP16_UnfusedOptimizer":
         return
     for state in optimizer.optimizer.state.values():
-        state["step"].zero_()
+        # Muon counts no steps, and what it calls its auxiliary Adam counts in plain numbers.
+        if "step" in state:
+            state["step"] *= 0
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):
             master.data.copy_(weight.data)

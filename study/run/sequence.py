@@ -95,8 +95,10 @@ def own_tokens(micro_batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_ready(model: PreTrainedModel) -> None:
-    """Before Accelerate's `prepare`: DeepSpeed asks the config for a number that GPT-2's does not have."""
+    """Before Accelerate's `prepare`: DeepSpeed asks the config for numbers that GPT-2's and Mixtral's do not have."""
     text = model.config.get_text_config()
+    if getattr(text, "head_dim", 0) is None:
+        text.head_dim = text.hidden_size // text.num_attention_heads
     if not hasattr(text, "num_key_value_heads"):
         text.num_key_value_heads = text.num_attention_heads
 

@@ -26,6 +26,7 @@ def check_tensors(config: RunConfig, launch: Launch, architecture: PreTrainedCon
     for flag, is_asked, why in (
         ("checkpointing_steps", config.checkpointing_steps, "Accelerate cannot save the parts"),
         ("resume_from_checkpoint", config.resume_from_checkpoint, "Accelerate cannot load the parts"),
+        ("precision fp16", config.precision == "fp16", "torch unscales parts and whole tensors in no one call"),
         ("torch_compile", config.torch_compile, "GPT-2's parts are put together outside of what is compiled"),
     ):
         if is_asked:
