@@ -27,7 +27,7 @@ study: install
 # or damages what others use, alone.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not long and not gpu"
+	$(BIN)/python -m pytest $$(grep -lw "mark.alone" tests/test_*.py) -m "alone and not long and not gpu"
 
 test-long: install
 	$(BIN)/python -m pytest -m long

@@ -158,7 +158,14 @@ def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]
     assert precision_under(read_strategy("fsdp2"), "fp16") == "fp16"
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3", "zero2_cpu", *WITH_COPIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zero3",
+        "hsdp",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2", "zero2", "zero2_cpu", "zero3_hpz")),
+    ],
+)
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
     has_copies = name in WITH_COPIES
     question = dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8) if has_copies else TINY

@@ -446,9 +446,10 @@ def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, s
     (check,) = [each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope"]
     found = check.find(evidence)
     assert found.figure is not None
-    assert found.figure.value == pytest.approx(slope, abs=0.02)
+    # Two speeds that wobble by 0.5 % at each end of sizes that lie a factor of five apart.
+    assert found.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
     assert found.figure.n == 3
-    assert found.answer == {-0.3: "fails", 0.0: found.answer, 0.2: "holds"}[slope]
+    assert found.answer == {-0.3: "fails", 0.0: "inside noise", 0.2: "holds"}[slope]
 
 
 @pytest.mark.parametrize(("share", "answer"), [(1.0, "holds"), (0.5, "fails")])

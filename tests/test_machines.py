@@ -86,6 +86,7 @@ def test_two_machines_that_share_nothing_train_as_one_does(tmp_path: Path, run_o
     assert "rank 0's machine says how the run goes on" in second
 
 
+@pytest.mark.long
 def test_two_machines_with_one_folder_train_under_stage_3(tmp_path: Path, run_of: RunFactory) -> None:
     shared = ("--output_dir", str(tmp_path / "shared"))
     (status, first), (other_status, second) = on_two(tmp_path, "zero3", shared, shared)

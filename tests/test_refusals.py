@@ -368,20 +368,18 @@ def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None
 
 def test_ranks_of_one_launch_say_it_once(tmp_path: Path) -> None:
     # A launcher ends all ranks as soon as one has left: rank 0 must have spoken by then. Which is first is chance.
-    for _ in range(3):
-        result = refuse(tmp_path, "--scale", "laptop", "--global_batch_size", "7", launched_with=("ddp", 2))
-        assert result.returncode != 0
-        ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(ours) == 1, result.stderr
-        assert_is_one_line(ours[0], ("--global_batch_size 7", "2 ranks"), "such as 8")
-        assert result.stdout == ""
-        # What torch's launcher adds names the ranks and their exit status; no traceback of the study is in it.
-        assert 'study/train.py", line' not in result.stderr
+    result = refuse(tmp_path, "--scale", "laptop", "--global_batch_size", "7", launched_with=("ddp", 2))
+    assert result.returncode != 0
+    ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(ours) == 1, result.stderr
+    assert_is_one_line(ours[0], ("--global_batch_size 7", "2 ranks"), "such as 8")
+    assert result.stdout == ""
+    # What torch's launcher adds names the ranks and their exit status; no traceback of the study is in it.
+    assert 'study/train.py", line' not in result.stderr
     assert sorted(path.name for path in (tmp_path / "cwd").iterdir()) == ["accelerate_configs"]
 
 
-@pytest.mark.parametrize("strategy", ["zero3_nvme", "zero3_nvme_optimizer"])
-def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path: Path) -> None:
+def test_an_nvme_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -389,7 +387,7 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(strategy: str, tmp_path:
     (tmp_path / "file").write_text("a regular file")
     nvme_path = str(tmp_path / "file" / "nvme")
     before = contents(tmp_path)
-    result = refuse(tmp_path, "--scale", "laptop", "--nvme_path", nvme_path, launched_with=(strategy, 1))
+    result = refuse(tmp_path, "--scale", "laptop", "--nvme_path", nvme_path, launched_with=("zero3_nvme", 1))
     assert result.returncode != 0
     ours = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(ours) == 1, result.stderr

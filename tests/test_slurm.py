@@ -311,6 +311,7 @@ srun --ntasks=2 {study} run {suite} --runs-dir {tmp_path}/runs
     assert "--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port 1" in job.said()
 
 
+@pytest.mark.long
 def test_tasks_of_an_array_fill_one_folder_at_the_same_time(slurm: Slurm, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, {**TINY, "max_steps": 100})

@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_family(tmp_pa
     assert not [pid for pid in family if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_leaves_an_interrupted_run_and_no_orphan(tmp_path, strategy):
     runs = tmp_path / "runs"
     process = start(write_suite(tmp_path, {"strategy": strategy}, ENDLESS), runs)
@@ -152,6 +152,7 @@ def test_a_supervisor_that_is_killed_leaves_no_orphan(tmp_path):
     assert read_status(only_cell(runs))["state"] == "interrupted"
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_takes_its_run_along(tmp_path):
     runs = tmp_path / "runs"
     process = start(write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS), runs)

@@ -145,6 +145,7 @@ def test_no_step_of_four_ranks_is_left_out_for_what_an_unwritten_file_holds(tmp_
     assert "OVERFLOW" not in (run.path / "log.txt").read_text()
 
 
+@pytest.mark.long
 def test_parameters_on_nvme_give_their_buffers_back_before_these_run_out(tmp_path: Path) -> None:
     """Ten parameters are swapped and there are five buffers: none may be kept for its next use."""
     flags = ("--model_name_or_path", "gpt2-2layers", "--max_steps", "3", "--global_batch_size", "2")
@@ -186,6 +187,7 @@ def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_
     assert settings_table(records)["Made by"].tolist() == ["layers 3, 4 of 2"]
 
 
+@pytest.mark.long
 def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
