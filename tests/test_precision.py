@@ -20,6 +20,7 @@ GPT = ("--task", "gpt-wikitext")
 FP16, ENGINE = ("--precision", "fp16"), ("--precision", "fp16-engine")
 # So high that gradients overflow under the first loss scale, and losses stay finite.
 OVERFLOWS = ("--learning_rate", "0.3", "--warmup_ratio", "0")
+SAVES = ("--checkpointing_steps", "4")
 # As in test_equivalence.py, with fp16's 11 bits for bf16's 8.
 FP16_RELATIVE = 2**-12
 BF16_RELATIVE = 2**-9
@@ -71,7 +72,7 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
 def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
     run_of: RunFactory, strategy: str, precision: tuple[str, str]
 ) -> None:
-    run = run_of(strategy, *GPT, *precision, *OVERFLOWS)
+    run = run_of(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
     assert run.engine["loss_scaler"] == LOSS_SCALER
     # The same in every engine: the second step overflows, and at half the scale the third does too.
     assert skipped(run)[:2] == [2, 3]
@@ -86,13 +87,15 @@ def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
 
 @needs_fp16
 @pytest.mark.parametrize(("strategy", "precision"), [("zero0", FP16), ("fsdp2", FP16), ("zero1", ENGINE)])
-def test_a_resumed_run_goes_on_with_its_loss_scale(strategy: str, precision: tuple[str, str], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_loss_scale(
+    run_of: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
+) -> None:
     """At the first scale it would skip the next steps as well."""
     flags = (*GPT, *precision, *OVERFLOWS)
-    assert train(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4").returncode == 0
-    checkpoint = str(tmp_path / "whole" / "checkpoints" / "step_0000004")
+    whole = run_of(strategy, *flags, *SAVES)
+    checkpoint = str(whole.path / "checkpoints" / "step_0000004")
     assert train(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint).returncode == 0
-    whole, again = read_run(tmp_path / "whole"), read_run(tmp_path / "again")
+    again = read_run(tmp_path / "again")
     assert losses(again) == losses(whole)
     assert skipped(again) == skipped(whole)
     assert again.summary["steps_skipped"] == whole.summary["steps_skipped"] > 0
