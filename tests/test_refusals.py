@@ -304,14 +304,15 @@ def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, t
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
     write_manifest(checkpoint, **{key: value})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("checkpoint",), fix="")
+    said = f"{key} is {value!r}, not a value of type" if value != -1 else "3 rows at step -1"
+    assert_refused(tmp_path, *arguments, says=("is not a whole checkpoint", said), fix="name a folder that holds")
 
 
 def test_a_manifest_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
     write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {"schedule": {"a": 1}})
     arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="")
+    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="name a folder that holds")
 
 
 def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path: Path) -> None:
