@@ -205,6 +205,14 @@ def test_copies_of_a_mesh_are_told_and_one_that_is_not_the_ranks_is_refused(tmp_
         case(8, dp_replicate=2, dp_shard=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("ulysses_zero2", "parallelism_config.sp_size"), ("zero3_tp", "tensor_parallel")]
+)
+def test_a_team_that_is_not_read_is_noted_under_deepspeed_too(name: str, key: str) -> None:
+    file = read_user_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"))
+    assert [finding.key for finding in file.findings if finding.kind == "noted"] == [key]
+
+
 def test_a_file_that_has_nothing_wrong_has_no_findings(tmp_path: Path) -> None:
     assert said(case_of(tmp_path, zero(2, reduce_bucket_size=1000, overlap_comm=True))) == {}
 
