@@ -14,9 +14,8 @@ from study.predict.state import state_of
 from study.predict.time import FITTED, Constants, predict_time
 
 # What a figure of memory counts: torch's tensors, torch's pool, all that the driver sees of the process; or, without a
-# GPU, the process itself: one that kept what it freed, one that gave it back, or one that had gigabytes of blocks under
-# 32 MiB and kept of them what chance would have, so that only the least that it held is known.
-Process = Literal["resident", "resident_returned", "resident_by_chance"]
+# GPU, the process itself: one that kept what it freed, or one that gave it back.
+Process = Literal["resident", "resident_returned"]
 Kind = Literal["allocated", "reserved", "device"] | Process
 GIB = 2**30
 

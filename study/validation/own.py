@@ -13,22 +13,19 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from study.predict.kept import kept_by_c_library
-from study.predict.request import Request
-from study.predict.state import state_of, weight_bytes
+from study.predict.state import state_of
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
-from study.report.records.predicted import WITHOUT_COPIES, has_prediction, request_of
+from study.report.records.predicted import has_prediction, request_of
 from study.spec.strategies import REPOSITORY
-from study.validation.measured import GIB, Kind, Measured
+from study.validation.measured import GIB, Measured
 
+# Not virtual_scaling, whose ranks kept what they freed and whose tensors are small.
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_settings", "virtual_claims", "virtual_neighbours")
 ALL_STATE, SENT = "state, all", "sent in a step"
 # The phase of steps went on after the last evaluation.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
-# Virtual ranks kept what they freed, as real ones do for the sake of their times.
-_KEPT_WHAT_THEY_FREED = (*WITHOUT_COPIES, "dd505bf", "6edd112")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +59,10 @@ def own_rows() -> list[Measured]:
     return [
         Measured(
             source="own", name=f"{run.suite} {run.run}", request=request, evaluated=_evaluated(run),
-            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind=_kind_of(run, request),
+            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident_returned" if run.virtual else "resident",
         )
         for run, request in rows
     ]  # fmt: skip
-
-
-def _kind_of(run: Any, request: Request) -> Kind:
-    if not run.virtual:
-        return "resident"
-    shape, width = request.shape, weight_bytes(request)
-    small = sum(each.elements * each.count for each in shape.tensors if kept_by_c_library(each.elements * width))
-    kept_what_it_freed = str(run.git_commit).startswith(_KEPT_WHAT_THEY_FREED)
-    return "resident_by_chance" if kept_what_it_freed and small > 0.1 * shape.parameters else "resident_returned"
 
 
 def _evaluated(run: Any) -> Literal["never", "between", "last"]:

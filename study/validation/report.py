@@ -98,11 +98,10 @@ def intervals_text(frame: pd.DataFrame) -> str:
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
     steps = scored["step_s"] / scored["predicted_step_s"]
-    # What a GPU holds above weights and optimizer, and what a process without one does, where chance did not decide it.
+    # What a GPU holds above weights and optimizer, and what a process without one does.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    known = own[own["peak_kind"] != "resident_by_chance"]
-    process = known["peak_gib"] / known["predicted_peak_gib"]
+    process = own["peak_gib"] / own["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):

@@ -19,9 +19,8 @@ AIMS = {"peak": 0.10, "step": 0.15, "fit": 0.95, "own peak": 0.05}
 OWN = "own"
 # Of own records, by `peak_kind`.
 OWN_KINDS = {
-    "resident": ("own real ranks", AIMS["own peak"]),
-    "resident_returned": ("own virtual ranks", AIMS["own peak"]),
-    "resident_by_chance": ("own virtual ranks that kept small blocks (the prediction is the least they held)", None),
+    "resident": "own real ranks",
+    "resident_returned": "own virtual ranks",
 }
 
 
@@ -41,8 +40,8 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
     rows = counted(scores)
     own, published = rows[rows["source"] == OWN], rows[rows["source"] != OWN]
     own_peaks = [
-        (f"peak memory, {what}", own[own["peak_kind"] == kind]["peak_error"], aim)
-        for kind, (what, aim) in OWN_KINDS.items()
+        (f"peak memory, {what}", own[own["peak_kind"] == kind]["peak_error"], AIMS["own peak"])
+        for kind, what in OWN_KINDS.items()
     ]
     scored = published[published["use"] == "score"]
     used = set(rows[rows["use"] == "fit"]["source"])
@@ -52,9 +51,7 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         ("step time, sources that fitted nothing", scored[~scored["source"].isin(used)]["step_error"], AIMS["step"]),
         *own_peaks,
     ]
-    return pd.DataFrame(
-        [_line(what, errors, f"{aim:.0%}" if aim else "") for what, errors, aim in kinds if errors.notna().any()]
-    )
+    return pd.DataFrame([_line(what, errors, f"{aim:.0%}") for what, errors, aim in kinds if errors.notna().any()])
 
 
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
