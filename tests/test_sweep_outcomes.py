@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import psutil
@@ -115,6 +116,11 @@ def test_the_evidence_tells_how_a_run_ended(given, state, says):
         (RuntimeError("no\nDefaultCPUAllocator: can't allocate memory: you tried"), "oom", "the host's memory"),
         (RuntimeError("NCCL error: unhandled system error"), "failed", "RuntimeError: NCCL error"),
         (ValueError("CUDA out of memory"), "failed", "ValueError"),
+        (
+            ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"),
+            "failed",
+            "ImportError: no name 'log' in 'x' (lib/",
+        ),
     ],
 )
 def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):

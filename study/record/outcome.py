@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,7 +119,8 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
         return Ending("interrupted", f"ended by SIGTERM: {sender}", "run it again")
-    named = f"{type(error).__name__}: {first_line(error)[:500]}"
+    # Python tells where a module lies, and a record is for others too.
+    named = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
         return ending_of_text(str(error), free=free) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
