@@ -41,7 +41,8 @@ def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]
     )
     rows = []
     for (_, model, line, *_), alike in ended.groupby([*_ALIKE, kept], dropna=False, sort=False):
-        if alike["machines"].nunique() < 2:
+        # Two numbers of machines are no plan: suites that vary settings have one small and one large job.
+        if alike["machines"].nunique() < (3 if scaling == PLANNED else 2):
             continue
         first = alike[alike["machines"] == alike["machines"].min()]
         # Of several counts of ranks on so few machines the largest, which fills them.
