@@ -275,9 +275,16 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     # Strong: the same batch on twice the ranks, in two thirds of the time. Weak: twice the batch, in 1.25 times of it.
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 32}, time_factor=2 / 3)
     write_run(tmp_path, "zero3", ranks=16, machines=2, config={"global_batch_size": 64}, time_factor=1.25)
-    for ranks, machines in ((8, 1), (64, 8)):
-        batch = {"global_batch_size": 64, "task": "gpt-wikitext", "seq_length": 32}
-        write_run(tmp_path, "zero2", ranks=ranks, machines=machines, virtual=True, name=f"v{ranks}", config=batch)
+    batch = {"global_batch_size": 64, "task": "gpt-wikitext", "seq_length": 32}
+    for strategy, ranks, machines in (
+        ("zero2", 8, 1),
+        ("zero2", 16, 2),
+        ("zero2", 64, 8),
+        ("ddp", 8, 1),
+        ("ddp", 64, 8),
+    ):
+        name = f"{strategy}-{ranks}"
+        write_run(tmp_path, strategy, ranks=ranks, machines=machines, virtual=True, name=name, config=batch)
     records = read_records(tmp_path)
     table = TABLES["nodes"](records)
     real = table[table["Scaling"] != "planned"].set_index(["Scaling", "Machines"])
@@ -288,7 +295,8 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     assert real.loc[("weak", 2), ["Sent per rank, MiB", "Of it across machines, MiB"]].tolist() == [sent, 0.9 * sent]
     assert real.loc[("strong", 1), "Of it across machines, MiB"] == 0
     planned = table[table["Scaling"] == "planned"]
-    assert planned["Machines"].tolist() == [1, 8]
+    # Two numbers of machines are no plan.
+    assert planned[["Arm", "Machines"]].to_numpy().tolist() == [["zero2", 1], ["zero2", 2], ["zero2", 8]]
     assert planned["Efficiency"].isna().all()
     answer = told(nodes.answer(records))
     assert answer.sentence.startswith("On up to 2 machines a rank keeps 7")
