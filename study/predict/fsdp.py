@@ -40,6 +40,7 @@ def fsdp_moments(request: Request) -> Iterator[Moment]:
         # What has come is copied into the weights; then the next layer's comes, and then the first gradient.
         yield Moment(place, grads, whole + held + weight * (size + max(size, (1 + copies) * following)))
         yield Moment(place, grads, whole + held + weight * (size + following + first[place]))
+        # All of the layer's gradients, none of its activations.
         yield Moment(place - 1, grads, whole + held + weight * (2 * size + following))
         # The weights are gone, and so is the last copy, before the gradients are copied.
         held = float(own * size)

@@ -193,6 +193,7 @@ def points_of(request: Request) -> list[Point]:
         live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
         stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
         if moment.place < layers:
+            # The head's gradient is there by then, and autograd has let go of autocast's copy.
             stored["activations"] -= kept.cast_head
         parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
         points.append(Point(parts, moment.small + small * weight))

@@ -17,7 +17,7 @@ from study.predict.state import state_of
 from study.predict.traffic import sent_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import read_parquet
-from study.report.records.predicted import has_prediction, request_of
+from study.report.records.predicted import request_if_any, request_of
 from study.spec.strategies import REPOSITORY
 from study.validation.measured import GIB, Measured
 
@@ -50,7 +50,7 @@ def runs() -> pd.DataFrame:
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
     runs = runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
-    return runs[[has_prediction(run) for run in runs.itertuples()]]
+    return runs[[request_if_any(run) is not None for run in runs.itertuples()]]
 
 
 def own_rows() -> list[Measured]:

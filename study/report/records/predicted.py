@@ -43,9 +43,9 @@ class Predicted:
 
 
 def predicted(run: Any) -> Predicted:
-    if not has_prediction(run):
+    request = request_if_any(run)
+    if request is None:
         return Predicted()
-    request = request_of(run)
     state = state_of(request)
     timed = _planned(request) if run.virtual else request
     return Predicted(
@@ -58,12 +58,11 @@ def predicted(run: Any) -> Predicted:
     )
 
 
-def has_prediction(run: Any) -> bool:
+def request_if_any(run: Any) -> Request | None:
     try:
-        request_of(run)
+        return request_of(run)
     except UserError:
-        return False
-    return True
+        return None
 
 
 def request_of(run: Any) -> Request:
