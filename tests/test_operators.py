@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from study.host.operators import (
     build_folder,
     lacks_toolkit,
     libaio_is_there,
+    name_for_the_linker,
     own_build_folder,
     toolkit_version,
     use_own_build,
@@ -71,6 +73,23 @@ def test_on_a_gpu_asynchronous_io_alone_wants_the_toolkit_of_cuda():
         "AsyncIO": True, "CPUAdam": False
     }  # fmt: skip
     assert not lacks_toolkit(asked["AsyncIO"], on_gpu=False)
+
+
+def test_what_is_linked_with_cuda_finds_the_library_that_is_loaded(tmp_path, monkeypatch):
+    """As on a box that only runs CUDA: libcuda.so.1 is there, and no libcuda.so."""
+    library, source = tmp_path / "libdriverlike.so.1", tmp_path / "main.c"
+    source.write_text("int answer(void); int main(void) { return answer() - 42; }")
+    compiler = ["gcc", "-x", "c", "-shared", "-Wl,-soname,libdriverlike.so.1", "-o", str(library), "-"]
+    subprocess.run(compiler, input="int answer(void) { return 42; }", text=True, check=True)
+    ctypes.CDLL(str(library))
+    monkeypatch.delenv("LIBRARY_PATH", raising=False)
+    link = ["gcc", str(source), "-ldriverlike", "-o", str(tmp_path / "main")]
+    assert subprocess.run(link, capture_output=True).returncode
+    for _ in range(2):
+        name_for_the_linker(tmp_path / "loaded", ["libdriverlike"])
+    subprocess.run(link, check=True)
+    subprocess.run([str(tmp_path / "main")], check=True, env={"LD_LIBRARY_PATH": str(tmp_path)})
+    assert [file.name for file in (tmp_path / "loaded").iterdir()] == ["libdriverlike.so"]
 
 
 def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):

@@ -23,7 +23,7 @@ if compgen -G 'libaio*.deb' >/dev/null; then
   for package in libaio*.deb; do dpkg -x "$package" aio; done
   export CPATH=$PWD/aio/usr/include:${CPATH:-}
   export LD_LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${LD_LIBRARY_PATH:-}
-  export LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${CUDA_HOME:-/usr/local/cuda}/lib64/stubs:${LIBRARY_PATH:-}
+  export LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${LIBRARY_PATH:-}
 fi
 
 # Operators are compiled while the weights are drawn. What fails here shows again in the run, with its reason.

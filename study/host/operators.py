@@ -33,6 +33,8 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     started = time.perf_counter()
     use_own_build(cache)
     _remember_the_processor(cache)
+    if strategy.uses_nvme and torch.cuda.is_available():
+        name_for_the_linker(cache / "operators" / "loaded", ("libcuda", "libcudart"))
     for builder in builders(strategy):
         if lacks_toolkit(builder, torch.cuda.is_available()):
             raise Unsupported(
@@ -76,6 +78,25 @@ def own_build_folder(cache: Path) -> Path:
     share a cache need not have the same."""
     kind = [sys.prefix, platform.machine(), processor().get("flags")]
     return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
+
+
+def name_for_the_linker(folder: Path, names: Sequence[str]) -> None:
+    """Let a linker find by its plain name what this process has loaded, where nothing else has that name.
+
+    DeepSpeed's asynchronous I/O is linked with the driver's library and CUDA's, which a box that only runs CUDA has as
+    libcuda.so.1 and inside torch's packages. And where nvcc is a script in /usr/local/bin, torch takes /usr/local for
+    the toolkit.
+    """
+    import psutil
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in {Path(mapped.path) for mapped in psutil.Process().memory_maps()}:
+        if (name := library.name.partition(".so")[0]) in names:
+            link, new = folder / f"{name}.so", folder / f"{name}.{os.getpid()}"
+            new.symlink_to(library)
+            new.replace(link)
+    if str(folder) not in (known := os.environ.get("LIBRARY_PATH", "").split(os.pathsep)):
+        os.environ["LIBRARY_PATH"] = os.pathsep.join([*filter(None, known), str(folder)])
 
 
 def _remember_the_processor(cache: Path) -> None:
