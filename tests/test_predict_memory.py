@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -25,10 +26,12 @@ from study.predict.settings import engine_settings
 from study.predict.shape import model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
-from study.report.records.frames import read_parquet
+from study.record.outcome import DEVICE_RAN_OUT
+from study.report.records.frames import read_parquet, write_parquet
 from study.report.records.predicted import predicted, request_of
 from study.spec.strategies import REPOSITORY, read_strategy
-from study.validation import own
+from study.validation import own, tables
+from study.validation.report import scores_frame
 from study.validation.score import score
 
 SIZES = {
@@ -110,6 +113,38 @@ def test_peaks_of_own_records_are_near_the_prediction():
         assert len(errors) > least
         assert statistics.median(errors) < 0.05
         assert max(errors) < 0.10
+
+
+def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp_path, monkeypatch):
+    """As the first ones will be: this project's own, with what those of a GPU have beside."""
+    laptop = read_parquet(REPOSITORY / "reports" / "laptop")
+    runs = laptop.runs[laptop.runs["strategy"].eq("zero2") & laptop.runs["status_state"].eq("ok")].iloc[:3].copy()
+    runs["devices"] = json.dumps(["NVIDIA H100 80GB HBM3"])
+    runs["peak_memory_gib_allocated"] = [3.0, 4.0, math.nan]
+    runs["status_state"] = ["ok", "ok", "oom"]
+    runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)"]
+    runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0]
+    runs["profile_steps"] = pd.array([0, 3, 0], dtype="Int64")
+    (tmp_path / own.GPU).mkdir()
+    write_parquet(dataclasses.replace(laptop, runs=runs), tmp_path / own.GPU)
+    monkeypatch.setattr(own, "REPORTS", tmp_path)
+    monkeypatch.setattr(own, "SUITES", ())
+    monkeypatch.setattr(own, "runs", own.runs.__wrapped__)
+    whole, capped, ran_out = own.own_rows()
+    assert [row.peak_bytes for row in (whole, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
+    assert [row.fits for row in (whole, capped, ran_out)] == [True, True, False]
+    assert whole.step_s == runs["step_time_s_median"].iloc[0]
+    assert (capped.step_s, ran_out.step_s) == (None, None)
+    assert {row.peak_kind for row in (whole, capped, ran_out)} == {"allocated"}
+    assert whole.request.box.device.visible_gib > 70
+    assert 16 < capped.request.box.device.visible_gib == ran_out.request.box.device.visible_gib < 18
+    scored = score(whole)
+    assert scored.predicted_fits is True
+    assert scored.predicted_peak_gib is not None
+    assert scored.predicted_step_s is not None
+    assert len(own.table()) > 3
+    lines = tables.headline(scores_frame(own.own_rows()))["figure"].tolist()
+    assert lines == ["peak memory, own GPU runs", "step time, own GPU runs"]
 
 
 def test_loading_takes_the_host_memory_that_is_predicted():

@@ -32,8 +32,9 @@ _HOST_MEMORY = re.compile(
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
+DEVICE_RAN_OUT = "the device's memory ran out"
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
-    (_DEVICE_MEMORY, "oom", "the device's memory ran out", SMALLER_ON_THE_DEVICE),
+    (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
     (
         _CUDA_MEMORY,
         "oom",

@@ -108,6 +108,7 @@ class Foresight:
             sequence_length=config.seq_length, micro_batch=plan.per_device_train_batch_size,
             accumulation=plan.gradient_accumulation_steps, precision=config.precision,
             gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
+            dropout=config.dropout != 0, compiled=config.torch_compile,
         )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
-"""This project's own records, real and virtual, as measurements: state and traffic to the byte, and peaks.
+"""This project's own records, real and virtual, as measurements: state and traffic to the byte, peaks and times.
 
-There is no GPU among them: a peak is the resident memory of a rank's process in the steps after the first ones.
+Without a GPU a peak is the resident memory of a rank's process in the steps after the first ones, and time counts as no
+figure: another box has other cores.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from study.predict.memory import predict_memory
+from study.predict.request import Request
 from study.predict.state import state_of
 from study.predict.traffic import sent_bytes
+from study.record.outcome import DEVICE_RAN_OUT
 from study.record.schema import STATE_KINDS, STATE_PLACES
-from study.report.records.frames import read_parquet
+from study.report.records.frames import RUNS_FILE, read_parquet
 from study.report.records.predicted import request_if_any, request_of
 from study.spec.strategies import REPOSITORY
 from study.validation.measured import GIB, Measured
 
-# Not virtual_scaling, whose ranks kept what they freed and whose tensors are small.
-SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_settings", "virtual_claims", "virtual_neighbours")
+REPORTS = REPOSITORY / "reports"
+SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
+          "virtual_neighbours")  # fmt: skip
+# Of GPUs, once there are any.
+GPU = "gpu"
 ALL_STATE, SENT = "state, all", "sent in a step"
 # The phase of steps went on after the last evaluation.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
@@ -46,23 +53,59 @@ class Compared:
 @functools.cache
 def runs() -> pd.DataFrame:
     """Every record that has ended well, of what has a prediction."""
-    tables = [read_parquet(REPOSITORY / "reports" / suite).runs.assign(suite=suite) for suite in SUITES]
+    tables = [read_parquet(REPORTS / suite).runs.assign(suite=suite) for suite in (*SUITES, *_suites_of_gpus())]
     runs = pd.concat(tables, ignore_index=True)
     # A run that changed what a record measures is none of the study's arms.
     runs = runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
+    return _predictable(runs)
+
+
+def _suites_of_gpus() -> list[str]:
+    return [GPU] if (REPORTS / GPU / RUNS_FILE).is_file() else []
+
+
+def _predictable(runs: pd.DataFrame) -> pd.DataFrame:
+    runs = runs[runs["trainer"] == "study"]
     return runs[[request_if_any(run) is not None for run in runs.itertuples()]]
 
 
 def own_rows() -> list[Measured]:
     """Peaks, for the table that has the published ones too."""
-    rows = ((run, request_of(run)) for run in runs().itertuples())
-    return [
-        Measured(
-            source="own", name=f"{run.suite} {run.run}", request=request, evaluated=_evaluated(run),
-            peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident_returned" if run.virtual else "resident",
-        )
-        for run, request in rows
-    ]  # fmt: skip
+    rows = [(run, request_of(run)) for run in runs().itertuples()]
+    rows += [(run, request_of(run)) for run in _out_of_device_memory()]
+    return [_on_gpu(*row) if row[1].box.device.memory_gib else _in_a_process(*row) for row in rows]
+
+
+def _in_a_process(run: Any, request: Request) -> Measured:
+    return Measured(
+        source="own", name=f"{run.suite} {run.run}", request=request, evaluated=_evaluated(run),
+        peak_bytes=run.memory_steady_host_gib * GIB, peak_kind="resident_returned" if run.virtual else "resident",
+    )  # fmt: skip
+
+
+def _on_gpu(run: Any, request: Request) -> Measured:
+    """Its time counts where all ranks were there, and nobody watched its kernels."""
+    is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps)
+    if not pd.isna(run.device_memory_cap_gib):
+        # A cap is the allocator's, and does not see the context.
+        context = predict_memory(request).device_parts["context"] / GIB
+        device = dataclasses.replace(request.box.device, visible_gib=run.device_memory_cap_gib + context)
+        request = dataclasses.replace(request, box=dataclasses.replace(request.box, device=device))
+    return Measured(
+        source="own", name=f"{run.suite} {run.run}", request=request, fits=is_ok,
+        peak_bytes=run.peak_memory_gib_allocated * GIB if is_ok else None,
+        step_s=run.step_time_s_median if is_ok and is_timed else None,
+    )  # fmt: skip
+
+
+def _out_of_device_memory() -> list[Any]:
+    found = []
+    for suite in _suites_of_gpus():
+        ended = read_parquet(REPORTS / suite).runs.assign(suite=suite)
+        ended = ended[ended["status_state"].eq("oom")]
+        ended = ended[ended["status_reason"].str.startswith(DEVICE_RAN_OUT) & ended["micro_batch_size"].notna()]
+        found += _predictable(ended).itertuples()
+    return found
 
 
 def _evaluated(run: Any) -> Literal["never", "between", "last"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 import yaml
@@ -14,7 +15,7 @@ from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
 from study.validation import saving, tables
 from study.validation.league import standings
-from study.validation.measured import Measured, impossible
+from study.validation.measured import Measured, Process, impossible
 from study.validation.own import ALL_STATE, SENT, own_rows
 from study.validation.own import compared as own_compared
 from study.validation.own import table as own_table
@@ -101,7 +102,8 @@ def intervals_text(frame: pd.DataFrame) -> str:
     # What a GPU holds above weights and optimizer, and what a process without one does.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    process = own["peak_gib"] / own["predicted_peak_gib"]
+    processes = own[own["peak_kind"].isin(get_args(Process))]
+    process = processes["peak_gib"] / processes["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
     for what, figure in (("state", ALL_STATE), ("sent", SENT)):

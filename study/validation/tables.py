@@ -21,6 +21,7 @@ OWN = "own"
 OWN_KINDS = {
     "resident": "own real ranks",
     "resident_returned": "own virtual ranks",
+    "allocated": "own GPU runs",
 }
 
 
@@ -50,6 +51,7 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         ("step time, published, rows that fitted nothing", scored["step_error"], AIMS["step"]),
         ("step time, sources that fitted nothing", scored[~scored["source"].isin(used)]["step_error"], AIMS["step"]),
         *own_peaks,
+        ("step time, own GPU runs", own["step_error"], AIMS["step"]),
     ]
     return pd.DataFrame([_line(what, errors, f"{aim:.0%}") for what, errors, aim in kinds if errors.notna().any()])
 

@@ -78,6 +78,7 @@ def request_of(run: Any) -> Request:
         sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
         accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
         gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
+        dropout=run.dropout != 0, compiled=bool(run.torch_compile),
     )  # fmt: skip
 
 
@@ -90,11 +91,11 @@ def _options_of(run: Any) -> RunConfig:
 
 def _box_of(run: Any) -> Box:
     devices = json.loads(run.devices) if isinstance(run.devices, str) else []
-    if run.virtual or not devices:
-        ranks = int(run.world_size if pd.isna(run.virtual_world_size) else run.virtual_world_size)
+    ranks = int(run.world_size)
+    if not devices:
         copies = not str(run.git_commit).startswith(WITHOUT_COPIES)
         return dataclasses.replace(box_of_ranks("processes", PROCESSOR, ranks), gathers_into_copies=copies)
-    return box_of_devices(devices[0], int(run.world_size), 1 if pd.isna(run.machines) else int(run.machines))
+    return box_of_devices(devices[0], ranks, 1 if pd.isna(run.machines) else int(run.machines))
 
 
 def _planned(request: Request) -> Request:
