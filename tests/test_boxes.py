@@ -24,14 +24,14 @@ SLICE = "MIG-1f2e3d4c-0000-4000-8000-000000000003"
 FREE_GIB = {FIRST: 3, SECOND: 60, SLICE: 9}
 
 
-@pytest.fixture
-def two_gpus(monkeypatch):
+@pytest.fixture(params=[pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_INVALID_ARGUMENT], ids=["unknown", "invalid"])
+def two_gpus(request, monkeypatch):
     """Two GPUs of 80 GiB and a slice of one, with a driver for CUDA 12.4. A handle is a UUID."""
     by_place = [FIRST, SECOND]
 
     def by_uuid(name):
         if name not in FREE_GIB:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            raise pynvml.NVMLError(request.param)
         return name
 
     def at_place(place):
@@ -133,7 +133,7 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
     meter._nvml = FIRST
     answers = iter([SimpleNamespace(used=5 * GIB)])
 
-    def used(handle):
+    def used(handle, version=None):
         for answer in answers:
             return answer
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)

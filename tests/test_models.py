@@ -5,9 +5,11 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -613,6 +615,18 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
 def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gpt-1t take 4233\.8 GB, and .* GB free"):
         materialize_initial_weights(run_config("gpt-1t"), tmp_path)
+
+
+def test_a_draw_that_is_ended_leaves_no_half_of_a_model_on_the_drive(tmp_path: Path) -> None:
+    """As `timeout` ends one."""
+    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt2", "--weights", "random"]
+    command = [sys.executable, "-m", "study.models.initial", *flags]
+    with subprocess.Popen(command, env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
+        while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):
+            time.sleep(0.02)
+        drawing.terminate()
+        assert drawing.wait(60) == 128 + signal.SIGTERM
+    assert [path.suffix for path in (tmp_path / "initial_weights").iterdir()] == [".lock"]
 
 
 def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) -> None:

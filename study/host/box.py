@@ -158,7 +158,7 @@ def _handle(name: str) -> Any:
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     try:
         return pynvml.nvmlDeviceGetHandleByUUID(name)
-    except pynvml.NVMLError_NotFound:
+    except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
         every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         meant = [handle for handle in every if str(pynvml.nvmlDeviceGetUUID(handle)).startswith(name)]
         if len(meant) != 1:

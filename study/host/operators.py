@@ -34,6 +34,8 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
     use_own_build(cache)
     _remember_the_processor(cache)
     if strategy.uses_nvme and torch.cuda.is_available():
+        # Asked whether there is a GPU, torch may have asked NVML alone.
+        torch.cuda.init()
         name_for_the_linker(cache / "operators" / "loaded", ("libcuda", "libcudart"))
     for builder in builders(strategy):
         if lacks_toolkit(builder, torch.cuda.is_available()):

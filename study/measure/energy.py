@@ -21,7 +21,7 @@ def handle_of(uuid: str) -> Any | None:
         for name in (f"MIG-{uuid}", f"GPU-{uuid}"):
             try:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-            except pynvml.NVMLError_NotFound:
+            except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue
             # Where this is the card that a slice is cut from, its figures are not the slice's.
             return None if name.startswith("GPU") and _is_divided(handle) else handle

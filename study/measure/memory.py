@@ -98,7 +98,8 @@ class MemoryMeter:
         import pynvml
 
         try:
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml).used)
+            # The first version counts what the driver keeps for itself as used.
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml, version=pynvml.nvmlMemory_v2).used)
         except pynvml.NVMLError:
             # Some boxes do not let a guest ask, and no run depends on the answer.
             self._nvml = self._device_peak = None

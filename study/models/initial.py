@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from study.models.architecture import attention, build_model, model_class, model
 from study.models.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
 from study.models.presets import FAMILY_OF_TASK, Preset, find_model
 from study.models.tensor_plans import divided_stand_in, divides_while_loading, keep_own_parts, loading_options
+from study.record.outcome import Terminated, raising_on
 from study.spec.config import RunConfig, parse_command_line, resolved
 from study.spec.strategies import Strategy, read_strategy
 
@@ -202,12 +204,12 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
     import transformers
 
     assert torch.get_default_dtype() == torch.float32
-    # The random state is put back: a rank that draws and one that does not must continue in the same way.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        _refuse_full_disk(config, folder)
-        torch.default_generator.manual_seed(config.seed)
-        model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
     with whole_or_nothing(folder) as partial:
+        _refuse_full_disk(config, folder)
+        # The random state is put back: a rank that draws and one that does not must continue in the same way.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(config.seed)
+            model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
         # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
         model.save_pretrained(partial, max_shard_size="2GB")
         record = {
@@ -282,7 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = resolved(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))
-        initial = materialize_initial_weights(config, cache_directory())
+        # So that `timeout` leaves no half of a large model on the drive.
+        with raising_on(Terminated(), signal.SIGTERM):
+            initial = materialize_initial_weights(config, cache_directory())
+    except Terminated:
+        return 128 + signal.SIGTERM
     except UserError as refusal:
         print(f"error: {refusal.problem}. To fix it: {refusal.fix}.", file=sys.stderr)
         return 1 if isinstance(refusal, Unsupported) else 2
