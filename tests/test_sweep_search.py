@@ -60,6 +60,35 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
         assert len(known) <= 2 * max(fitting, 1).bit_length() + 1
 
 
+@pytest.mark.parametrize("start", [0, 1, 4, 8, 9])
+def test_a_search_begins_at_a_guess_and_a_right_one_takes_two_probes(start):
+    for fitting in range(11):
+        known: dict[int, str] = {}
+        while (place := examine(known, 9, start).next) is not None:
+            assert place not in known
+            known[place] = "ok" if place < fitting else "oom"
+        bracket = examine(known, 9)
+        assert (bracket.fits, bracket.next) == (fitting - 1 if fitting else None, None)
+        assert next(iter(known)) == start
+        off = abs(fitting - 1 - start)
+        assert len(known) <= 2 + 2 * off.bit_length()
+        assert off or len(known) == 2 - (fitting == 10)
+
+
+def test_on_a_gpu_a_search_begins_at_what_is_predicted_to_fit(tmp_path):
+    fixed = {**UNSIZED, "model_name_or_path": "gpt2", "seq_length": 1024, "device_memory_cap_gib": 16, "world_size": 1}
+    file = write_suite(tmp_path, {"strategy": "single"}, fixed, search={"largest_micro_batch": [1, 4, 8, 64]})
+    (search,) = plan_cells(read_suite(file), Box((80.0,), 64.0))
+    assert isinstance(search, Search)
+    tried = []
+    for probe in search.probes(tmp_path, retry=False):
+        tried.append(probe.config.per_device_train_batch_size)
+        end_probe(search, tmp_path, tried[-1] or 0, "oom")
+    assert tried == [8, 4, 1]
+    # On a box without a GPU, which begins elsewhere, the records say the same.
+    assert search_of(file).finding(tmp_path).what_fits.answer == "none, 1 is too large"
+
+
 def test_no_probe_asks_for_more_than_twice_what_is_known_to_fit():
     known: dict[int, str] = {}
     while (place := examine(known, 511).next) is not None:

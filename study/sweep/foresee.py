@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 
 from study.errors import UserError
@@ -13,7 +14,7 @@ from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.floor import ANY_DEVICE
 from study.predict.memory import predict_memory
-from study.predict.request import Box, Request
+from study.predict.request import Box, Memory, Request
 from study.predict.shape import model_shape
 from study.predict.time import predict_time
 from study.spec.options import has_known_state
@@ -67,19 +68,31 @@ class Foresight:
             memory = predict_memory(request)
             said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
-            held = memory.host_peak.value
-            if device is None:
-                held += cell.world_size / self.nodes(cell) * memory.peak_reserved.value
-            # A cap is the allocator's, and does not see the context.
-            is_cap = cell.config.device_memory_cap_gib is not None
-            on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
-            fits = held <= self.host_gib * GIB and (device is None or on_device <= device * GIB)
+            fits = self._fits(cell, memory)
         said.append(self._time(cell, request))
         if is_certain_to_run_out(cell, device, self.host_gib, self.nodes(cell)):
             said.append("certain to run out of memory")
         elif fits is not None:
             said.append("fits" if fits else "runs out of memory")
         return "predicted: " + ", ".join(said)
+
+    def last_that_fits(self, cells: Iterable[Cell]) -> int:
+        """Of ever larger ones, on a GPU; the first one without it, where one too large holds up the whole machine."""
+
+        def fits(cell: Cell) -> bool:
+            request = self._request(cell) if self.device_gib(cell) else None
+            return request is not None and self._fits(cell, predict_memory(request))
+
+        return max(0, sum(1 for _ in itertools.takewhile(fits, cells)) - 1)
+
+    def _fits(self, cell: Cell, memory: Memory) -> bool:
+        device, held = self.device_gib(cell), memory.host_peak.value
+        if device is None:
+            held += cell.world_size / self.nodes(cell) * memory.peak_reserved.value
+        # A cap is the allocator's, and does not see the context.
+        is_cap = cell.config.device_memory_cap_gib is not None
+        on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
+        return held <= self.host_gib * GIB and (device is None or on_device <= device * GIB)
 
     def _time(self, cell: Cell, request: Request | None) -> str:
         """By earlier runs or the suite where they say it: a prediction has no start, evaluation or saving in it."""

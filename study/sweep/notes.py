@@ -19,7 +19,7 @@ from study.sweep.search import Search, runs_left
 
 NOTES = "sweep.json"
 # For an estimate alone.
-PROBES_OF_A_SEARCH = 4
+PROBES_OF_A_SEARCH = 3
 # By what `_alike` says.
 Durations = Mapping[tuple[str, ...], list[float]]
 

@@ -16,6 +16,7 @@ from study.host.box import Box
 from study.launch.cell import Cell, Trainer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
+from study.sweep.foresee import Foresight
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
 
@@ -36,7 +37,7 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
     So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
     is one cell.
     """
-    cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(grid, box)}
+    cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(suite, grid, box)}
     if not cells:
         raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude less")
     # Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs.
@@ -77,7 +78,7 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
     return fnmatch(f"{value:g}" if isinstance(value, float) else str(value).lower(), wanted.lower())
 
 
-def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
+def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
@@ -98,7 +99,7 @@ def _grid_cells(grid: Grid, box: Box) -> Iterator[Cell | Search]:
             if grid.ladder is None:
                 yield _cell(values, repeat, box, grid.place)
             else:
-                yield _search(values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+                yield _search(suite, values, list(grid.axes), grid.ladder, repeat, box, grid.place)
 
 
 def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:
@@ -108,7 +109,9 @@ def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:
         raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave single out")
 
 
-def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str) -> Search:
+def _search(
+    suite: Suite, values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str
+) -> Search:
     @functools.cache
     def probe_of(place_on_ladder: int) -> Cell:
         return _cell(_probe_values(values, ladder, place_on_ladder), repeat, box, place)
@@ -124,6 +127,7 @@ def _search(values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: 
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key not in named),
         probe_of=probe_of,
+        guess=lambda: Foresight(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
 
 

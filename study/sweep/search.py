@@ -31,21 +31,24 @@ class Bracket:
     fits_against_the_order: tuple[int, ...]
 
 
-def examine(known: Mapping[int, str], last: int) -> Bracket:
-    """Doubling from the first rung until something does not fit, then bisection.
+def examine(known: Mapping[int, str], last: int, start: int = 0) -> Bracket:
+    """From the rung that is thought to be the answer by ever longer steps, up until one does not fit or down until one
+    does; then bisection. A right guess takes two probes, and from the first rung on it is doubling.
 
     `known` says of each probe that has ended how it did, by its position.
     """
     too_large = min((place for place, state in known.items() if state == "oom"), default=None)
     oks = sorted(place for place, state in known.items() if state == "ok")
     fits = max((place for place in oks if too_large is None or place < too_large), default=None)
-    if too_large is None:
-        following = 0 if fits is None else min(2 * fits + 1, last)
-        is_over = fits == last
+    is_over = fits == last if too_large is None else too_large == (0 if fits is None else fits + 1)
+    if fits is not None and too_large is not None:
+        following = (fits + too_large) // 2
+    elif fits is not None and fits >= start:
+        following = min(2 * fits - start + 1, last)
+    elif too_large is not None and too_large <= start:
+        following = max(2 * too_large - start - 1, 0)
     else:
-        below = -1 if fits is None else fits
-        following = (below + too_large) // 2
-        is_over = below + 1 == too_large
+        following = start
     stopped = not is_over and following in known
     return Bracket(
         fits=fits,
@@ -97,14 +100,6 @@ class WhatFits:
         return "; ".join(said)
 
 
-def doubling(last: int) -> Iterator[int]:
-    place = 0
-    while place < last:
-        yield place
-        place = 2 * place + 1
-    yield last
-
-
 @dataclasses.dataclass(frozen=True)
 class Search:
     """One ladder under one combination of a grid's other values."""
@@ -115,6 +110,12 @@ class Search:
     # How it differs from the other searches of its grid, beside the strategy.
     label: str
     probe_of: Callable[[int], Cell]
+    # The rung that is predicted to be the answer.
+    guess: Callable[[], int] = lambda: 0
+
+    @functools.cached_property
+    def start(self) -> int:
+        return self.guess()
 
     @functools.cached_property
     def first(self) -> Cell:
@@ -124,23 +125,12 @@ class Search:
         self, root: Path, counts: Callable[[int, CellState], bool] = lambda place, probe: True
     ) -> dict[int, CellState]:
         """The probes that the search asks for, as far as their records go. A record that does not count is left out."""
-        found: dict[int, CellState] = {}
-
-        def look_at(place: int) -> bool:
-            probe = cell_state(root / self.probe_of(place).id)
-            if probe.state != "to do" and counts(place, probe):
-                found[place] = probe
-            return place in found
-
-        # Also the sizes above one that did not fit: a record there may say that it does fit.
-        for place in doubling(self.last):
-            look_at(place)
-        while (following := self._examine(found).next) is not None and look_at(following):
-            pass
-        return found
+        # Of every rung: another box would have begun elsewhere, and above one that did not fit another may have.
+        states = ((place, cell_state(root / self.probe_of(place).id)) for place in range(len(self.rungs)))
+        return {place: probe for place, probe in states if probe.state != "to do" and counts(place, probe)}
 
     def _examine(self, found: Mapping[int, CellState]) -> Bracket:
-        return examine({place: probe.state for place, probe in found.items()}, self.last)
+        return examine({place: probe.state for place, probe in found.items()}, self.last, self.start)
 
     @property
     def last(self) -> int:
