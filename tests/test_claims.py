@@ -27,7 +27,12 @@ from study.claims.verdicts import STRENGTH, Figure, Part, Region, combine
 from study.cli import main
 from study.doctor import engine_keys
 from study.errors import UserError
-from study.report.records.frames import Records, read_parquet
+from study.host.box import Box
+from study.launch.cell import Cell
+from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.sweep.notes import append_attempt, note_searches
+from study.sweep.slices import plan_suite
+from synthetic_records import write_run
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
 PARTS = tuple(itertools.starmap(Part, itertools.product(ANSWERS, (False, True), (False, True))))
@@ -443,7 +448,7 @@ def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, s
         lambda run: 5e8 / run["model_parameters"] * wobble(run)
         * (1 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope),
     )  # fmt: skip
-    (check,) = [each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope"]
+    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
     found = check.find(evidence)
     assert found.figure is not None
     # Two speeds that wobble by 0.5 % at each end of sizes that lie a factor of five apart.
@@ -497,12 +502,49 @@ def test_an_unfair_partner_takes_no_other_pair_of_its_seed_with_it(made: Board) 
 
 
 def test_a_seed_that_lacks_one_size_has_no_slope(made: Board) -> None:
-    (check,) = [each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope"]
+    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
     assert check.find(Evidence(REPORTS)).answer != "not judged"
     records = read_parquet(REPORTS / "claims")
     gone = (records.runs["model_name_or_path"] == "gpt-tiny-14layers") & (records.runs["seed"] == 43)
     less = Records(records.runs[~gone].reset_index(drop=True), records.steps)
     assert check.find(Evidence(REPORTS).instead("claims", less)).answer == "not judged"
+
+
+# ------------------------------------------------------------------------------------------- what a GPU is to decide
+PARAMETERS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+
+
+def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path: Path) -> None:
+    """Every cell that one large GPU is to run has a record, with figures that nobody measured."""
+    (tmp_path / "made").mkdir()
+    for part in plan_suite("one_gpu", Box((141.0,), 128.0), tmp_path).slices:
+        for item in part.cells:
+            probes = [item] if isinstance(item, Cell) else [item.probe_of(place) for place in range(3)]
+            for place, cell in enumerate(probes):
+                if not (root := tmp_path / "made" / cell.id).exists() and cell.trainer == "study":
+                    virtual, model = bool(cell.config.virtual_world_size), cell.config.model_name_or_path
+                    asked = {key: value for key, value in cell.asked.to_dict().items() if key != "scale"} | {
+                        "eval_steps": 4
+                    }
+                    known = {"model_layers": 24, "preset_layers": 24, "model_parameters": PARAMETERS.get(model, 10**8)}
+                    write_run(
+                        tmp_path / "made", cell.strategy, name=cell.id, ranks=cell.ranks, virtual=virtual,
+                        steps=cell.config.max_steps or 9, state="oom" if len(probes) > 1 and place == 2 else "ok",
+                        config=asked, engine=known, samples=f"{cell.config.train_samples}",
+                    )  # fmt: skip
+                    append_attempt(root, cell, ["accelerate"], {"attempt": 1})
+        note_searches(part.cells, tmp_path / "made")
+    records = read_runs(tmp_path / "made")
+    records.runs["energy_j"] = 10.0 * records.runs["runtime_s"]
+    write_parquet(records, tmp_path / "gpu")
+    waiting = [check for claim in read_ledger(LEDGER).claims for check in claim.checks if check.needs]
+    assert {check.numbers["report"] for check in waiting} == {"gpu"}
+    found = {(check.shows, check.find(Evidence(tmp_path)).sentence) for check in waiting
+             if check.find(Evidence(tmp_path)).answer == "not judged"}  # fmt: skip
+    assert not found
+    for check in waiting:
+        before = check.find(Evidence(tmp_path / "made"))
+        assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
 
 
 def test_an_engine_key_is_given_to_the_engine_and_read_back() -> None:

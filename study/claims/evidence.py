@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
-from study.claims.verdicts import NotJudged
+from study.claims.verdicts import NoRecords, NotJudged
 from study.errors import UserError
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import differences_between
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
-from study.report.records.statistics import Interval, paired_ratio
+from study.report.records.searches import Fit, fits
+from study.report.records.statistics import Interval, by_seed, paired_ratio
 from study.report.records.virtual_ranks import (
     Summary,
     held,
@@ -37,6 +39,7 @@ KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
 GIB = 2**30
+_PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that a changed setting breaks and is meant to.
 _MEANT = {
     "precision": ("precision", "parameter type"), "dropout": ("dropout",), "global_batch_size": ("global batch",),
@@ -44,7 +47,7 @@ _MEANT = {
 }  # fmt: skip
 # By which a check may choose its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
-            "micro_batch_size", "train_samples", "engine_override")  # fmt: skip
+            "micro_batch_size", "train_samples", "max_steps", "engine_override")  # fmt: skip
 
 
 class Evidence:
@@ -59,7 +62,7 @@ class Evidence:
     def records(self, report: str) -> Records:
         if report not in self._records:
             if not all((self.root / report / name).is_file() for name in (RUNS_FILE, STEPS_FILE)):
-                raise NotJudged(f"there are no records of {report}")
+                raise NoRecords(f"there are no records of {report}")
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
 
@@ -114,8 +117,9 @@ class Evidence:
         return Pair(report, *found)
 
     def levels(
-        self, report: str, task: str, strategy: str, over: str, along: str, where: str, least: int, least_pairs: int
-    ) -> Levels:
+        self, report: str, task: str, strategy: str, over: str, figure: str, along: str, where: str, least: int,
+        least_pairs: int,
+    ) -> Levels:  # fmt: skip
         """The pairs at each value of a setting, or of the model's size, the smallest first, that has enough seeds."""
         runs = real(self.records(report)).runs
         runs = _with(runs[(runs["task"] == task) & (runs["status_state"] == "ok")], settings(where))
@@ -123,12 +127,23 @@ class Evidence:
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):
                 pair = self.pair(report, task, strategy, over, f"{where} {along}={level:.0f}".strip())
-                if len(set(pair.mine["seed"]) & set(pair.its["seed"])) >= least_pairs:
+                if len(pair.by_seed(figure)) >= least_pairs:
                     found[float(level)] = pair
         if len(found) < least:
             at = f"{least} values of {along} with {least_pairs} pairs of {strategy} and {over} each"
             raise NotJudged(f"{at} are needed, and {report} has {len(found) or 'none'}")
         return found
+
+    def fit(self, report: str, task: str, strategy: str, cap_gib: float, precision: str) -> Fit:
+        """The one search for a micro-batch that has come to its end."""
+        for one in fits(self.records(report)):
+            row = one.any
+            said = (row["task"], one.arm, one.cap_gib, row["precision"])
+            if one.axis == "largest_micro_batch" and said == (task, strategy, cap_gib, precision):
+                if one.what_fits.is_open:
+                    raise NotJudged(f"{report} has not found the largest of {strategy}: {one.what_fits.answer}")
+                return one
+        raise NotJudged(f"{report} has no search of {strategy} in {task} under {cap_gib:g} GiB")
 
     def arms(self) -> pd.DataFrame:
         """Of the sessions of the listing taken apart."""
@@ -170,10 +185,17 @@ class Pair:
         ranks = int(self.mine["world_size"].max())
         return f"{first['model_name_or_path']} on {ranks} rank{'s' if ranks > 1 else ''}, {first['cpu']}, {device}"
 
+    @property
+    def _both(self) -> pd.DataFrame:
+        return pd.concat([self.mine.assign(arm="mine"), self.its.assign(arm="its")])
+
     def ratio(self, figure: str) -> Interval:
         """Seed by seed."""
-        both = pd.concat([self.mine.assign(arm="mine"), self.its.assign(arm="its")])
-        return paired_ratio(both, figure, "mine", "its")
+        return paired_ratio(self._both, figure, "mine", "its")
+
+    def by_seed(self, figure: str) -> pd.DataFrame:
+        """In columns `mine` and `its`, of the seeds that both have."""
+        return by_seed(self._both, figure, np.asarray).reindex(columns=["mine", "its"]).dropna()
 
     def norms_apart(self, steps: pd.DataFrame) -> tuple[float, int]:
         """How far apart the norms of the gradients are where they differ most, as a share; and in how many seeds."""
@@ -239,8 +261,8 @@ def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
 
 def virtual_bytes(one: Summary, figure: str) -> float:
     """NaN where no line over layers holds."""
-    if figure == "host_peak":
-        return known(one, "host_peak_rss_gib") * GIB
+    if figure in _PEAKS:
+        return known(one, _PEAKS[figure]) * GIB
     if figure in ("sent", "calls"):
         return known(one, "sent_bytes_per_step" if figure == "sent" else "comm_calls_per_step")
     if figure.startswith("collective."):

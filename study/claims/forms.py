@@ -14,7 +14,7 @@ from scipy import stats
 from study.autopsy.contrasts import corrected_ratio, engine_was_on, is_as_printed
 from study.autopsy.design import RESPONSES
 from study.claims.evidence import AUTOPSY, SETTINGS, Evidence, Levels, Pair, counted_bytes, virtual_bytes
-from study.claims.verdicts import Figure, Kind, NotJudged
+from study.claims.verdicts import Figure, Kind, NotJudged, awaited
 from study.predict.floor import StateBytes, state_bytes
 from study.report.records.statistics import interval
 from study.report.records.virtual_ranks import AS_SHIPPED, Summary
@@ -190,6 +190,19 @@ def paired(
 
 
 @form("measured")
+def largest(
+    evidence: Evidence, *, report: str, task: str, strategy: str, over: str, cap_gib: float, precision: str
+) -> Figure:
+    """The largest micro-batch that a search found to fit, as a multiple of another strategy's."""
+    mine, its = (evidence.fit(report, task, each, cap_gib, precision) for each in (strategy, over))
+    sizes = [0 if fit.largest is None else int(fit.largest["per_device_train_batch_size"]) for fit in (mine, its)]
+    if not sizes[1]:
+        raise NotJudged(f"nothing fits with {over} in {report}")
+    records = tuple(f"{report}/{row['run']}" for fit in (mine, its) for row in fit.rungs.values())
+    return Figure(sizes[0] / sizes[1], n=len(records), records=records, note=f"{sizes[0]} over {sizes[1]}")
+
+
+@form("measured")
 def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
     """How far apart they are at the step where they differ most, as a share."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)
@@ -227,7 +240,7 @@ def ratio_slope(
 
     0 where it stays, and 0.1 where it is 7 % larger for twice as much. Seed by seed, with the interval of the seeds.
     """
-    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
+    pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     logs = _by_level(pairs, lambda pair: np.log(_of_both(pair, figure, "mine") / _of_both(pair, figure, "its")))
     found = interval(np.exp(_slopes(logs, np.log)))
     if found.low is None or found.high is None or found.n < least_pairs:
@@ -242,7 +255,7 @@ def growth(
     least_pairs: int, where: str = "",
 ) -> Figure:  # fmt: skip
     """What one strategy's figure grows by with size, length or batch, as a multiple of the other's growth."""
-    pairs = evidence.levels(report, task, strategy, over, along, where, levels, least_pairs)
+    pairs = evidence.levels(report, task, strategy, over, figure, along, where, levels, least_pairs)
     mine, its = (
         _slopes(_by_level(pairs, functools.partial(_of_both, figure=figure, side=side)), np.asarray)
         for side in ("mine", "its")
@@ -298,7 +311,7 @@ def engine_as_printed(evidence: Evidence, *, least_sessions: int) -> Figure:
 @form("measured")
 def missing(_: Evidence, *, needs: str) -> Figure:
     """A part of the claim that no record here can judge yet."""
-    raise NotJudged(f"no record here can judge it yet: it needs {needs}")
+    raise NotJudged(awaited(needs))
 
 
 def _too_few(report: str, have: int, needed: int, of: str) -> str:
@@ -311,9 +324,7 @@ def _size(run: pd.Series, figure: str) -> float:
 
 
 def _of_both(pair: Pair, figure: str, side: str) -> pd.Series:
-    """By seed, the mean over repeats."""
-    runs = pair.mine if side == "mine" else pair.its
-    return runs.groupby("seed")[figure].mean()
+    return pair.by_seed(figure)[side]
 
 
 def _by_level(pairs: Levels, figure: Callable[[Pair], pd.Series]) -> pd.DataFrame:
@@ -366,10 +377,13 @@ def _known(one: Summary, figure: str) -> float:
 _STRATEGIES = "|".join(STRATEGY_NAMES)
 _PRECISIONS = "|".join(get_args(Precision))
 _STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
-_VIRTUAL = rf"{_STATE}|sent|calls|host_peak|collective\.\w+"
+_VIRTUAL = rf"{_STATE}|sent|calls|host_peak|device_peak|collective\.\w+"
 _SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
 _COUNTED = rf"{_SIZE}(/(tokens|parameters))?|parameters|tokens"
-_MEASURED = "step_time_s_median|tokens_per_s|train_loss_final|eval_loss_final|host_peak_rss_gib|memory_steady_host_gib"
+_MEASURED = "|".join(
+    ("step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
+     "memory_steady_host_gib", "avg_memory_gib_device", "energy_j")
+)  # fmt: skip
 _WHERE = rf"(?:{'|'.join(SETTINGS)})=\S+"
 _ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
 # What a word of a check must be, by its key or by its form and key; other words are free.

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS, WORDS
-from study.claims.verdicts import Answer, Figure, Kind, NotJudged, Region, number
+from study.claims.verdicts import Answer, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
 from study.errors import UserError
 from study.spec.yaml_sections import Section, as_section, read_document
 
@@ -23,7 +23,7 @@ _CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "evidence", "check
                "alternatives"}  # fmt: skip
 _TOP_KEYS = {"documents", "claims", "contradictions"}
 _REGION_KEYS = {"at_least", "at_most", "about", "within"}
-_CHECK_KEYS = {"form", "shows", "unit", "necessary", "elsewhere", "against"} | _REGION_KEYS
+_CHECK_KEYS = {"form", "shows", "unit", "necessary", "elsewhere", "against", "needs"} | _REGION_KEYS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,8 @@ class Check:
     elsewhere: bool = False
     # The claim that it is held against: where they disagree, either may be wrong.
     against: str = ""
+    # What its records are to come from, said as long as there are none.
+    needs: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -98,7 +100,9 @@ class Check:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
-            return Finding(self.kind, "not judged", _capital(f"{self.shows}: {reason}"))
+            is_awaited = self.needs and isinstance(reason, NoRecords)
+            why = awaited(self.needs) if is_awaited else str(reason)
+            return Finding(self.kind, "not judged", _capital(f"{self.shows}: {why}"))
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -250,6 +254,7 @@ def _check(section: Section, known: set[str]) -> Check:
     return Check(
         name, _text(section, "shows"), numbers, _region(section, name), _text(section, "unit", ""),
         _flag(section, "necessary"), _flag(section, "elsewhere"), against,
+        "" if "needs" in parameters else _text(section, "needs", ""),
     )  # fmt: skip
 
 

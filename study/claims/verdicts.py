@@ -20,6 +20,14 @@ class NotJudged(Exception):
     """A check that has no figure, and why."""
 
 
+class NoRecords(NotJudged):
+    """Nobody has run the suite yet."""
+
+
+def awaited(needs: str) -> str:
+    return f"no record here can judge it yet: it needs {needs}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """Exact ones have no interval: arithmetic, and what one virtual rank held."""
