@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from study.cli import main
 from study.host.box import Box
 from study.launch.cell import Cell
 from study.spec.strategies import WITH_TEAMS
-from study.sweep.foresee import foresight, is_certain_to_run_out, warnings
+from study.sweep.foresee import Foresight, foresight, is_certain_to_run_out, warnings
 from study.sweep.needs import needs_of
 from study.sweep.plan import plan_cells
-from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
+from study.sweep.search import Search
+from study.sweep.slices import missing_here
+from study.sweep.suite_file import SUITE_DIRECTORY, Suite, find_suite, read_suite
 from sweeps import TINY, write_suite
 
 GIB = 2**30
@@ -70,6 +73,23 @@ def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(
         is_certain = is_certain_to_run_out(cell, device, suite.requires.host_memory_gib, nodes)
         assert is_certain == (cell.expect == "oom"), cell.id
     assert not list(warnings(cells_of(suite), box))
+
+
+@pytest.mark.parametrize("name", sorted({part.suite for part in read_suite(find_suite("one_gpu")).slices}))
+def test_a_rented_suite_fits_the_gpu_it_asks_for_and_asks_for_a_large_one_only_where_it_must(name: str) -> None:
+    """Seven of them had kept an H100 from all that measures speed."""
+    suite = read_suite(find_suite(name))
+    # As NVML shows one of 80 GB.
+    h100 = Box((81559 / 1024,), suite.requires.host_memory_gib)
+    ahead = Foresight(suite, h100, {}, None)
+    searches = [each for each in plan_cells(suite, h100) if isinstance(each, Search)]
+    told = {cell.id: ahead.told(cell) for cell in cells_of(suite) if cell.expect is None}
+    if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
+        assert missing_here(suite, h100) is None
+        assert {cell: said for cell, said in told.items() if not said.endswith(", fits")} == {}
+    else:
+        wanted = [float(found[1]) for said in told.values() if (found := re.search(r"([\d.]+) GiB a rank", said))]
+        assert searches or max(wanted) > 79 or any(cell.expect for cell in cells_of(suite))
 
 
 def test_what_nobody_predicts_is_named_and_copies_are_predicted(
