@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from study.claims.forms import MIXED, held_bytes
+from study.claims.arithmetic import MIXED, held_bytes
 from study.claims.ledger import Check
 from study.claims.verdicts import number
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from study.claims.forms import GB, held_bytes
+from study.claims.arithmetic import GB, held_bytes
 from study.claims.verdicts import number
 from study.errors import UserError
 from study.models.presets import find_preset
