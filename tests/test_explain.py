@@ -335,6 +335,7 @@ def virtual(folder: Path, *settings: str, ranks: int = 4) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
     shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]

@@ -92,6 +92,7 @@ def _ledger_at(commit: str, repository: Path) -> Written | None:
     return {} if text is None else _checks_in(text)
 
 
+@functools.cache
 def _checks_in(ledger: str) -> Written:
     try:
         document = yaml.safe_load(ledger)
