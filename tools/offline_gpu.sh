@@ -49,7 +49,7 @@ fi
 # The last 50 s are for packing. A cell that is stopped is `interrupted`, and the next call runs it again.
 export suite budget_s
 export -f work
-timeout -s INT $((limit_s - 50 - SECONDS)) bash -c 'work "$@"' work "$@"
+timeout -s INT $((limit_s - 50 - SECONDS)) bash -c 'trap "exit 130" INT; work "$@"' work "$@"
 status=$?
 tar czf "$out/records.tgz" runs || exit 1
 exit "$status"

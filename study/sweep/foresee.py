@@ -77,7 +77,8 @@ class Foresight:
         return "predicted: " + ", ".join(said)
 
     def last_that_fits(self, cells: Iterable[Cell]) -> int:
-        """Of ever larger ones, on a GPU; the first one without it, where one too large holds up the whole machine."""
+        """Of ever larger ones, in a cap or a GPU that the suite asks for; the first one without, where one that is too
+        large may hold up the whole machine."""
 
         def fits(cell: Cell) -> bool:
             request = self._request(cell) if self.device_gib(cell) else None

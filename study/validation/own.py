@@ -84,8 +84,9 @@ def _in_a_process(run: Any, request: Request) -> Measured:
 
 
 def _on_gpu(run: Any, request: Request) -> Measured:
-    """Its time counts where all ranks were there, and nobody watched its kernels."""
-    is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps)
+    """Its time counts where all ranks were there, nobody watched its kernels, and no drive took part, whose speed no
+    record has."""
+    is_ok, is_timed = run.status_state == "ok", not (run.virtual or run.profile_steps or request.strategy.uses_nvme)
     if not pd.isna(run.device_memory_cap_gib):
         # A cap is the allocator's, and does not see the context.
         context = predict_memory(request).device_parts["context"] / GIB

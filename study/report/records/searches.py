@@ -119,4 +119,9 @@ def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
     # What was cut off says nothing.
     states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
     bracket = examine(states, search["last"])
+    # The search may have begun elsewhere: where it stopped is told by the probe, not by what would come next from here.
+    low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
+    stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
+    if bracket.next is not None and stopped:
+        bracket = dataclasses.replace(bracket, next=None, stopped_by=min(stopped))
     return Fit(search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), bracket, subject)
