@@ -158,7 +158,8 @@ def test_every_command_of_a_page_is_taken(page: str) -> None:
         elif program == "bash":
             script, suite, *_ = arguments
             assert (REPOSITORY / script).exists(), words
-            find_suite(suite)
+            if f'"$suite" = {suite} ' not in read(script):
+                find_suite(suite)
 
 
 @pytest.mark.parametrize("page", PAGES)
