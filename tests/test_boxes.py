@@ -133,13 +133,17 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
     meter._nvml = FIRST
     answers = iter([SimpleNamespace(used=5 * GIB)])
 
+    versions = []
+
     def used(handle, version=None):
+        versions.append(version)
         for answer in answers:
             return answer
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", used)
     assert [meter._sample_device() for _ in range(3)] == [5 * GIB, None, None]
+    assert set(versions) == {pynvml.nvmlMemory_v2}
     assert this_box().gpu_memory_gib == (0, 0)
     assert free_gpu_bytes(0) is None
 

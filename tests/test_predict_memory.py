@@ -118,23 +118,24 @@ def test_peaks_of_own_records_are_near_the_prediction():
 def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp_path, monkeypatch):
     """As the first ones will be: this project's own, with what those of a GPU have beside."""
     laptop = read_parquet(REPOSITORY / "reports" / "laptop")
-    runs = laptop.runs[laptop.runs["strategy"].eq("zero2") & laptop.runs["status_state"].eq("ok")].iloc[:3].copy()
+    ok = laptop.runs[laptop.runs["status_state"] == "ok"]
+    runs = pd.concat([ok[ok["strategy"] == "zero2"].iloc[:3], ok[ok["strategy"] == "zero3_nvme"].iloc[:1]]).copy()
     runs["devices"] = json.dumps(["NVIDIA H100 80GB HBM3"])
-    runs["peak_memory_gib_allocated"] = [3.0, 4.0, math.nan]
-    runs["status_state"] = ["ok", "ok", "oom"]
-    runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)"]
-    runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0]
-    runs["profile_steps"] = pd.array([0, 3, 0], dtype="Int64")
+    runs["peak_memory_gib_allocated"] = [3.0, 4.0, math.nan, 1.0]
+    runs["status_state"] = ["ok", "ok", "oom", "ok"]
+    runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)", ""]
+    runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0, math.nan]
+    runs["profile_steps"] = pd.array([0, 3, 0, 0], dtype="Int64")
     (tmp_path / own.GPU).mkdir()
     write_parquet(dataclasses.replace(laptop, runs=runs), tmp_path / own.GPU)
     monkeypatch.setattr(own, "REPORTS", tmp_path)
     monkeypatch.setattr(own, "SUITES", ())
-    monkeypatch.setattr(own, "runs", own.runs.__wrapped__)
-    whole, capped, ran_out = own.own_rows()
+    monkeypatch.setattr(own, "_records", own._records.__wrapped__)
+    whole, capped, through_a_drive, ran_out = own.own_rows()
     assert [row.peak_bytes for row in (whole, capped, ran_out)] == [3 * GIB, 4 * GIB, None]
     assert [row.fits for row in (whole, capped, ran_out)] == [True, True, False]
     assert whole.step_s == runs["step_time_s_median"].iloc[0]
-    assert (capped.step_s, ran_out.step_s) == (None, None)
+    assert (capped.step_s, through_a_drive.step_s, ran_out.step_s) == (None, None, None)
     assert {row.peak_kind for row in (whole, capped, ran_out)} == {"allocated"}
     assert whole.request.box.device.visible_gib > 70
     assert 16 < capped.request.box.device.visible_gib == ran_out.request.box.device.visible_gib < 18

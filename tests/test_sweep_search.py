@@ -91,6 +91,20 @@ def test_on_a_gpu_a_search_begins_at_what_is_predicted_to_fit(tmp_path):
     assert other.finding(tmp_path).what_fits.answer == "none, 1 is too large"
 
 
+def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
+    file = write_suite(tmp_path, {"strategy": "single"}, {**UNSIZED, "world_size": 1}, search=LADDER["search"])
+    search = dataclasses.replace(search_of(file), guess=lambda: 5)
+    asked = {key: value for key, value in search.probe_of(5).asked.to_dict().items() if key != "scale"}
+    write_run(
+        tmp_path / "runs", "single", name=search.probe_of(5).id, ranks=1, state="failed", reason="no luck", config=asked
+    )
+    append_attempt(tmp_path / "runs" / search.probe_of(5).id, search.probe_of(5), ["accelerate"], {"attempt": 1})
+    note_searches([search], tmp_path / "runs")
+    (fit,) = fits(read_runs(tmp_path / "runs"))
+    assert fit.what_fits.why_not_more == search.finding(tmp_path / "runs").what_fits.why_not_more
+    assert fit.what_fits.why_not_more == "stopped at 6: failed, no luck"
+
+
 def test_no_probe_asks_for_more_than_twice_what_is_known_to_fit():
     known: dict[int, str] = {}
     while (place := examine(known, 511).next) is not None:

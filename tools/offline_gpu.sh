@@ -19,6 +19,7 @@ if compgen -G 'wheels/*.whl' >/dev/null; then
   python3 -m pip install --quiet --no-index --no-deps wheels/*.whl || exit 1
 fi
 python3 -m pip install --quiet --no-index --no-deps --no-build-isolation -e . || exit 1
+[ "$suite" = first ] || python3 -m study.cli status "$suite" >/dev/null || exit
 
 if compgen -G 'libaio*.deb' >/dev/null; then
   for package in libaio*.deb; do dpkg -x "$package" aio; done

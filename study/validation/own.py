@@ -51,28 +51,34 @@ class Compared:
 
 
 @functools.cache
+def _records() -> pd.DataFrame:
+    of_gpus = [GPU] if (REPORTS / GPU / RUNS_FILE).is_file() else []
+    tables = [read_parquet(REPORTS / suite).runs.assign(suite=suite) for suite in (*SUITES, *of_gpus)]
+    records = pd.concat(tables, ignore_index=True)
+    return records[records["trainer"] == "study"]
+
+
 def runs() -> pd.DataFrame:
     """Every record that has ended well, of what has a prediction."""
-    tables = [read_parquet(REPORTS / suite).runs.assign(suite=suite) for suite in (*SUITES, *_suites_of_gpus())]
-    runs = pd.concat(tables, ignore_index=True)
+    records = _records()
     # A run that changed what a record measures is none of the study's arms.
-    runs = runs[runs["status_state"].eq("ok") & runs["params_bytes_device"].notna()]
-    return _predictable(runs)
+    return _predictable(records[records["status_state"].eq("ok") & records["params_bytes_device"].notna()])
 
 
-def _suites_of_gpus() -> list[str]:
-    return [GPU] if (REPORTS / GPU / RUNS_FILE).is_file() else []
+def _out_of_device_memory() -> pd.DataFrame:
+    ended = _records()
+    ended = ended[ended["status_state"].eq("oom") & ended["micro_batch_size"].notna()]
+    return _predictable(ended[ended["status_reason"].str.startswith(DEVICE_RAN_OUT)])
 
 
 def _predictable(runs: pd.DataFrame) -> pd.DataFrame:
-    runs = runs[runs["trainer"] == "study"]
     return runs[[request_if_any(run) is not None for run in runs.itertuples()]]
 
 
 def own_rows() -> list[Measured]:
     """Peaks, for the table that has the published ones too."""
-    rows = [(run, request_of(run)) for run in runs().itertuples()]
-    rows += [(run, request_of(run)) for run in _out_of_device_memory()]
+    every = (*runs().itertuples(), *_out_of_device_memory().itertuples())
+    rows = [(run, request_of(run)) for run in every]
     return [_on_gpu(*row) if row[1].box.device.memory_gib else _in_a_process(*row) for row in rows]
 
 
@@ -97,16 +103,6 @@ def _on_gpu(run: Any, request: Request) -> Measured:
         peak_bytes=run.peak_memory_gib_allocated * GIB if is_ok else None,
         step_s=run.step_time_s_median if is_ok and is_timed else None,
     )  # fmt: skip
-
-
-def _out_of_device_memory() -> list[Any]:
-    found = []
-    for suite in _suites_of_gpus():
-        ended = read_parquet(REPORTS / suite).runs.assign(suite=suite)
-        ended = ended[ended["status_state"].eq("oom")]
-        ended = ended[ended["status_reason"].str.startswith(DEVICE_RAN_OUT) & ended["micro_batch_size"].notna()]
-        found += _predictable(ended).itertuples()
-    return found
 
 
 def _evaluated(run: Any) -> Literal["never", "between", "last"]:
