@@ -162,8 +162,10 @@ def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]
     "name",
     [
         "zero3",
-        "hsdp",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2", "zero2", "zero2_cpu", "zero3_hpz")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("ddp", "fsdp2", "hsdp", "zero2", "zero2_cpu", "zero3_hpz")
+        ),
     ],
 )
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def least_loss(oracle_eval_loss: float, predictions: int) -> float:
     return oracle_eval_loss - math.log(1 / DOUBT) / predictions
 
 
+@pytest.mark.long
 def test_a_trained_gpt_approaches_the_floor_and_does_not_beat_it(language: TaskData) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

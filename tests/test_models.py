@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import http.server
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,9 @@ from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model
 from study.models.presets import DROPOUT_FIELDS, PRESETS
 from study.models.tokenizer import load_tokenizer
 from study.run import engine
+from study.run.evaluation import evaluate
 from study.spec.config import RunConfig, Task, resolved
+from study.tasks import load_data
 
 PARAMETERS = {
     "bert-large-uncased": 335_143_938,
@@ -172,13 +176,40 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "gpt-neo-2.7b", "seq_length": 4096}, ["--seq_length 4096", "2048 or less"]),
         ({"model": "gpt-tiny", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
         ({"model": "gpt2-3layers", "weights": "pretrained"}, ["no weights are published", "--weights random"]),
-        ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa"]),
+        ({"model": "gpt-tiny", "attn_implementation": "paged"}, ["--attn_implementation paged", "sdpa_causal"]),
+        ({"model": "bert-tiny", "task": "bert-imdb", "attn_implementation": "sdpa_causal"}, ["in both directions"]),
+        ({"model": "gpt-neo-2.7b", "attn_implementation": "sdpa_causal"}, ["computes its attention itself"]),
+        ({"model": "gemma-2-9b", "attn_implementation": "sdpa_causal"}, ["caps the scores"]),
     ],
 )  # fmt: skip
 def test_a_wrong_model_is_refused_with_its_fix(asked: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         model_config(run_config(**asked))
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(("attention", "is_masked"), [("sdpa", True), ("sdpa_causal", False)])
+def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_built(
+    attention: str, is_masked: bool
+) -> None:
+    torch._dynamo.reset()
+    seen: list[tuple[bool, bool]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                seen.append((node.kwargs["attn_mask"] is not None, node.kwargs["is_causal"]))
+        return graph.forward
+
+    tokens = torch.arange(64).reshape(2, 32)
+    torch.manual_seed(0)
+    model = build_model(run_config("gpt-tiny", dropout=0.0, attn_implementation=attention))
+    torch.manual_seed(0)
+    usual = build_model(run_config("gpt-tiny", dropout=0.0))
+    loss = torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss
+    torch._dynamo.reset()
+    assert set(seen) == {(is_masked, not is_masked)}
+    torch.testing.assert_close(loss, usual(input_ids=tokens, labels=tokens).loss)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be installed where there is a GPU")
@@ -602,6 +633,29 @@ def test_a_compiled_forward_pass_is_one_graph(task: Task, accelerator: Accelerat
     explained = torch._dynamo.explain(model)(input_ids=tokens, attention_mask=tokens, labels=labels)
     torch._dynamo.reset()
     assert explained.graph_count == 1, explained.break_reasons
+
+
+def test_an_evaluation_is_not_compiled(accelerator: Accelerator, tmp_path: Path) -> None:
+    config = run_config("gpt-tiny", torch_compile=True, global_batch_size=2, seq_length=8, eval_samples=4)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    data = load_data(config, tmp_path)
+    run: Any = SimpleNamespace(
+        config=config, data=data, plan=config.batch_plan(1, 1), launch=SimpleNamespace(team=0)
+    )  # fmt: skip
+    torch._dynamo.reset()
+    model = build_model(config)
+    compiled: Any = torch.compile(model, backend=backend)
+    compiled(**data.eval.__getitems__([0, 1]))
+    in_training = len(graphs)
+    figures = evaluate(run, accelerator, compiled)
+    torch._dynamo.reset()
+    assert len(graphs) == in_training > 0
+    assert figures["eval_loss"] == pytest.approx(math.log(model.config.vocab_size), rel=0.1)
 
 
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import time
 
 import cpuinfo
 import pytest
+from torch.utils.cpp_extension import load
 
 from study.errors import UserError
 from study.host.operators import (
+    _cause,
     _clear_dead_build,
     _remember_the_processor,
     build_folder,
@@ -31,6 +33,15 @@ from study.host.folders import cache_directory
 from study.spec.strategies import read_strategy
 build_operators(read_strategy(sys.argv[1]), cache_directory())
 """
+
+
+@pytest.mark.parametrize("libraries", [["-lnowhere"], []])
+def test_a_build_that_fails_says_what_the_linker_or_the_compiler_said(tmp_path, libraries):
+    source = tmp_path / "op.cpp"
+    source.write_text("int answer() { return 42; }" if libraries else "int answer() { return nothing; }")
+    with pytest.raises(RuntimeError) as failed:
+        load(name="op", sources=[str(source)], extra_ldflags=libraries, build_directory=str(tmp_path))
+    assert ("cannot find -lnowhere" if libraries else "error: ") in _cause(failed.value)
 
 
 @pytest.mark.alone

@@ -161,6 +161,7 @@ def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
     assert third.traffic["collectives"] == sixth.traffic["collectives"]
 
 
+@pytest.mark.long
 def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_path: Path) -> None:
     result = study(
         "--strategy", "zero2", "--world-size", "8", *GPT, "--model_name_or_path", "gpt-tiny-12layers", "--layers-fit",

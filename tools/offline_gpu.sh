@@ -2,18 +2,21 @@
 # From a fresh GPU box without a network to packed records, within a time limit.
 #
 #   bash tools/offline_gpu.sh [SUITE] [LIMIT_S] [flags of `study run`, such as --only or --rehearse]
-#   bash tools/offline_gpu.sh first    what is missing here, a run of each kind with tiny models, and does it train right
+#   bash tools/offline_gpu.sh first    what is missing here, does it train right, a run of each kind with tiny models
 #
 # Start it at the root of the repository. It uses what it finds there:
 #   wheels/*.whl   what this box's Python lacks: docs/offline-gpu.md says how to make them
 #   records.tgz    the records of earlier calls, so that nothing is run twice
 #   libaio*.deb    for NVMe strategies, where libaio cannot be installed
-# OUT names the folder for the new records.tgz; by default it is this one.
+# OUT names the folder for the new records.tgz and for log.txt, all that was said here; by default it is this one.
 set -u
 suite=${1:-one_gpu} limit_s=${2:-600} out=${OUT:-.}
 shift $(($# < 2 ? $# : 2))
+mkdir -p "$out" || exit 1
+exec > >(tee -a "$out/log.txt") 2>&1
 
-if [ -f records.tgz ]; then tar xzf records.tgz || exit 1; fi
+# On a box that is still warm the files here are newer.
+if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files || exit 1; fi
 
 if compgen -G 'wheels/*.whl' >/dev/null; then
   python3 -m pip install --quiet --no-index --no-deps wheels/*.whl || exit 1
@@ -28,29 +31,40 @@ if compgen -G 'libaio*.deb' >/dev/null; then
   export LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${LIBRARY_PATH:-}
 fi
 
+pack() { [ ! -d runs ] || { tar czf "$out/records.new" runs && mv "$out/records.new" "$out/records.tgz"; }; }
+
+# The optimizer on the host alone: what NVMe needs takes a minute more, and is built by the first cell that swaps.
+operators() { timeout $((limit_s / 2)) python3 -m study.host.operators zero2_cpu; }
+
 if [ "$suite" = first ]; then
+  # What is worth most comes first, and each answer is packed as it is there.
   work() {
+    operators
     python3 -m study.cli doctor
-    python3 -m study.host.operators
     python3 -m study.cli run one_gpu_bert --rehearse --only '*-zero3*' --only precision=bf16
-    python3 -m study.cli run speed_bert --rehearse
-    python3 -m study.cli run virtual_gemma --rehearse --only '*-zero3-*'
-    python3 -m study.cli run fits_bert --only '*-zero3-*' --only device_memory_cap_gib=16
     python3 -m study.cli verify --runs-dir runs/verify --only zero1 zero3 zero2_cpu --precision bf16
+    pack
+    python3 -m study.cli run fits_bert --only '*-zero3-*' --only device_memory_cap_gib=16
+    python3 -m study.cli run virtual_gemma --rehearse --only '*-zero3-*'
+    pack
+    python3 -m study.cli run speed_gpt2_xl --rehearse --only strategy=zero1
   }
 else
   # Operators are compiled while the weights are drawn. What fails here shows again in the run, with its reason.
-  timeout $((limit_s * 2 / 3)) python3 -m study.cli weights "$suite" --time-budget $((limit_s * 2 / 3))s "$@" &
-  python3 -m study.host.operators
-  wait
+  for_weights=()
+  for flag in "$@"; do [ "$flag" = --retry ] || for_weights+=("$flag"); done
+  budget_s=$((limit_s * 2 / 3))
+  timeout $budget_s python3 -m study.cli weights "$suite" --time-budget ${budget_s}s ${for_weights[@]+"${for_weights[@]}"} &
+  operators
+  wait $!
   budget_s=$((limit_s - 100 - SECONDS))
   work() { python3 -m study.cli run "$suite" --time-budget "${budget_s}s" "$@"; }
 fi
 
 # The last 50 s are for packing. A cell that is stopped is `interrupted`, and the next call runs it again.
-export suite budget_s
-export -f work
+export suite budget_s limit_s out
+export -f work pack operators
 timeout -s INT $((limit_s - 50 - SECONDS)) bash -c 'trap "exit 130" INT; work "$@"' work "$@"
 status=$?
-tar czf "$out/records.tgz" runs || exit 1
+pack || exit 1
 exit "$status"

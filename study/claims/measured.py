@@ -86,6 +86,18 @@ def largest(
 
 
 @form("measured")
+def utilization(
+    evidence: Evidence, *, report: str, task: str, strategy: str, least_runs: int, where: str = ""
+) -> Figure:
+    """The share of a GPU's peak that the model's own products take, with its interval over runs."""
+    pair = evidence.pair(report, task, strategy, strategy, where)
+    found = interval(pair.mine["mfu"])
+    if found.low is None or found.n < least_runs:
+        raise NotJudged(_too_few(report, found.n, least_runs, f"runs of {strategy} with a utilization"))
+    return Figure(found.center, found.low, found.high, found.n, pair.records, pair.box)
+
+
+@form("measured")
 def gradient_norms(evidence: Evidence, *, report: str, task: str, strategy: str, over: str, where: str = "") -> Figure:
     """How far apart they are at the step where they differ most, as a share."""
     pair = evidence.pair(report, task, strategy, over, where, is_loss=True)

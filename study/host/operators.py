@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from study.host.folders import refuse_unwritable
 from study.record.directory import read_json, write_json
 from study.record.schema import RecordError
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
+
+# Of a compiler or a linker, and of a shell without one.
+_TELLING = re.compile(r"\berror: |cannot find|undefined reference|command not found")
 
 
 def build_operators(strategy: Strategy, cache: Path) -> float:
@@ -46,7 +50,7 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
             load_operator(builder)
         except Exception as error:  # the compiler's, the linker's or ninja's
             raise Unsupported(
-                f"DeepSpeed's operator {builder.name} does not build ({_last_line(error)})",
+                f"DeepSpeed's operator {builder.name} does not build ({_cause(error)})",
                 "install g++, ninja and, for NVMe, libaio-dev",
             ) from error
     return time.perf_counter() - started
@@ -123,8 +127,10 @@ def _remember_the_processor(cache: Path) -> None:
     cpuinfo.get_cpu_info = get_cpu_info
 
 
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:300]
+def _cause(error: Exception) -> str:
+    """What the compiler or the linker said first; ninja's own last line never tells why."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next(filter(_TELLING.search, lines), lines[-1])[:300]
 
 
 def builders(strategy: Strategy) -> list[Any]:
@@ -208,6 +214,8 @@ def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
             seconds = build_operators(read_strategy(name), cache_directory())
         except Unsupported as refusal:
             print(f"{name} will not run here: {refusal.problem}. To fix it: {refusal.fix}.")
+            if refusal.__cause__ is not None:
+                print(refusal.__cause__, file=sys.stderr)
             continue
         if seconds > 10:
             print(f"{name}: operators built in {seconds:.0f} s")

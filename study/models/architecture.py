@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+# transformers' sdpa for samples without padding, under a name of this study's.
+SDPA_CAUSAL = "sdpa_causal"
+
+
 def model_config(config: RunConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
@@ -26,6 +30,8 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
     else:
         architecture = load_from(source, AutoConfig.from_pretrained, "config", **options)
     _refuse_misfit(architecture, config)
+    if config.attn_implementation == SDPA_CAUSAL:
+        _refuse_missing_mask(architecture, config)
     return with_run_settings(architecture, config)
 
 
@@ -78,8 +84,17 @@ def attention(config: RunConfig) -> str | None:
             raise UserError("--attn_implementation flash_attention_2 needs flash-attn and a GPU for it", "use sdpa")
         if config.precision == "fp32":
             raise UserError("--attn_implementation flash_attention_2 does not compute in fp32", "use sdpa or bf16")
+    elif asked == SDPA_CAUSAL:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        # A name without a function for masks: transformers makes none, and torch is told `is_causal`. Under sdpa it
+        # makes one wherever torch.compile traces, since it cannot look at positions there; then no kernel for causal
+        # attention is taken.
+        AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
     elif asked not in ("sdpa", "eager"):
-        raise UserError(f"--attn_implementation {asked} is not known here", "use eager, sdpa or flash_attention_2")
+        known = f"use eager, sdpa, {SDPA_CAUSAL} or flash_attention_2"
+        raise UserError(f"--attn_implementation {asked} is not known here", known)
     return None if asked == "sdpa" else asked
 
 
@@ -87,6 +102,30 @@ def attention_of(config: RunConfig, architecture: PreTrainedConfig) -> str:
     """What computes it: as the model's files say, as asked, or as transformers chooses."""
     chosen = "sdpa" if model_class(config, architecture)._supports_sdpa else "eager"
     return architecture._attn_implementation or attention(config) or chosen
+
+
+def has_window(architecture: PreTrainedConfig) -> bool:
+    """Whether any of its attention does not look at all that came before."""
+    text = architecture.get_text_config()
+    others = {one for one in getattr(text, "layer_types", None) or () if one != "full_attention"}
+    return bool(others or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
+
+
+def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
+    """Without its mask such a model would be trained as another one, without a word."""
+    kind = model_class(config, architecture)
+    if FAMILY_OF_TASK[config.task] != "causal-lm":
+        why = "reads in both directions"
+    elif getattr(architecture, "attn_logit_softcapping", None) is not None:
+        why = "caps the scores of its attention, which sdpa does not"
+    elif not kind._supports_sdpa or not kind._supports_attention_backend:
+        why = "computes its attention itself"
+    elif has_window(architecture):
+        why = "has attention with a window"
+    else:
+        return
+    problem = f"--attn_implementation {SDPA_CAUSAL} leaves out all masks, and {config.model_name_or_path} {why}"
+    raise UserError(problem, "use sdpa")
 
 
 def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from study.spec.config import Precision
 from study.spec.strategies import RANKS_OF_A_MACHINE, Strategy
 from study.theory.hardware import Device
 
-Attention = Literal["eager", "sdpa", "flash_attention_2"]
+Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit"]
 
 

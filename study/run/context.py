@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError
-from study.models.architecture import attention_of, model_class
+from study.models.architecture import attention_of, has_window, model_class
 from study.run.sequence import NOT_SCORED, following_tokens
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.team import Team
@@ -37,9 +37,7 @@ def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy:
             " which would see the tokens of its own rank alone",
             "use --attn_implementation sdpa and a model that has it, such as gpt2",
         )
-    text = architecture.get_text_config()
-    others = {one for one in getattr(text, "layer_types", None) or () if one != "full_attention"}
-    if others or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
+    if has_window(architecture):
         raise UserError(
             f"{model}: it has attention with a window, and its mask would be left out", "use a model without"
         )

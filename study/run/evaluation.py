@@ -6,6 +6,7 @@ padded with repeats; a loss per sample lets the repeats weigh nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,9 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
         """Of all teams, one after the other, as the indices below are; a team's ranks all have the same."""
         return accelerator.gather(own).unflatten(0, (teams, -1, batch_size))[:, 0].flatten(0, 1)
 
-    with torch.no_grad():
+    # A compiled model would be compiled once more for this, which takes longer than these few batches.
+    eager = torch.compiler.set_stance("force_eager") if run.config.torch_compile else contextlib.nullcontext()
+    with torch.no_grad(), eager:
         for turn in range(turns):
             first = (turn * teams + launch.team) * batch_size
             indices = [index % len(split) for index in range(first, first + batch_size)]

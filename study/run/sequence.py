@@ -30,10 +30,10 @@ def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy:
         )
     model, kind = f"{strategy} cannot train {config.model_name_or_path}", model_class(config, architecture)
     computed_by = attention_of(config, architecture)
-    if computed_by == "eager" or not kind._supports_attention_backend:
+    if computed_by not in ("sdpa", "flash_attention_2") or not kind._supports_attention_backend:
         # What goes around transformers' table of attentions would see its own rank's tokens, and nobody would know.
         raise UserError(
-            f"{model}: its attention is {computed_by if computed_by == 'eager' else 'its own'}, which is not divided",
+            f"{model}: its attention is {'its own' if computed_by == 'sdpa' else computed_by}, which is not divided",
             "use --attn_implementation sdpa and a model that has it, such as gpt2, or a strategy without ulysses",
         )
     text = architecture.get_text_config()

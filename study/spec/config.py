@@ -28,7 +28,7 @@ Precision = Literal["fp32", "bf16", "bf16-engine", "fp16", "fp16-engine"]
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
-Attention = Literal["eager", "sdpa", "flash_attention_2"]
+Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 Peft = Literal["none", "lora"]
 Optimizer = Literal["adamw", "muon"]
 WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
@@ -82,7 +82,9 @@ class RunConfig:
     lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
     lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
-    attn_implementation: Attention = _flag("transformers' attention; sdpa means eager where a model has none", "sdpa")
+    attn_implementation: Attention = _flag(
+        "transformers' attention; sdpa means eager where a model has none; sdpa_causal never builds a mask", "sdpa"
+    )
     torch_compile: bool = _flag("compile the model with torch.compile", False)
     seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
     eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end", at_least=0)

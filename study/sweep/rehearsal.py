@@ -17,6 +17,7 @@ from study.sweep.suite_file import Grid, Ladder, Override, Requirements, Suite
 _AT_MOST = {
     "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
     "team_size": 2, "per_device_train_batch_size": 4, "train_samples": 64, "eval_samples": 8,
+    "time_limit_s": 180,
 }  # fmt: skip
 # For the large box alone, or about weights and data that the tiny models do not need.
 _DROPPED = {
