@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -78,13 +79,10 @@ def box_of(name: str) -> Box:
     if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{brief(name)} is no box: `this` is one box as it is", "leave the number out")
-        return _this()
+        return with_drives(_this(), None)
     if (device := _device_of(count["device"])) is None:
         raise _unknown(name)
-    return Box(
-        name, device, per_node, nodes, network_gb_per_s=_network_gb_per_s(device),
-        nvme_read_gb_per_s=_NVME_READ_GB_PER_S, nvme_write_gb_per_s=_NVME_WRITE_GB_PER_S,
-    )  # fmt: skip
+    return with_drives(Box(name, device, per_node, nodes, network_gb_per_s=_network_gb_per_s(device)), None)
 
 
 def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
@@ -92,6 +90,31 @@ def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
     if (device := find_device(device_name)) is None:
         raise UserError(f"{brief(device_name)} is in no table of devices", "add it to study/theory/hardware.yaml")
     return Box(device.name, device, ranks // nodes, nodes, network_gb_per_s=_network_gb_per_s(device))
+
+
+def add_drive_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nvme-gb-per-s",
+        type=_speeds,
+        metavar="READ,WRITE",
+        help=f"what a node's drives do; by default {_NVME_READ_GB_PER_S:g},{_NVME_WRITE_GB_PER_S:g}",
+    )
+
+
+def with_drives(box: Box, speeds: tuple[float, float] | None) -> Box:
+    """As --nvme-gb-per-s says, else as nobody measured."""
+    read, write = speeds or (_NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S)
+    return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write)
+
+
+def _speeds(text: str) -> tuple[float, float]:
+    try:
+        read, write = (float(part) for part in text.split(","))
+    except ValueError:
+        read = write = -1.0
+    if not (0 < read < 1e6 and 0 < write < 1e6):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2")
+    return read, write
 
 
 def _device_of(text: str) -> Device | None:
