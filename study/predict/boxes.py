@@ -139,7 +139,7 @@ def _unknown(name: str) -> UserError:
     if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
         return UserError(f"{brief(name)}: a MIG slice's speed is not known", "name a whole GPU")
     device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
-    near = [known for known in difflib.get_close_matches(device, BOX_NAMES, cutoff=0.7) if known[0] == device[0]]
+    near = [known for known in difflib.get_close_matches(device, BOX_NAMES, cutoff=0.5) if known[0] == device[0]]
     known = f"did you mean {' or '.join(near)}? a box is" if near else f"use one of {', '.join(BOX_NAMES)}, as in"
     return UserError(f"unknown box {brief(name)}", f"{known} 8xH100, or 4x8xH100 for four nodes")
 
