@@ -16,14 +16,25 @@ from engines import ROOT
 from study.cli import main
 from study.errors import UserError
 from study.predict import intervals
-from study.predict.advise import AS_FAST, SIMPLEST_FIRST, Advice, Option, Question, advise, candidates, precision_under
+from study.predict.advise import (
+    AS_FAST,
+    SIMPLEST_FIRST,
+    Advice,
+    Option,
+    Question,
+    advise,
+    candidates,
+    precision_under,
+    ranked,
+)
 from study.predict.advise_files import write_files
 from study.predict.advise_rules import rules
-from study.predict.advise_words import changes, how_sure, worth_trying
+from study.predict.advise_words import changes, how_sure, unchecked, worth_trying
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.floor import least_device_bytes, state_bytes
 from study.predict.memory import predict_memory
+from study.predict.request import Estimate
 from study.predict.shape import model_shape
 from study.predict.state import state_of
 from study.record.directory import read_run
@@ -79,6 +90,61 @@ def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice)
 
 def _speed(option: Option) -> float:
     return option.tokens_per_s
+
+
+def _as_fast_as(option: Option, tokens_per_s: float, error: float | None) -> Option:
+    """The same option, as if its time were another."""
+    assert option.time is not None
+    seconds = 1 / tokens_per_s
+    ends = (None, None) if error is None else ((1 - error) * seconds, (1 + error) * seconds)
+    each = Estimate(tokens_per_s / option.request.box.ranks)
+    time = dataclasses.replace(option.time, step_s=Estimate(seconds, *ends), tokens_per_s_per_gpu=each)
+    return dataclasses.replace(option, time=time)
+
+
+@pytest.mark.parametrize(
+    ("plain", "error", "first"),
+    [(90, 0.15, "zero2"), (80, 0.15, "zero2_cpu"), (90, None, "zero2_cpu"), (96, None, "zero2")],
+)
+def test_an_offload_is_taken_where_it_is_ahead_by_more_than_a_time_may_be_off(
+    plain: float, error: float | None, first: str
+) -> None:
+    advice = advise(TINY, ["zero1", "zero2", "zero2_cpu"])
+    one, two, offload = (advice.option(name) for name in ("zero1", "zero2", "zero2_cpu"))
+    assert one is not None
+    assert two is not None
+    assert offload is not None
+    # The simplest is slower than its like by more than the two may differ.
+    options = [_as_fast_as(offload, 100, error), _as_fast_as(two, plain, error), _as_fast_as(one, 0.9 * plain, error)]
+    order = ranked(options)
+    assert order[0].name == first
+    said = how_sure(Advice(TINY, order))
+    assert ("no offload, and 10% slower than one" in said) is ((plain, error) == (90, 0.15))
+
+
+def test_what_an_offload_needs_is_said_where_nobody_said_what_there_is() -> None:
+    box = dataclasses.replace(box_of("T4"), nvme_read_gb_per_s=3.5)
+    advice = advise(Question(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
+    said = {option.name: list(unchecked(option)) for option in advice.options}
+    offload = advice.option("zero2_cpu")
+    assert offload is not None
+    host = "not checked: it needs {:.0f} GiB of host memory; --host-memory says what there is"
+    assert said["single"] == []
+    assert said["zero2_cpu"] == [host.format(offload.memory.host_peak.value / 2**30)]
+    assert said["zero3_nvme"][1:] == ["its drives are taken to read 3.5 and write 5 GB/s (--nvme-gb-per-s)"]
+    assert said["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
+    known = dataclasses.replace(box, host_gib_per_node=64.0)
+    for option in advise(dataclasses.replace(advice.question, box=known), ["zero2_cpu", "zero3_nvme"]).options:
+        assert not any("--host-memory" in line for line in unchecked(option))
+
+
+def test_a_slower_drive_is_a_slower_step(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {}
+    for drive in ("10,5", "1,0.5"):
+        asked = ["--model_name_or_path", "gpt2", "--hardware", "T4", "--strategy", "zero3_nvme", "--json"]
+        assert main(["predict", *asked, "--nvme-gb-per-s", drive]) == 0
+        steps[drive] = json.loads(capsys.readouterr().out)["time"]["parts"]["nvme"]
+    assert steps["1,0.5"] == pytest.approx(10 * steps["10,5"])
 
 
 def test_a_faster_one_that_only_its_figure_lets_in_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +222,40 @@ def test_a_device_without_bf16_trains_in_fp16(capsys: pytest.CaptureFixture[str]
     assert said["precision"] == "fp16"
     assert {row["precision"] for row in said["strategies"]} == {"fp16", "fp16-engine"}
     assert precision_under(read_strategy("fsdp2"), "fp16") == "fp16"
+    # Nor is it asked to do what a run on it would be refused.
+    for command in (["advise"], ["predict", "--strategy", "zero2"], ["predict", "--strategy", "ddp", "--pure_bf16"]):
+        asked = ["--model_name_or_path", "gpt2", "--hardware", "V100-16"]
+        assert main([*command, *asked, *([] if "--pure_bf16" in command else ["--precision", "bf16"])]) == 2
+        assert "has no bf16. To fix it: use --precision fp16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("hardware", "strategy", "precision"),
+    [("2xT4", "zero2", "fp16-engine"), ("2xT4", "zero0", "fp16"), ("2xT4", "ddp", "fp16"),
+     ("2xL4", "zero0", "bf16-engine"), ("2xL4", "zero1", "bf16-engine"), ("2xL4", "fsdp2", "bf16")],
+)  # fmt: skip
+def test_predict_asks_for_the_precision_that_advice_picks(
+    hardware: str, strategy: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["predict", "--model_name_or_path", "gpt2", "--strategy", strategy, "--hardware", hardware, "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["precision"] == precision
+
+
+def test_a_guides_choice_is_slower_by_what_it_does_with_the_same_micro_batch() -> None:
+    # Over PCIe stage 2 reduces in every micro-batch; on one device an offload has nobody to wait for.
+    shared = advise(
+        Question(model_shape("gpt2-xl"), box_of("4x4090"), 1024, "bf16", global_batch=64), ["zero1", "zero2"]
+    )
+    said = next(rule.misleads for rule in rules(shared) if rule.choice == "zero2")
+    assert "trained as zero1 is, waiting for communication takes" in said
+    zero1, zero2 = shared.options
+    wide = dataclasses.replace(zero1, request=dataclasses.replace(zero1.request, micro_batch=512))
+    said = next(rule.misleads for rule in rules(Advice(shared.question, (wide, zero2))) if rule.choice == "zero2")
+    assert "512 a rank without checkpointing, as zero1 trains, does not fit" in said
+    large = Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8)
+    said = next(rule.misleads for rule in rules(advise(large, ["zero3", "zero3_cpu"])) if rule.choice == "zero3_cpu")
+    assert "trained as zero3 is, the optimizer on the host takes" in said
 
 
 @pytest.mark.parametrize(
@@ -222,6 +322,13 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         (["--model_name_or_path", "gpt2", "--hardware", "8xH100", "--global_batch_size", "12"], "use 16"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--price-per-gpu-hour", "free"], "no number above 0"),
         (["--model_name_or_path", "gpt2"], "--hardware"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--peft", "lora"], "`study virtual --peft lora`"),
+        (
+            ["--model_name_or_path", "gpt2", "--hardware", "H100", "--optimizer", "muon"],
+            "`study virtual --optimizer muon",
+        ),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme-gb-per-s", "3"], "no two numbers above 0"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme-gb-per-s", "3,nan"], "no two numbers above 0"),
     ],
 )
 def test_a_wrong_question_ends_in_one_line_and_status_2(

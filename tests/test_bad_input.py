@@ -32,6 +32,7 @@ NOBODY = "~nobody-of-this-name/x"
         (["run", "x" * 300], "no suite is called"),
         (["status", "x" * 300], "no suite is called"),
         (["run", "laptop", "--runs-dir", ""], "--runs-dir: is empty"),
+        (["status", "laptop", "--runs-dir", "/dev/null"], "--runs-dir: /dev/null is no folder"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
         (["report", "laptop", "--runs-dir", NOBODY], "nobody's home"),
         (["report", "laptop", "--output", "x\udcff"], "holds what cannot be printed"),
@@ -50,6 +51,12 @@ def test_a_command_that_cannot_be_served_ends_in_one_line(
     assert printed.out == ""
     assert_is_one_line(printed.err, (says,), "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_suite_is_told_what_a_suite_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert main(["status", str(tmp_path / "empty.yaml")]) == 2
+    assert_is_one_line(capsys.readouterr().err, ("empty.yaml: nothing stands where a mapping belongs",), "grids, name")
 
 
 def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) -> None:

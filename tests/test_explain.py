@@ -457,6 +457,18 @@ def test_a_file_that_nobody_can_read_is_refused_in_one_line(name: str, text: str
     assert "\n" not in str(refusal.value)
 
 
+def test_a_file_that_another_one_names_is_looked_for_where_accelerate_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ROOT / "accelerate_configs" / "zero3_cpu.yaml"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"deepspeed_config_file: .*zero3_cpu.json', and there is no file") as refusal:
+        read_user_file(str(own))
+    assert refusal.value.fix.endswith("the root of the repository")
+    monkeypatch.chdir(ROOT)
+    assert read_user_file(str(own)).launcher == "accelerate"
+
+
 def test_a_folder_a_pipe_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "mine.json").write_text("{}")

@@ -54,6 +54,10 @@ def test_a_dry_run_tells_memory_time_and_outcome_of_each_cell(
     there = capsys.readouterr().out.splitlines()
     assert all(" of 16, " in line and " s a step, " in line and line.endswith(", fits") for line in there)
     assert [line.split("  # ")[0] for line in there] == [line.split("  # ")[0] for line in here]
+    assert not any("need as many GPUs" in line for line in there)
+    assert main([*arguments, "--hardware", "T4"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert "  # predicted: 2 ranks need as many GPUs, of which T4 has 1, " in line
 
 
 def test_hardware_is_for_a_dry_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,12 @@ def asked(**changes: object) -> Request:
         ("8xH100", 1, 8, "H100 SXM"), ("4x8xH100", 4, 8, "H100 SXM"), ("A100-40", 1, 1, "A100 SXM 40GB"),
         ("a100-80gb", 1, 1, "A100 SXM 80GB"), ("2xT4", 1, 2, "T4"), ("V100-32", 1, 1, "V100 SXM2 32GB"),
         ("4090", 1, 1, "RTX 4090"), ("3x4090", 1, 3, "RTX 4090"), ("H200", 1, 1, "H200 SXM"),
+        ("4X8XH100", 4, 8, "H100 SXM"), ("8 x RTX 4090", 1, 8, "RTX 4090"), ("rtx3090", 1, 1, "RTX 3090"),
+        ("NVIDIA H100 80GB HBM3", 1, 1, "H100 SXM"), ("2xNVIDIA A100-SXM4-40GB", 1, 2, "A100 SXM 40GB"),
+        ("A100 80GB", 1, 1, "A100 SXM 80GB"), ("H100-SXM", 1, 1, "H100 SXM"), ("H100 SXM5", 1, 1, "H100 SXM"),
+        ("H100 NVL", 1, 1, "H100-NVL 94GB"), ("RTX A6000", 1, 1, "RTX A6000"), ("RTX 6000 Ada", 1, 1, "RTX 6000 Ada"),
+        ("GH200", 1, 1, "GH200 96GB"), ("GH200 144GB", 1, 1, "GH200 144GB"),
+        ("Tesla V100-SXM2-16GB", 1, 1, "V100 SXM2 16GB"), ("NVIDIA GeForce RTX 5090", 1, 1, "RTX 5090"),
     ],
 )  # fmt: skip
 def test_a_box_is_what_its_name_says(text: str, nodes: int, per_node: int, device: str) -> None:
@@ -47,7 +53,10 @@ def test_a_box_is_what_its_name_says(text: str, nodes: int, per_node: int, devic
     [
         ("8xH10", "did you mean H100"), ("", "unknown box"), ("0xH100", "out of range"), ("1x2x3xH100", "unknown box"),
         ("8x", "unknown box"), ("2xthis", "leave the number out"), ("8xH100\n8xH200", "unknown box"),
-        ("A" * 9999, "unknown box"),
+        ("A" * 9999, "unknown box"), ("1000000xH100", "out of range"), ("8x2x2xRTX 4090", "unknown box"),
+        ("RTX 3090 Ti", "did you mean 3090"), ("MI300X", "use one of T4, .*, B200, this"),
+        ("Quadro RTX 6000", "use one of"), ("H100-MIG-1g.10gb", "MIG slice"), ("1g.10gb", "MIG slice"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "name a whole GPU"),
     ],
 )  # fmt: skip
 def test_an_unknown_box_is_refused_with_names_like_it(text: str, said: str) -> None:

@@ -207,7 +207,9 @@ def _device_gb(text: str, place: str) -> float:
     size = re.search(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB)\b", text, re.IGNORECASE) or re.fullmatch(r"(\d+(?:\.\d+)?)", text)
     if size:
         return float(size[1])
-    sizes = {device.memory_gib for device in known_devices() if text.lower() in device.name.lower()}
+    # Whole words: an A100 is no A10, and a GH200 no H200.
+    words = set(text.lower().split())
+    sizes = {device.memory_gib for device in known_devices() if words <= set(device.name.lower().split())}
     if len(sizes) != 1:
         raise UserError(f"{place}: {text!r} is no device of one size", "write its memory, such as 80 GB")
     return sizes.pop()

@@ -215,10 +215,9 @@ def _least_ranks(strategy: Strategy) -> int:
 def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
     if not strategy.deepspeed:
         return []
-    offloads = any(strategy.offload_device(what) for what in ("optimizer", "param"))
     needs = ["pairing", "operators"]
     # Without a GPU DeepSpeed's ranks talk through an operator that is compiled, too.
-    needs += ["compiler", "ninja"] if offloads or not on_gpu else []
+    needs += ["compiler", "ninja"] if strategy.offloads or not on_gpu else []
     needs += ["nvcc"] if on_gpu and strategy.uses_nvme else []
     needs += ["shared memory"] if not on_gpu else []
     needs += ["libaio", "nvme path", "pinned memory"] if strategy.uses_nvme else []

@@ -32,7 +32,11 @@ def folder_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError("is empty")
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} holds what cannot be printed on a line")
-    return folder_named(text)
+    folder = folder_named(text)
+    # Those of Path raise where a name is too long, or a folder on the way may not be entered.
+    if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return folder
 
 
 def cache_directory() -> Path:

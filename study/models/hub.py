@@ -16,7 +16,7 @@ Loaded = TypeVar("Loaded")
 PROBE_TIMEOUT_S = 5.0
 
 OTHER_MODEL = "give another --model_name_or_path, or a local folder that holds it"
-NO_NETWORK = "use --weights random with a preset, or give --model_name_or_path a local folder"
+NO_NETWORK = "give --model_name_or_path a local folder, or for a run a preset and --weights random"
 OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from study.errors import UserError
 from study.predict.advise_settings import fitted
 from study.predict.fits import excess_bytes, fits, why
 from study.predict.memory import predict_memory
@@ -101,14 +102,34 @@ class Advice:
 def advise(question: Question, names: Sequence[str] | None = None, *, surely: bool = True) -> Advice:
     """What fits at the upper end of its peak's interval comes first; without `surely` the peak itself counts."""
     found = [_best_of(question, name, surely) for name in names or candidates(question)]
-    options = sorted(found, key=_order if surely else _speed)
-    first = options[0]
-    equal = [
-        each for each in options
-        if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s and (each.is_sure or not (surely and first.is_sure))
-    ]  # fmt: skip
+    return Advice(question, ranked(sorted(found, key=_order if surely else _speed), surely))
+
+
+def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]:
+    """The simplest of those that are as fast as the first, then the others as they come.
+
+    First is the fastest, but for an offload that is ahead by less than a step's time may be off: what needs no host is
+    taken then. Of two strategies that both stay on the device the errors are alike, and `AS_FAST` is enough.
+    """
+    fastest = options[0]
+    as_sure = [each for each in options if each.is_sure or not (surely and fastest.is_sure)]
+    near = (
+        each for each in as_sure
+        if fastest.request.strategy.offloads and not each.request.strategy.offloads
+        and each.tokens_per_s >= (1 - (error_of_time(each) or AS_FAST)) * fastest.tokens_per_s
+    )  # fmt: skip
+    first = next(near, fastest)
+    equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s]
     equal.sort(key=lambda option: SIMPLEST_FIRST.index(option.name))
-    return Advice(question, (*equal, *(option for option in options if option not in equal)))
+    return (*equal, *(option for option in options if option not in equal))
+
+
+def error_of_time(option: Option) -> float | None:
+    """Half the width of the interval of its step, as a share; None where nothing was validated."""
+    time = option.time
+    if time is None or time.step_s.low is None or time.step_s.high is None:
+        return None
+    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
 
 
 def _order(option: Option) -> tuple[bool, bool, float, float]:
@@ -134,7 +155,22 @@ def candidates(question: Question) -> list[str]:
 def precision_under(strategy: Strategy, precision: str) -> Precision:
     engine: Mapping[str, Precision] = {"bf16": "bf16-engine", "fp16": "fp16-engine", "fp32": "fp32"}
     plain: Mapping[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-    return (plain if strategy.deepspeed is None else engine)[precision]
+    # Stage 0 has no fp16 of its own that trains.
+    has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
+    return (engine if has_own else plain)[precision]
+
+
+def usual_precision(box: Box) -> str:
+    """Where nobody says one."""
+    if box.in_host_memory:
+        return "fp32"
+    return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
+
+
+def refuse_precision(box: Box, precision: str) -> None:
+    """As a run on such a device is refused."""
+    if precision.startswith("bf16") and usual_precision(box) == "fp16":
+        raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
 
 
 def _best_of(question: Question, name: str, surely: bool) -> Option:

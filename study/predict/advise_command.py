@@ -11,11 +11,12 @@ from typing import Any
 from study.errors import UserError
 from study.host.folders import folder_argument
 from study.host.memory import GIB
-from study.predict.advise import Advice, Option, Question, advise
+from study.predict.advise import Advice, Option, Question, advise, refuse_precision, usual_precision
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
-from study.predict.advise_words import changes, count_text, how_sure, worth_trying
-from study.predict.boxes import box_of
+from study.predict.advise_words import changes, count_text, how_sure, unchecked, worth_trying
+from study.predict.boxes import add_drive_argument, box_of, with_drives
+from study.predict.command import known_optimizer, no_adapters
 from study.predict.fits import device_bytes
 from study.predict.request import Request
 from study.predict.shape import model_shape, sequence_length
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=_gib, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=_gib, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
+    add_drive_argument(parser)
+    add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
+    add("--peft", type=no_adapters, help=argparse.SUPPRESS)
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
@@ -96,12 +100,11 @@ def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
 
 
 def _question(options: argparse.Namespace) -> Question:
-    box = box_of(options.hardware)
+    box = with_drives(box_of(options.hardware), options.nvme_gb_per_s)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
-    default = "bf16" if box.device.peak_tflops.get("bf16") else "fp16"
-    if box.in_host_memory:
-        default = "fp32"
+    precision = options.precision or usual_precision(box)
+    refuse_precision(box, precision)
     batch = options.global_batch_size or -(-_BATCH // box.ranks) * box.ranks
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
@@ -109,7 +112,7 @@ def _question(options: argparse.Namespace) -> Question:
     shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
     return Question(
         shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
-        precision=options.precision or default,
+        precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, global_batch=batch, price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
@@ -150,6 +153,11 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
         f" tokens a step, {question.precision}\n"
     )
+    yield (
+        "The advised one, what is about as fast, then the others by speed. again: gradient checkpointing. up to: the"
+        "\nupper end of the peak's interval. tokens/s are of all ranks, host and NVMe of one node, cost/M of a million"
+        "\ntokens. GiB are 2**30 bytes.\n"
+    )
     yield _ROW.format(
         "strategy", "micro", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
     )
@@ -160,10 +168,11 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     else:
         yield f"\ntake {_named(best)}: {how_sure(advice)}"
         if other is not None:
-            yield f"next best {_named(other)}, {_apart(best, other)}"
+            yield "; ".join([f"next best {_named(other)}, {_apart(best, other)}", *unchecked(other)])
         if told.riskier is not None:
             faster = told.riskier.tokens_per_s / best.tokens_per_s - 1
-            yield f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
+            said = f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
+            yield "; ".join([said, *unchecked(told.riskier)])
         yield from _of_loading(best)
     yield from told.others
     for rule in told.guides:
@@ -177,10 +186,6 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         again = "on" if best.request.gradient_checkpointing else "off"
         yield f"  {files.command}    (batches of {best.request.micro_batch}, gradient checkpointing {again})"
         yield f"  {files.of_study}"
-    yield (
-        "\nagain: gradient checkpointing. up to: the upper end of the peak's interval. Host and NVMe are of one node,"
-        " tokens/s of all ranks. GiB are 2**30 bytes."
-    )
 
 
 def _of_loading(best: Option) -> Iterator[str]:

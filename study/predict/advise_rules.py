@@ -9,12 +9,21 @@ from __future__ import annotations
 import dataclasses
 
 from study.host.memory import GIB
-from study.predict.advise import Advice, Option
-from study.predict.advise_words import count_text, error_of_time
+from study.predict.advise import Advice, Option, error_of_time
+from study.predict.advise_words import count_text
+from study.predict.fits import fits
+from study.predict.memory import predict_memory
+from study.predict.time import predict_time
 
 # Billions of parameters.
 _S0_SMALL, _S0_MIDDLE, _S1_LARGE = 7e9, 13e9, 10e9
 _S1_OFFLOAD_BELOW = 1.5
+# What a part of a step's time is, where it is what makes a choice slower.
+_PARTS = {
+    "compute": "computing",
+    "communication_exposed": "waiting for communication", "offload": "moving state from and to the host",
+    "cpu_adam": "the optimizer on the host", "nvme": "the drive",
+}  # fmt: skip
 # A choice that is so much slower misleads, where nobody has validated times; else the error of a time counts.
 _MUCH = 0.05
 
@@ -70,9 +79,16 @@ def _misleads(advice: Advice, choice: str) -> str:
 
 
 def _because(option: Option, best: Option) -> str:
-    ours, theirs = best.request, option.request
-    if theirs.micro_batch < ours.micro_batch:
-        return f": a micro-batch of {theirs.micro_batch} where {ours.micro_batch} would fit"
-    if theirs.gradient_checkpointing and not ours.gradient_checkpointing:
-        return ": it must make its activations again"
-    return ""
+    """By what it would do with the same micro-batch and checkpointing: what strategies differ in by themselves."""
+    ours, box = best.request, best.request.box
+    size, again = ours.micro_batch, ours.gradient_checkpointing
+    same = dataclasses.replace(
+        option.request, micro_batch=size, accumulation=ours.accumulation, gradient_checkpointing=again
+    )
+    if not fits(predict_memory(same), box, at_upper_end=best.is_sure):
+        return f": {size} a rank {'with' if again else 'without'} checkpointing, as {best.name} trains, does not fit"
+    assert best.time is not None
+    time, bests = predict_time(same), best.time
+    part = max(_PARTS, key=lambda name: time.parts[name] - bests.parts[name])
+    shares = [f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests)]
+    return f": trained as {best.name} is, {_PARTS[part]} takes {shares[0]} of its step, and {shares[1]} of that one's"

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates
+from study.host.memory import GIB
+from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates, error_of_time
 from study.predict.fits import left_share
 
 _FAR_BEHIND = 0.5
@@ -15,14 +16,6 @@ _WORTH_TELLING = 0.05
 
 def count_text(parameters: int) -> str:
     return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
-
-
-def error_of_time(option: Option) -> float | None:
-    """Half the width of the interval of its step, as a share; None where nothing was validated."""
-    time = option.time
-    if time is None or time.step_s.low is None or time.step_s.high is None:
-        return None
-    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
 
 
 def how_sure(advice: Advice) -> str:
@@ -35,15 +28,32 @@ def how_sure(advice: Advice) -> str:
     if best.is_sure and not other.is_sure:
         return f"it is the only one that is sure to fit; {memory}"
     gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
+    if error is not None and gap < -AS_FAST:
+        return f"no offload, and {-gap:.0%} slower than one, less than a step's time may be off ({error:.0%}); {memory}"
     if gap <= AS_FAST:
         return f"as fast as the next, within {AS_FAST:.0%}, and simpler; {memory}"
     if error is None:
         return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
-    sure = "sure" if gap > error else "not sure"
-    return f"{sure} to be faster: {gap:.0%} ahead of the next, and a step's time may be {error:.0%} off; {memory}"
+    sure = "more than" if gap > error else "but no more than"
+    return f"{gap:.0%} ahead of the next, {sure} a step's time may be off ({error:.0%}); {memory}"
 
 
 def _of_memory(best: Option) -> str:
+    return _of_device(best) + "".join(f"; {line}" for line in unchecked(best))
+
+
+def unchecked(option: Option) -> Iterator[str]:
+    """What an offload needs that nobody said the box has."""
+    box, strategy = option.request.box, option.request.strategy
+    if strategy.offloads and box.host_gib_per_node is None:
+        needed = option.memory.host_peak.value / GIB
+        yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host-memory says what there is"
+    if strategy.uses_nvme:
+        read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
+        yield f"its drives are taken to read {read:g} and write {write:g} GB/s (--nvme-gb-per-s)"
+
+
+def _of_device(best: Option) -> str:
     memory, box = best.memory, best.request.box
     if (memory.process_peak or memory.peak_reserved).high is None:
         return f"{left_share(memory, box):.0%} of the memory is left, and nobody has validated peaks here"
@@ -73,7 +83,8 @@ def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
-    others: dict[str, dict[str, Any]] = {"twice the nodes": {"box": dataclasses.replace(box, nodes=2 * box.nodes)}}
+    more = "twice the nodes" if box.nodes > 1 else "a second such box"
+    others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, nodes=2 * box.nodes)}}
     longer, positions = 2 * question.sequence_length, question.shape.positions
     if positions is None or longer <= positions:
         others[f"{longer} tokens a sample"] = {"sequence_length": longer}

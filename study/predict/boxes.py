@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -31,8 +32,15 @@ except ModuleNotFoundError:
 _NAMES: dict[str, tuple[str, float]] = {
     "T4": ("T4", 6.25),
     "L4": ("L4", 6.25),
+    "A10": ("A10", 6.25),
     "A10G": ("A10G", 6.25),
+    "A40": ("A40", 6.25),
+    "L40S": ("L40S", 6.25),
+    "3090": ("RTX 3090", 6.25),
     "4090": ("RTX 4090", 6.25),
+    "5090": ("RTX 5090", 6.25),
+    "A6000": ("RTX A6000", 6.25),
+    "6000-ADA": ("RTX 6000 Ada", 6.25),
     "V100": ("V100 SXM2 32GB", 6.25),
     "V100-16": ("V100 SXM2 16GB", 6.25),
     "V100-32": ("V100 SXM2 32GB", 6.25),
@@ -45,58 +53,95 @@ _NAMES: dict[str, tuple[str, float]] = {
     "A100-PCIE-80": ("A100 PCIe 80GB", 25.0),
     "H100": ("H100 SXM", 50.0),
     "H100-PCIE": ("H100 PCIe", 25.0),
+    "H100-NVL": ("H100-NVL 94GB", 25.0),
     "H200": ("H200 SXM", 50.0),
+    "GH200": ("GH200 96GB", 50.0),
+    "GH200-144": ("GH200 144GB", 50.0),
+    "B200": ("B200 SXM", 50.0),
 }
 BOX_NAMES = (*_NAMES, "this")
 # DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's blog
 # deepnvme, 08-2024).
 _NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S = 10.0, 5.0
 _LARGEST_COUNT = 65536
+_COUNT = r"([0-9]{1,99}) *x *"
 
 
 def box_of(name: str) -> Box:
     """What a name means; refused with names like it where it means nothing."""
-    count = re.fullmatch(r"(?:(\d{1,6})x)?(?:(\d{1,6})x)?([A-Za-z][\w-]*|\d+)", name.strip())
+    count = re.fullmatch(rf"(?:{_COUNT})?(?:{_COUNT})?(?!{_COUNT})(?P<device>\w[\w .-]*)", name.strip(), re.IGNORECASE)
     if count is None:
         raise _unknown(name)
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
     nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
     if not (0 < nodes <= _LARGEST_COUNT and 0 < per_node <= _LARGEST_COUNT):
         raise UserError(f"{brief(name)} is no box: a count is out of range", f"use 1 to {_LARGEST_COUNT}")
-    if count[3].lower() == "this":
+    if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{brief(name)} is no box: `this` is one box as it is", "leave the number out")
-        return _this()
-    if (known := _NAMES.get(_spelled(count[3]))) is None:
+        return with_drives(_this(), None)
+    if (device := _device_of(count["device"])) is None:
         raise _unknown(name)
-    device = next(device for device in known_devices() if device.name == known[0])
-    return Box(
-        name, device, per_node, nodes, network_gb_per_s=known[1],
-        nvme_read_gb_per_s=_NVME_READ_GB_PER_S, nvme_write_gb_per_s=_NVME_WRITE_GB_PER_S,
-    )  # fmt: skip
+    return with_drives(Box(name, device, per_node, nodes, network_gb_per_s=_network_gb_per_s(device)), None)
 
 
 def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
     """Of GPUs by the name that their driver gives."""
-    device = find_device(device_name)
-    network = next((speed for name, speed in _NAMES.values() if device is not None and name == device.name), None)
-    if device is None or network is None:
+    if (device := find_device(device_name)) is None:
         raise UserError(f"{brief(device_name)} is in no table of devices", "add it to study/theory/hardware.yaml")
-    return Box(device.name, device, ranks // nodes, nodes, network_gb_per_s=network)
+    return Box(device.name, device, ranks // nodes, nodes, network_gb_per_s=_network_gb_per_s(device))
+
+
+def add_drive_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nvme-gb-per-s",
+        type=_speeds,
+        metavar="READ,WRITE",
+        help=f"what a node's drives do; by default {_NVME_READ_GB_PER_S:g},{_NVME_WRITE_GB_PER_S:g}",
+    )
+
+
+def with_drives(box: Box, speeds: tuple[float, float] | None) -> Box:
+    """As --nvme-gb-per-s says, else as nobody measured."""
+    read, write = speeds or (_NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S)
+    return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write)
+
+
+def _speeds(text: str) -> tuple[float, float]:
+    try:
+        read, write = (float(part) for part in text.split(","))
+    except ValueError:
+        read = write = -1.0
+    if not (0 < read < 1e6 and 0 < write < 1e6):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2")
+    return read, write
+
+
+def _device_of(text: str) -> Device | None:
+    """By the name that people use, or by the driver's."""
+    if (known := _NAMES.get(_spelled(text))) is None:
+        return find_device(text)
+    return next(device for device in known_devices() if device.name == known[0])
+
+
+def _network_gb_per_s(device: Device) -> float:
+    return next(speed for name, speed in _NAMES.values() if name == device.name)
 
 
 def _spelled(text: str) -> str:
-    """`a100-80gb` is A100-80, and `RTX_4090` is 4090."""
-    return re.sub(r"^RTX-?|(?<=-\d\d)GB?$", "", text.upper().replace("_", "-"))
+    """`a100-80gb` is A100-80, `H100 SXM5` is H100, and `GeForce RTX_4090` is 4090."""
+    spelled = re.sub(r"[ _]+", "-", text.upper())
+    spelled = re.sub(r"^(NVIDIA-)?(TESLA-)?(GEFORCE-)?(RTX-?)?|-GENERATION$", "", spelled)
+    return re.sub(r"-SXM\d?(?=-|$)|(?<=-\d\d)GB?$|(?<=-\d\d\d)GB?$", "", spelled)
 
 
 def _unknown(name: str) -> UserError:
-    last = name.strip().lower().rpartition("x")[2]
-    near = difflib.get_close_matches(last.upper(), BOX_NAMES, n=3, cutoff=0.4)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
-    return UserError(
-        f"unknown box {brief(name)}", f"{guess}devices: {', '.join(BOX_NAMES)}; as 8xH100, or 4x8xH100 for four nodes"
-    )
+    if re.search(r"\bMIG\b|\b\dg\.\d+gb", name, re.IGNORECASE):
+        return UserError(f"{brief(name)}: a MIG slice's speed is not known", "name a whole GPU")
+    device = _spelled(re.sub(rf"^(?:{_COUNT})*", "", name.strip(), flags=re.IGNORECASE))
+    near = [known for known in difflib.get_close_matches(device, BOX_NAMES, cutoff=0.5) if known[0] == device[0]]
+    known = f"did you mean {' or '.join(near)}? a box is" if near else f"use one of {', '.join(BOX_NAMES)}, as in"
+    return UserError(f"unknown box {brief(name)}", f"{known} 8xH100, or 4x8xH100 for four nodes")
 
 
 def _this() -> Box:
@@ -121,6 +166,8 @@ def _this() -> Box:
 
 def _measured(name: str, memory_gib: float) -> Device:
     device = find_device(name)
+    if device is None and "MIG" in name:
+        raise _unknown(name)
     if device is None:
         raise UserError(f"this box's {name} is not in study/theory/hardware.yaml", "add its data sheet's figures there")
     rates = matmul_rates(this_box()).get("tflops", {})

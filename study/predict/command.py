@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 from study.errors import UserError
 from study.host.memory import GIB
-from study.predict.boxes import box_of
+from study.predict.advise import precision_under, refuse_precision, usual_precision
+from study.predict.boxes import add_drive_argument, box_of, with_drives
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
@@ -50,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq_length", type=int, metavar="T", help="tokens of a sample; by default 2048, or all that the model takes")
     add("--micro_batch", type=int, default=1, metavar="B", help="samples of one forward pass on one rank")
     add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
-    add("--precision", choices=get_args(Precision), help="by default the engine's own bf16, or autocast without one")
+    add(
+        "--precision",
+        choices=get_args(Precision),
+        help="by default bf16, or what the device has; under DeepSpeed its own",
+    )
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
     add(
         "--checkpoint_every",
@@ -60,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with it: recompute one layer of N, keep the others",
     )
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
-    add("--optimizer", choices=get_args(OptimizerName), default="adamw")
+    add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
+    add("--peft", type=no_adapters, help=argparse.SUPPRESS)
+    add_drive_argument(parser)
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
     add(
@@ -70,6 +77,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def known_optimizer(text: str) -> str:
+    if text == "muon":
+        raise argparse.ArgumentTypeError(
+            "Muon is not predicted: `study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
+        )
+    return text
+
+
+def no_adapters(text: str) -> str:
+    if text != "none":
+        raise argparse.ArgumentTypeError(
+            f"{text[:20]} is not predicted: `study virtual --peft lora` counts LoRA's bytes"
+        )
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,10 +128,11 @@ def _request(options: argparse.Namespace) -> Request:
     strategy = read_strategy(options.strategy)
     if strategy.team is not None:
         raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
-    default: Precision = "bf16-engine" if strategy.zero_stage else "bf16"
+    box = with_drives(box_of(options.hardware), options.nvme_gb_per_s)
+    default = precision_under(strategy, usual_precision(box))
     config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
-    box = box_of(options.hardware)
+    refuse_precision(box, "bf16" if options.pure_bf16 else config.precision or default)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
     if strategy.name in WITH_COPIES and (box.ranks < LEAST_RANKS_WITH_COPIES or box.ranks % 2):

@@ -7,6 +7,9 @@ import math
 from study.host.memory import GIB
 from study.predict.request import Box, Estimate, Memory
 
+# When a host holds most.
+_WHEN = {"load": "while each process loads the model", "train": "in training", "save": "while the model is saved"}
+
 
 def usable_bytes(box: Box) -> float:
     """Of a device, or without any of the node's memory for each rank."""
@@ -56,7 +59,9 @@ def why(memory: Memory, box: Box) -> str:
     if peak > usable or box.host_gib_per_node is None:
         part, size = max(memory.device_parts.items(), key=lambda item: item[1])
         return f"needs {peak / GIB:.1f} GiB of {usable / GIB:.1f}; {part} alone {size / GIB:.1f}"
-    return f"needs {memory.host_peak.value / GIB:.0f} GiB of host memory, of {box.host_gib_per_node:.0f}"
+    when = max(_WHEN, key=memory.host_parts.__getitem__)
+    needed = memory.host_peak.value / GIB
+    return f"needs {needed:.1f} GiB of host memory, of {box.host_gib_per_node:.1f}, {_WHEN[when]}"
 
 
 def _end(figure: Estimate, upper: bool) -> float:

@@ -53,6 +53,10 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         from study.models.hub import load_from
 
         return _shape_of_document(load_from(name, _hub_config, "config"), name)
+    if path.is_dir():
+        raise UserError(f"there is no config.json in {name}", "name the folder that holds the model's")
+    if path.is_absolute() or name.startswith("."):
+        raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
     near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
     raise UserError(

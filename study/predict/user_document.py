@@ -37,7 +37,9 @@ def read_document(name: str) -> dict[str, Any]:
         raise UserError(f"{name} says {twice} twice", "keep one of the two: DeepSpeed refuses such a file") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "JSON" if is_json else "YAML"
-        raise UserError(f"{name} is not readable as {kind} ({' '.join(str(error).split())[:120]})", "fix it") from None
+        raise UserError(
+            f"{name} is not readable as {kind} ({' '.join(str(error).split())[:120]})", f"make it {kind} at that place"
+        ) from None
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise UserError(f"{name} is not a mapping of settings", "give a DeepSpeed JSON or an Accelerate YAML")
     return document

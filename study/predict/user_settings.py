@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from study.errors import UserError, brief
+from study.host.folders import folder_named
 from study.predict.user_document import read_document
 
 Kind = Literal["refused", "conflict", "ignored", "nothing", "filled", "missing", "noted"]
@@ -142,6 +143,12 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     if inner not in (None, "none"):
         if not isinstance(inner, str):
             raise UserError(f"{name} says deepspeed_config_file: {brief(inner)}", "name a file")
+        if not folder_named(inner).exists():
+            begins = "run this in the folder where that path begins: of this study's files, the root of the repository"
+            raise UserError(
+                f"{name} says deepspeed_config_file: {brief(inner)}, and there is no file of that name",
+                "name one that is there" if Path(inner).is_absolute() else begins,
+            )
         settings = read_document(inner)
         twice = sorted((_SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set()))
         for key in twice:

@@ -96,7 +96,8 @@ def read_document(file: Path, kind: type[Section], most: int) -> Any:
 def as_section(value: Any, place: str, keys: Collection[str], kind: type[AnySection]) -> AnySection:
     """A value that must be a mapping with none but these keys."""
     if not isinstance(value, kind):
-        raise UserError(f"{place}: a {type(value).__name__} stands where a mapping belongs", "write key: value")
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{place}: {found} stands where a mapping belongs", f"write one with {', '.join(sorted(keys))}")
     for key, where in value.places.items():
         if key not in keys:
             raise UserError(f"{where}: unknown key {key!r}", f"known here: {', '.join(sorted(keys))}")

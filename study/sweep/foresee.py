@@ -61,6 +61,8 @@ class Foresight:
     def told(self, cell: Cell) -> str:
         """In a few words."""
         said, request = [], self._request(cell)
+        if self.box is not None and self.nodes(cell) > self.box.nodes:
+            said.append(f"{cell.world_size} ranks need as many GPUs, of which {self.box.name} has {self.box.ranks}")
         device, fits = self.device_gib(cell), None
         if request is None:
             said.append(f"no memory for {_unpredicted(cell)}")
