@@ -15,7 +15,7 @@ from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, verdict_table
 from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.report.records.stacks import Cell, release_cells
-from synthetic_records import write_run
+from synthetic_records import with_steps, write_run
 
 CAUSES = """
 causes:
@@ -55,13 +55,11 @@ def write(
     }
     own = {"gradient_accumulation_steps": micro_steps, "deepspeed": stack.removesuffix("-then")}
     path = write_run(
-        root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4, sealed=False,
+        root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4,
         config={"warmup_ratio": 0.0, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
         engine=own | more.pop("engine", {}), environment={"packages": versions}, **more,
     )  # fmt: skip
-    steps = path / "steps.jsonl"
-    rows = [json.loads(line) | {"grad_norm": norm} for line in steps.read_text().splitlines()]
-    steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_steps(path, lambda row: row | {"grad_norm": norm})
     (path / "sweep.json").write_text(json.dumps({"stack": stack, "strategy": strategy, "attempts": []}))
 
 
