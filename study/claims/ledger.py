@@ -96,6 +96,11 @@ class Check:
     def kind(self) -> Kind:
         return "consistency" if self.against else FORMS[self.form].kind
 
+    @property
+    def role(self) -> str:
+        """Behind the answer, where it is another one than judging the claim at its own scale."""
+        return ", cannot do without it" if self.necessary else ", at another scale" if self.elsewhere else ""
+
     def find(self, evidence: Evidence) -> Finding:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)

@@ -99,8 +99,7 @@ def _claim(judged: Judged, made: Board) -> str:
     if claim.untestable:
         lines.append(f"- Not testable here: {claim.untestable}")
     for check, finding in zip(claim.checks, judged.findings, strict=True):
-        role = ", cannot do without it" if check.necessary else ", at another scale" if check.elsewhere else ""
-        lines.append(f"- {finding.kind}, {finding.answer}{role}: {finding.sentence}.")
+        lines.append(f"- {finding.kind}, {finding.answer}{check.role}: {finding.sentence}.")
         if finding.figure and finding.figure.records:
             runs = finding.figure.records
             more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
