@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
 from forked import fork_ranks
@@ -238,43 +237,15 @@ def test_a_run_that_is_not_profiled_keeps_its_name() -> None:
     assert RunConfig.from_dict(before, "an older record").run_id("zero2", 2) in names
 
 
-@pytest.fixture
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_the_profiler_leaves_compiled_code_in_use() -> None:
-    used = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-
-        def call(*arguments: Any) -> Any:
-            used.append(step)
-            return graph.forward(*arguments)
-
-        return call
-
-    graphs: list[torch.fx.GraphModule] = []
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend=backend)
+def test_the_profiler_leaves_compiled_code_in_use(train_compiled: Any) -> None:
     meters = Meters(torch.device("cpu"), 4, profiled_steps=range(9, 11), records_profile=True)
-    meters.start(model, optimizer)
-    for step in range(1, 11):
-        with meters.step(step):
-            compiled(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def evaluate(step: int) -> None:
         if step == 9:
             with meters.interruption("eval"):
                 torch.ones(64, 64).cholesky_inverse()
-    meters.finish()
-    assert used == list(range(1, 11))
-    assert len(graphs) == 1
+
+    assert train_compiled(meters, 10, evaluate) == (list(range(1, 11)), 1)
     assert meters.profile is not None
     assert meters.profile["steps"] == [9, 10]
     assert meters.clock.window_steps == 3

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from study.releases.causes import read_causes
 from study.releases.page import page
 from study.report.plots.releases import fault_curves, release_grid
 from study.report.questions import answers
@@ -87,13 +86,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 @pytest.fixture(autouse=True)
-def causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    file = tmp_path / "causes.yaml"
-    file.write_text(CAUSES)
-    monkeypatch.setattr("study.releases.causes.FILE", file)
-    read_causes.cache_clear()
-    yield
-    read_causes.cache_clear()
+def causes(write_causes: Any) -> None:
+    write_causes(CAUSES)
 
 
 def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> Cell:
