@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from torch import nn
 
 from runs import run_of
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
+from study.releases.causes import read_causes
+
+if TYPE_CHECKING:
+    from study.measure import Meters
 
 __all__ = ["run_of"]
 
@@ -16,3 +25,54 @@ use_own_build(cache_directory())
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside other tests two threads wait for each other's core, and a test that trains in this process takes minutes.
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def write_causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Other causes of wrong releases than those of this repository."""
+
+    def write(text: str) -> None:
+        file = tmp_path / "causes.yaml"
+        file.write_text(text)
+        monkeypatch.setattr("study.releases.causes.FILE", file)
+        read_causes.cache_clear()
+
+    yield write
+    read_causes.cache_clear()
+
+
+@pytest.fixture
+def train_compiled() -> Iterator[Callable[..., tuple[list[int], int]]]:
+    """Trains a compiled model under meters: which steps used the code, and how many graphs were made for it."""
+    torch._dynamo.reset()
+    yield _train_compiled
+    torch._dynamo.reset()
+
+
+def _train_compiled(
+    meters: Meters, steps: int, after: Callable[[int], None] = lambda step: None
+) -> tuple[list[int], int]:
+    graphs, used = 0, []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+
+        def call(*arguments: Any) -> Any:
+            used.append(step)
+            return graph.forward(*arguments)
+
+        return call
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend=backend)
+    meters.start(model, optimizer)
+    for step in range(1, steps + 1):
+        with meters.step(step):
+            compiled(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after(step)
+    meters.finish()
+    return used, graphs

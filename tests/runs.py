@@ -13,8 +13,8 @@ from filelock import FileLock
 
 from engines import launch
 from forked import fork_ranks
+from strategy_lint import ranks_of
 from study.record.directory import Run, read_run
-from study.spec.strategies import WITH_COPIES
 
 RunFactory = Callable[..., Run]
 
@@ -24,13 +24,6 @@ FLAGS = (
     "--eval_samples", "24", "--weight_decay", "0.01", "--warmup_ratio", "0.25", "--max_grad_norm", "0.5",
     "--eval_steps", "4", "--logging_steps", "3",
 )  # fmt: skip
-
-
-def ranks_of(strategy: str) -> int:
-    """As its file says."""
-    if strategy == "single":
-        return 1
-    return 4 if strategy in WITH_COPIES else 2
 
 
 def train(

@@ -106,7 +106,7 @@ def lint(directory: Path = STRATEGY_DIRECTORY) -> Iterator[str]:
 
 
 def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
-    wanted = {"distributed_type": _DISTRIBUTED_TYPES[name], "num_processes": _ranks(name)}
+    wanted = {"distributed_type": _DISTRIBUTED_TYPES[name], "num_processes": ranks_of(name)}
     deepspeed = document.get("deepspeed_config") or {}
     if name in WITH_DEEPSPEED:
         wanted |= {
@@ -131,7 +131,8 @@ def _lint_yaml(name: str, document: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}.yaml: parallelism_config is {mesh!r}"
 
 
-def _ranks(name: str) -> int:
+def ranks_of(name: str) -> int:
+    """As its file says."""
     if name == "single":
         return 1
     return 4 if name in WITH_COPIES else 2

@@ -6,11 +6,12 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from study.record.directory import seal
+from study.record.schema import SEAL
 from study.report.questions.question import Answer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
@@ -36,7 +37,6 @@ def write_run(
     loss_shift: float = 0.0,
     time_factor: float = 1.0,
     gpu: bool = True,
-    sealed: bool = True,
     virtual: bool = False,
     started: str | None = None,
     config: Mapping[str, Any] | None = None,
@@ -78,16 +78,44 @@ def write_run(
     if state != "ok":
         (path / "steps.jsonl").write_text("")
         (path / "evals.jsonl").write_text("")
-    close(path, state, reason, started or STARTED.format(rng.randrange(60), rng.randrange(60)), sealed)
+    status = {
+        "state": state, "reason": reason, "hint": "use less" if reason else "", "attempt": 1,
+        "started_at": started or STARTED.format(rng.randrange(60), rng.randrange(60)),
+        "ended_at": "2026-03-01T12:00:00+00:00",
+    }  # fmt: skip
+    (path / "status.json").write_text(json.dumps(seal(path, status), indent=2) + "\n")
     return path
 
 
-def close(path: Path, state: str, reason: str, started: str, sealed: bool) -> None:
-    status = {
-        "state": state, "reason": reason, "hint": "use less" if reason else "", "attempt": 1, "started_at": started,
-        "ended_at": "2026-03-01T12:00:00+00:00",
-    }  # fmt: skip
-    (path / "status.json").write_text(json.dumps(seal(path, status) if sealed else status, indent=2) + "\n")
+def without_seal(path: Path) -> dict[str, Any]:
+    """Also what a killed run leaves; gives the status."""
+    status = json.loads((path / "status.json").read_text())
+    status = {key: value for key, value in status.items() if key not in SEAL}
+    (path / "status.json").write_text(json.dumps(status, indent=2) + "\n")
+    return status
+
+
+def seal_anew(path: Path) -> None:
+    """What was changed is then what the record says."""
+    (path / "status.json").write_text(json.dumps(seal(path, without_seal(path)), indent=2) + "\n")
+
+
+def with_steps(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Another history, told the same everywhere, and sealed."""
+    rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
+    (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if (path / "summary.json").exists():
+        summary = json.loads((path / "summary.json").read_text())
+        summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
+        (path / "summary.json").write_text(json.dumps(summary))
+    seal_anew(path)
+
+
+def as_never_started(cell: Path) -> None:
+    """A sweep alone wrote of it."""
+    for name in ("config.json", "engine.json", "environment.json"):
+        (cell / name).unlink()
+    without_seal(cell)
 
 
 def write_study(root: Path, runs: int, steps: int, **more: Any) -> list[Path]:
@@ -235,7 +263,10 @@ def _measurements(
     return {"memory.json": memory, "traffic.json": traffic, "summary.json": summary}
 
 
-__all__ = ["PARAMETERS", "REPOSITORY", "close", "state_bytes", "told", "write_run", "write_study"]
+__all__ = [
+    "PARAMETERS", "REPOSITORY", "as_never_started", "seal_anew", "state_bytes", "told", "with_steps", "without_seal",
+    "write_run", "write_study",
+]  # fmt: skip
 
 
 def told(answer: Answer | None) -> Answer:

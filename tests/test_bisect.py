@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from study.launch.cell import Cell
 from study.releases.bisect import SUITE, bisect
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
-from synthetic_records import write_run
+from synthetic_records import with_steps, write_run
 
 PULL = "https://github.com/deepspeedai/DeepSpeed/pull"
 
@@ -25,9 +24,8 @@ def write_records(root: Path, bad: set[str]) -> None:
             continue
         if cell.strategy == "single" or (cell.strategy, cell.plan.gradient_accumulation_steps) == ("zero2", 4):
             shift = 0.1 if cell.strategy == "zero2" and cell.stack in bad else 0.0
-            path = write_run(root / SUITE, cell.strategy, name=cell.id, loss_shift=shift, sealed=False)
-            rows = [json.loads(line) | {"grad_norm": 1.0} for line in (path / "steps.jsonl").read_text().splitlines()]
-            (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            path = write_run(root / SUITE, cell.strategy, name=cell.id, loss_shift=shift)
+            with_steps(path, lambda row: row | {"grad_norm": 1.0})
 
 
 def test_changes_between_the_releases_are_named_with_their_pull_requests(tmp_path, capsys):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from runs import RunFactory, ranks_of, train
+from runs import RunFactory, train
+from strategy_lint import ranks_of
 from study.record.directory import read_run
 from study.spec.strategies import WITH_COPIES, read_strategy
 

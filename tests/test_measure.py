@@ -381,39 +381,9 @@ def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 
 
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
-def test_compiled_code_is_still_used_in_the_watched_step_and_after_it(dynamo: Any) -> None:
-    graphs, used = 0, []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-
-        def call(*arguments: Any) -> Any:
-            used.append(step)
-            return graph.forward(*arguments)
-
-        return call
-
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = torch.compile(model, backend=backend)
+def test_compiled_code_is_still_used_in_the_watched_step_and_after_it(train_compiled: Any) -> None:
     meters = Meters(CPU, watched_step=3)
-    meters.start(model, optimizer)
-    for step in range(1, 7):
-        with meters.step(step):
-            compiled(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    meters.finish()
-    assert used == [1, 2, 3, 4, 5, 6]
-    assert graphs == 1
+    assert train_compiled(meters, 6) == ([1, 2, 3, 4, 5, 6], 1)
     assert meters.traffic is not None
     assert meters.traffic["step"] == 3
 

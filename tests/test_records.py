@@ -35,8 +35,10 @@ from study.record.directory import (
     write_json,
 )
 from study.record.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
+from synthetic_records import seal_anew, without_seal
 
 STEPS = 6
+SEAL = "was changed after the run had closed its record"
 DOCUMENTS = ("status", "config", "environment", "engine", "summary", "memory", "traffic")
 CONFIG = {"task": "bert-imdb", "seed": 42, "learning_rate": 0.001}
 ENVIRONMENT = {"python": "3.11", "devices": []}
@@ -102,21 +104,9 @@ def write_run(path: Path, steps: int = STEPS, end: bool = True) -> Path:
     return path
 
 
-def without_seal(path: Path) -> Path:
-    """As an older version of the study closed a record: only the figures themselves show that one was changed."""
-    status = read_json(path / "status.json")
-    write_json(path / "status.json", {key: value for key, value in status.items() if not key.endswith("sha256")})
-    return path
-
-
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
-
-
-@pytest.fixture
-def older_run(tmp_path: Path) -> Path:
-    return without_seal(write_run(tmp_path / "run"))
 
 
 def rewrite(file: Path, change: Callable[[Any], object]) -> None:
@@ -360,82 +350,80 @@ def assert_refused(path: Path, file: str, reason: str = "") -> None:
     with pytest.raises(RecordError) as refusal:
         read_run(path)
     assert reason in refusal.value.reason
+    # A seal notices everything: what a test is of must be refused for a reason of its own.
+    assert (SEAL in reason) == (SEAL in refusal.value.reason)
     assert refusal.value.file.name == file
     assert str(refusal.value) == f"{refusal.value.file}: {refusal.value.reason}"
     assert isinstance(refusal.value, ValueError)
 
 
 @pytest.mark.parametrize("damage", NOT_NUMBERS)
-def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, older_run: Path) -> None:
+def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run_directory: Path) -> None:
     documents = {"summary": SUMMARY, "memory": MEMORY, "traffic": TRAFFIC}
     may_be_negative = {"train_loss_first", "train_loss_final", "eval_loss_final"}
     for name, original in documents.items():
-        file = older_run / f"{name}.json"
+        file = run_directory / f"{name}.json"
+        before = file.read_text()
         for path, _ in leaves(original):
             if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
                 continue
             document = copy.deepcopy(original)
             put(document, path, NOT_NUMBERS[damage])
             file.write_text(json.dumps(document))
-            assert_refused(older_run, file.name, str(path[-1]))
-        file.write_text(json.dumps(original))
+            assert_refused(run_directory, file.name, str(path[-1]))
+        file.write_text(before)
     for name, rows in (("steps", ROWS), ("evals", EVALS)):
-        file = older_run / f"{name}.jsonl"
+        file = run_directory / f"{name}.jsonl"
         before = file.read_text()
         for key in rows[1]:
             if key != "samples_hash" and not (damage == "a negative" and key in ("loss", "eval_loss")):
                 rewrite_row(file, 1, methodcaller("update", {key: NOT_NUMBERS[damage]}))
-                assert_refused(older_run, file.name, key)
+                assert_refused(run_directory, file.name, key)
                 file.write_text(before)
-    read_run(older_run)
+    read_run(run_directory)
 
 
 @pytest.mark.parametrize("token", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" + "0" * 400, "9" * 5000])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, older_run: Path) -> None:
-    file = older_run / f"{name}.json"
+def test_a_number_that_is_none_is_refused_in_every_file(name: str, token: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.json"
     file.write_text(f'{{"figure": {token}, {file.read_text().lstrip()[1:]}')
-    assert_refused(older_run, file.name, "finite")
+    assert_refused(run_directory, file.name, "finite")
 
 
-def test_skipped_steps_are_counted_twice_and_alike(older_run: Path) -> None:
+def test_a_record_tells_of_skipped_steps(run_directory: Path) -> None:
     rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
-    (older_run / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_run(older_run).steps == rows
-    for said in (2, 1):
-        (older_run / "summary.json").write_text(json.dumps(SUMMARY | {"steps_skipped": said, "warmup_steps": 3}))
-        if said == 2:
-            assert read_run(older_run).summary["steps_skipped"] == 2
-    assert_refused(older_run, "summary.json", "steps_skipped is 1, and steps.jsonl says 2")
+    (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite(run_directory / "summary.json", methodcaller("update", {"steps_skipped": 2, "warmup_steps": 3}))
+    seal_anew(run_directory)
+    run = read_run(run_directory)
+    assert (run.steps, run.summary["steps_skipped"]) == (rows, 2)
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])
 @pytest.mark.parametrize("token", ["NaN", "1e999"])
-def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, older_run: Path) -> None:
-    file = older_run / f"{name}.jsonl"
+def test_a_number_that_is_none_is_refused_in_every_row(name: str, token: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.jsonl"
     file.write_text(re.sub(r'(loss": )[\d.]+', rf"\g<1>{token}", file.read_text(), count=1))
-    assert_refused(older_run, file.name, "row 1")
+    assert_refused(run_directory, file.name, "row 1")
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
-def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, older_run: Path) -> None:
-    file = older_run / name
+def test_a_file_that_is_missing_torn_or_no_text_is_refused(name: str, run_directory: Path) -> None:
+    file = run_directory / name
     whole = file.read_bytes()
     for damaged in (
         whole[:-3], b"", b"[]\n", b"3\n", b"null\n", b"{}\n", b'"x"\n', b"\xff\xfe{}", b"\0" * 50,
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"\n",
     ):  # fmt: skip
-        if name in ("config.json", "environment.json") and damaged == b"{}\n":
-            continue
         file.write_bytes(damaged)
-        if name.endswith("l") and damaged == b"":
-            assert_refused(older_run, "summary.json", f"{name} says")
-        else:
-            assert_refused(older_run, name)
+        # No rows, and a run of no flags on no box, are as well written as others.
+        empty = (name.endswith("l") and not damaged) or (name[:3] in ("con", "env") and damaged == b"{}\n")
+        assert_refused(run_directory, name, SEAL if empty else "")
     file.unlink()
-    assert_refused(older_run, name, "is missing")
+    assert_refused(run_directory, name, "is missing")
     file.mkdir()
-    assert_refused(older_run, name, "is not readable")
+    assert_refused(run_directory, name, "is not readable")
 
 
 @pytest.mark.parametrize("name", ["status", "engine", "summary"])
@@ -449,15 +437,15 @@ def test_a_key_that_is_missing_is_refused(name: str, run_directory: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["status", "summary"])
-def test_a_key_nobody_knows_is_refused(name: str, older_run: Path) -> None:
-    rewrite(older_run / f"{name}.json", lambda document: document.update(step_time_median=1))
-    assert_refused(older_run, f"{name}.json", "step_time_median")
+def test_a_key_nobody_knows_is_refused(name: str, run_directory: Path) -> None:
+    rewrite(run_directory / f"{name}.json", lambda document: document.update(step_time_median=1))
+    assert_refused(run_directory, f"{name}.json", "step_time_median")
 
 
-def test_a_key_that_is_there_twice_is_refused(older_run: Path) -> None:
-    file = older_run / "summary.json"
+def test_a_key_that_is_there_twice_is_refused(run_directory: Path) -> None:
+    file = run_directory / "summary.json"
     file.write_text(file.read_text().replace('"steps": 6,', '"steps": 6,\n"steps": 6,'))
-    assert_refused(older_run, "summary.json", "twice")
+    assert_refused(run_directory, "summary.json", "twice")
 
 
 @pytest.mark.parametrize(
@@ -468,11 +456,11 @@ def test_a_key_that_is_there_twice_is_refused(older_run: Path) -> None:
         ("started_at", 3), ("ended_at", "2026-01-01T00:00:00"), ("ended_at", False), ("ended_at", None),
     ],
 )  # fmt: skip
-def test_a_status_that_says_nothing_is_refused(key: str, value: Any, older_run: Path) -> None:
-    rewrite(older_run / "status.json", lambda document: document.update({key: value}))
-    assert_refused(older_run, "status.json", key)
+def test_a_status_that_says_nothing_is_refused(key: str, value: Any, run_directory: Path) -> None:
+    rewrite(run_directory / "status.json", lambda document: document.update({key: value}))
+    assert_refused(run_directory, "status.json", key)
     with pytest.raises(RecordError):
-        is_finished(older_run)
+        is_finished(run_directory)
 
 
 @pytest.mark.parametrize(
@@ -485,9 +473,9 @@ def test_a_status_that_says_nothing_is_refused(key: str, value: Any, older_run: 
         ("initial_weights_sha256", "abc"), ("warnings", "a"), ("warnings", [1]), ("warnings", None),
     ],
 )  # fmt: skip
-def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, older_run: Path) -> None:
-    rewrite(older_run / "engine.json", lambda document: document.update({key: value}))
-    assert_refused(older_run, "engine.json", key)
+def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, run_directory: Path) -> None:
+    rewrite(run_directory / "engine.json", lambda document: document.update({key: value}))
+    assert_refused(run_directory, "engine.json", key)
 
 
 @pytest.mark.parametrize(
@@ -495,12 +483,12 @@ def test_an_engine_that_cannot_have_run_is_refused(key: str, value: Any, older_r
     [
         (2, {"step": 2}), (2, {"step": 4}), (0, {"step": 0}), (0, {"step": True}), (1, {"step": "2"}),
         (1, {"step": 2.0}), (1, {"samples_hash": 12}), (1, {"samples_hash": "xyz"}), (1, {"samples_hash": None}),
-        (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"loss": None}), (1, {"note": 1}),
+        (1, {"lr": None}), (1, {"tokens": None}), (1, {"tokens": 64.5}), (1, {"note": 1}),
     ],
 )  # fmt: skip
-def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], older_run: Path) -> None:
-    rewrite_row(older_run / "steps.jsonl", number, lambda row: row.update(change))
-    assert_refused(older_run, "steps.jsonl")
+def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+    rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(change))
+    assert_refused(run_directory, "steps.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -510,21 +498,20 @@ def test_a_step_that_cannot_be_is_refused(number: int, change: dict[str, Any], o
         (0, {"accuracy": None}), (0, {"bleu": 1.0}),
     ],
 )  # fmt: skip
-def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], older_run: Path) -> None:
-    rewrite_row(older_run / "evals.jsonl", number, lambda row: row.update(change))
-    assert_refused(older_run, "evals.jsonl")
+def test_an_evaluation_that_cannot_be_is_refused(number: int, change: dict[str, Any], run_directory: Path) -> None:
+    rewrite_row(run_directory / "evals.jsonl", number, lambda row: row.update(change))
+    assert_refused(run_directory, "evals.jsonl")
 
 
 @pytest.mark.parametrize("name", ["steps", "evals"])
-def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, older_run: Path) -> None:
-    file = older_run / f"{name}.jsonl"
+def test_rows_that_are_lost_doubled_or_swapped_are_refused(name: str, run_directory: Path) -> None:
+    file = run_directory / f"{name}.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    for changed in (lines[:-1], lines[1:], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
-        if name == "evals" and changed == lines[1:]:
-            continue  # nothing says when a run was evaluated but the last time
+    for changed in (lines[1:], lines[:-1], lines + lines[-1:], lines[:1] + lines, lines[::-1], [*lines, "\n"]):
         file.write_text("".join(changed))
-        with pytest.raises(RecordError):
-            read_run(older_run)
+        # No row says which one is the last, and none when a run is evaluated first.
+        short = changed == lines[:-1] or (name == "evals" and changed == lines[1:])
+        assert_refused(run_directory, file.name, SEAL if short else "")
 
 
 @pytest.mark.parametrize("name", [f"{name}.json" for name in DOCUMENTS] + ["steps.jsonl", "evals.jsonl"])
@@ -534,47 +521,44 @@ def test_a_sealed_record_is_refused_when_any_file_of_it_was_changed(name: str, r
         rewrite(file, lambda status: status.update(attempt=2))
     else:
         file.write_text(file.read_text().replace(": ", ":  "))
-    assert_refused(run_directory, name, "was changed after the run had closed its record")
+    assert_refused(run_directory, name, SEAL)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["steps", "tokens", "train_loss_first", "train_loss_final", "eval_loss_final", "eval_accuracy",
-     "comm_bytes_per_step", "sent_bytes_per_step", "comm_calls_per_step", "peak_memory_gib_allocated",
-     "peak_memory_gib_reserved", "peak_memory_gib_device", "host_peak_rss_gib"],
-)  # fmt: skip
-def test_a_plausible_figure_that_the_other_files_contradict_is_refused(key: str, older_run: Path) -> None:
-    for value in (SUMMARY[key] + 1 if key != "eval_accuracy" else 0.5, None):
-        rewrite(older_run / "summary.json", methodcaller("update", {key: value}))
-        assert_refused(older_run, "summary.json", key)
+def test_a_run_that_ended_well_without_a_seal_is_refused(run_directory: Path) -> None:
+    without_seal(run_directory)
+    assert_refused(run_directory, "status.json", "its seal is missing")
+    # One that was killed could not close its record.
+    rewrite(run_directory / "status.json", methodcaller("update", {"state": "interrupted", "ended_at": None}))
+    assert read_run(run_directory).steps == ROWS
 
 
-def test_a_baseline_that_watched_no_step_has_no_traffic_and_not_zero_bytes(older_run: Path) -> None:
-    write_json(older_run / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
+def test_a_baseline_that_watched_no_step_is_read(run_directory: Path) -> None:
+    write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
     nothing = {"comm_bytes_per_step": None, "sent_bytes_per_step": None, "comm_calls_per_step": None}
-    rewrite(older_run / "summary.json", lambda document: document.update(nothing))
-    assert read_run(older_run).summary["comm_bytes_per_step"] is None
-    rewrite(older_run / "summary.json", lambda document: document.update(comm_bytes_per_step=0))
-    assert_refused(older_run, "summary.json", "comm_bytes_per_step")
+    rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
+    seal_anew(run_directory)
+    assert read_run(run_directory).summary["comm_bytes_per_step"] is None
 
 
-def test_a_record_from_before_bytes_on_the_wire_stood_in_its_summary_is_read(older_run: Path) -> None:
-    rewrite(older_run / "summary.json", lambda document: document.pop("sent_bytes_per_step"))
-    assert "sent_bytes_per_step" not in read_run(older_run).summary
+def test_a_record_from_before_bytes_on_the_wire_stood_in_its_summary_is_read(run_directory: Path) -> None:
+    rewrite(run_directory / "summary.json", lambda document: document.pop("sent_bytes_per_step"))
+    seal_anew(run_directory)
+    assert "sent_bytes_per_step" not in read_run(run_directory).summary
 
 
-def test_a_virtual_run_needs_no_losses(older_run: Path) -> None:
-    rewrite(older_run / "engine.json", lambda document: document.update(virtual=True))
+def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
+    rewrite(run_directory / "engine.json", lambda document: document.update(virtual=True))
     for number in range(STEPS):
-        rewrite_row(older_run / "steps.jsonl", number, lambda row: row.update(loss=None))
+        rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
     without = {"train_loss_first": None, "train_loss_final": None}
-    rewrite(older_run / "summary.json", lambda document: document.update(without))
-    assert read_run(older_run).steps[0]["loss"] is None
+    rewrite(run_directory / "summary.json", lambda document: document.update(without))
+    seal_anew(run_directory)
+    assert read_run(run_directory).steps[0]["loss"] is None
 
 
 def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Path) -> None:
     """Bytes flipped, lost, doubled and swapped: never another exception, never a figure that is no figure."""
-    original = without_seal(write_run(tmp_path / "original"))
+    original = write_run(tmp_path / "original")
     names = sorted(file.name for file in original.iterdir())
     damaged = tmp_path / "damaged"
     shutil.copytree(original, damaged)
@@ -585,22 +569,23 @@ def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Pat
         name = rng.choice(names)
         whole = (original / name).read_bytes()
         (damaged / name).write_bytes(damaged_bytes(whole, rng))
+        if name != "status.json":
+            seal_anew(damaged)
         try:
             run = read_run(damaged)
         except RecordError as error:
             refused.append(error)
         else:
-            _assert_believable(run, truth)
-        (damaged / name).write_bytes(whole)
+            _assert_believable(run)
+        for file in (name, "status.json"):
+            shutil.copy(original / file, damaged / file)
     assert len(refused) > 2000
     assert all(error.file.parent == damaged and error.reason for error in refused)
     assert dataclasses.replace(read_run(damaged), path=original) == truth
 
 
-def _assert_believable(run: Run, truth: Run) -> None:
-    for key in ("steps", "tokens", "train_loss_first", "train_loss_final", "eval_loss_final", "eval_accuracy"):
-        assert run.summary[key] == pytest.approx(truth.summary[key], rel=1e-9)
-    assert (run.state, len(run.steps)) == (truth.state, STEPS)
+def _assert_believable(run: Run) -> None:
+    assert run.state == "ok"
     figures = [run.summary, run.memory["ranks"], run.traffic, *run.evals]
     figures += [{key: value for key, value in row.items() if key != "samples_hash"} for row in run.steps]
     for tree in figures:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from study.host import environment
 from study.report.questions import TABLES
 from study.report.records.fairness import baseline_arm
 from study.report.records.frames import read_records
-from synthetic_records import close, write_run
+from synthetic_records import with_steps, write_run
 
 Change = Mapping[str, Any]
 OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}
@@ -114,9 +113,9 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
         write_run(tmp_path, strategy, name=strategy, engine=data)
     path = write_run(tmp_path, "zero3", name="zero3", **broken)
     if scale is not None:
-        _edit(path, lambda row: row | {"loss": row["loss"] * scale})
+        with_steps(path, lambda row: row | {"loss": row["loss"] * scale})
     if factor is not None:
-        _edit(path, lambda row: row | {"lr": row["lr"] * (factor if row["step"] > 1 else 1)})
+        with_steps(path, lambda row: row | {"lr": row["lr"] * (factor if row["step"] > 1 else 1)})
     found = labels(tmp_path)
     assert label in found.pop("zero3")
     assert set(found.values()) == {""}
@@ -127,16 +126,6 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
         assert len(rows) == 1, f"{name} has {len(rows)} rows"
         assert label in rows["Comparable"].iloc[0]
         assert (table[~table["Arm"].str.startswith("zero3")]["Comparable"] == "yes").all()
-
-
-def _edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Another history, told the same everywhere, and sealed."""
-    rows = [change(json.loads(line)) for line in (path / "steps.jsonl").read_text().splitlines()]
-    (path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = json.loads((path / "summary.json").read_text())
-    summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
-    (path / "summary.json").write_text(json.dumps(summary))
-    close(path, "ok", "", "2026-03-01T10:00:00+00:00", sealed=True)
 
 
 def test_an_arm_of_which_no_run_ended_well_is_not_comparable(tmp_path: Path) -> None:

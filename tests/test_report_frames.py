@@ -32,7 +32,7 @@ from study.report.records.frames import (
 )
 from study.report.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.spec.config import RunConfig
-from synthetic_records import REPOSITORY, state_bytes, write_run, write_study
+from synthetic_records import REPOSITORY, as_never_started, state_bytes, write_run, write_study
 
 
 @pytest.fixture
@@ -93,10 +93,7 @@ def test_a_run_that_did_not_end_well_is_a_row_without_figures(runs: Path) -> Non
 def test_a_cell_that_wrote_nothing_is_known_by_the_note_of_its_sweep(runs: Path) -> None:
     cell = runs / "gpt-wikitext-gpt-tiny-zero3_nvme-2x-00000000-r1"
     write_run(runs, "zero3_nvme", name=cell.name, state="unsupported", reason="libaio is missing")
-    for name in ("config.json", "engine.json", "environment.json"):
-        (cell / name).unlink()
-    status = json.loads((cell / "status.json").read_text())
-    (cell / "status.json").write_text(json.dumps({key: status[key] for key in status if not key.endswith("sha256")}))
+    as_never_started(cell)
     command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop"]
     note = {"strategy": "zero3_nvme", "world_size": 2, "command": [*command, "--max_steps", "8", "--eval_steps", "4"]}
     (cell / "sweep.json").write_text(json.dumps(note))

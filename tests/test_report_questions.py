@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -18,7 +19,7 @@ from study.report.questions.claims import Resting
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import read_parquet, read_records
 from study.report.site.build import NOTEBOOKS, build
-from synthetic_records import REPOSITORY, close, write_run
+from synthetic_records import REPOSITORY, with_steps, write_run
 
 STAGES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3_cpu")
 
@@ -348,18 +349,13 @@ def test_the_committed_records_have_short_answers() -> None:
 
 def test_a_step_is_held_against_the_loss_of_that_step(tmp_path: Path) -> None:
     """0.1 % off where the loss is large would be 2 % of the loss that training ends at, and the other way round."""
-    for strategy in ("ddp", "zero2", "zero3"):
+
+    def told(step: dict[str, Any], first: float, later: float) -> dict[str, Any]:
+        return step | {"loss": first if step["step"] == 1 else later}
+
+    for strategy, first, later in (("ddp", 5.0, 0.01), ("zero2", 5.005, 0.01), ("zero3", 5.0, 0.0101)):
         path = write_run(tmp_path, strategy, name=strategy)
-        rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
-        for step in rows:
-            first = step["step"] == 1
-            step["loss"] = 5.0 if first else 0.01
-            step["loss"] += {"zero2": 0.005 * first, "zero3": 0.0001 * (not first)}.get(strategy, 0.0)
-        (path / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in rows))
-        summary = json.loads((path / "summary.json").read_text())
-        summary |= {"train_loss_first": rows[0]["loss"], "train_loss_final": rows[-1]["loss"]}
-        (path / "summary.json").write_text(json.dumps(summary))
-        close(path, "ok", "", "2026-03-01T10:00:00+00:00", sealed=True)
+        with_steps(path, functools.partial(told, first=first, later=later))
     loss = said(tmp_path)["loss"]
     assert loss.sentence == "Yes, in 1 of 2 arms: `zero3` is 1.00 % off the loss of its baseline."
     table = TABLES["loss"](read_records(tmp_path))

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from study.releases.causes import read_causes
 from study.releases.page import page
 from study.report.plots.releases import fault_curves, release_grid
 from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, verdict_table
 from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.report.records.stacks import Cell, release_cells
-from synthetic_records import write_run
+from synthetic_records import with_steps, write_run
 
 CAUSES = """
 causes:
@@ -55,13 +54,11 @@ def write(
     }
     own = {"gradient_accumulation_steps": micro_steps, "deepspeed": stack.removesuffix("-then")}
     path = write_run(
-        root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4, sealed=False,
+        root, strategy, name=f"{strategy}-{stack}-{micro_steps}-r{repeat}", repeat=repeat, steps=4,
         config={"warmup_ratio": 0.0, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
         engine=own | more.pop("engine", {}), environment={"packages": versions}, **more,
     )  # fmt: skip
-    steps = path / "steps.jsonl"
-    rows = [json.loads(line) | {"grad_norm": norm} for line in steps.read_text().splitlines()]
-    steps.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with_steps(path, lambda row: row | {"grad_norm": norm})
     (path / "sweep.json").write_text(json.dumps({"stack": stack, "strategy": strategy, "attempts": []}))
 
 
@@ -89,13 +86,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 @pytest.fixture(autouse=True)
-def causes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    file = tmp_path / "causes.yaml"
-    file.write_text(CAUSES)
-    monkeypatch.setattr("study.releases.causes.FILE", file)
-    read_causes.cache_clear()
-    yield
-    read_causes.cache_clear()
+def causes(write_causes: Any) -> None:
+    write_causes(CAUSES)
 
 
 def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> Cell:

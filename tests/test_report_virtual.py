@@ -18,7 +18,7 @@ from study.report.records.virtual_ranks import AS_SHIPPED, changes, sent, summar
 from study.report.site.build import build
 from study.spec.strategies import REPOSITORY
 from study.theory.paper import papers_state_bytes, papers_traffic
-from synthetic_records import only, told, write_run
+from synthetic_records import as_never_started, only, told, write_run
 
 GB = 10**9
 # A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
@@ -152,10 +152,7 @@ def test_what_stage_3_keeps_whole_stands_beside_what_is_too_much(blank: Records)
 
 def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: Path) -> None:
     cell = write_run(tmp_path, "zero1", state="unsupported", reason="takes about 55 GiB", virtual=True)
-    for name in ("config.json", "engine.json", "environment.json"):
-        (cell / name).unlink()
-    status = json.loads((cell / "status.json").read_text())
-    (cell / "status.json").write_text(json.dumps({key: status[key] for key in status if not key.endswith("sha256")}))
+    as_never_started(cell)
     command = ["accelerate", "launch", "study/train.py", "--task", "gpt-wikitext", "--scale", "laptop",
                "--model_name_or_path", "gpt-1t", "--virtual_world_size", "1024"]  # fmt: skip
     (cell / "sweep.json").write_text(json.dumps({"strategy": "zero1", "world_size": 1, "command": command}))

@@ -15,7 +15,6 @@ from study.spec.strategies import REPOSITORY
 from study.validation import fit, league, report, saving, tables
 from study.validation.measured import GIB, impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows, refused_sources, sources
-from study.validation.score import calls_of, score
 
 ROWS = published_rows()
 COUNTED = [row for row in ROWS if not impossible(row)]
@@ -94,11 +93,12 @@ def test_half_checkpointed_is_between_all_and_nothing() -> None:
 
 
 def test_a_missed_out_of_memory_is_counted_apart() -> None:
-    row = score(next(row for row in COUNTED if row.fits))
-    rows = [dataclasses.replace(row, fits=was, predicted_fits=said) for was, said in
-            ((True, True), (True, False), (False, True), (False, True), (False, False))]  # fmt: skip
-    calls = calls_of(rows)
-    assert (calls.judged, calls.right, calls.said_fits, calls.said_out_of_memory) == (5, 2, 2, 1)
+    rows = pd.DataFrame(
+        [(True, True), (True, False), (False, True), (False, True), (False, False)], columns=["fits", "predicted_fits"]
+    )
+    (table,) = tables.fits(rows.assign(source="somebody", refused=None)).to_dict("records")
+    assert (table["judged"], table["right"], table["of those that ran out, called"]) == (5, "40.0%", "1 of 3")
+    assert (table["said to fit, and did not"], table["said not to fit, and did"]) == (2, 1)
 
 
 def test_the_other_estimators_are_called_as_they_are() -> None:
@@ -161,4 +161,4 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
         [sys.executable, "-m", "study.validation", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert answer.returncode == 2
-    assert "score|own|league|fit|report" in answer.stderr
+    assert "fit|report" in answer.stderr

@@ -176,23 +176,17 @@ causes:
 """
 
 
-def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(tmp_path: Path, monkeypatch) -> None:
-    file = tmp_path / "causes.yaml"
-    file.write_text(CAUSES)
-    monkeypatch.setattr("study.releases.causes.FILE", file)
-    read_causes.cache_clear()
-    try:
-        here = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
-        (found,) = causes_of(here, "zero2", 4, "fp32", "scale")
-        assert (found.id, found.where) == ("divided-twice", "zero1, zero2, where steps are accumulated")
-        assert causes_of(here, "zero2", 1, "fp32", "scale") == ()
-        assert causes_of(here, "zero3", 4, "fp32", "scale") == ()
-        assert causes_of(here, "zero2", 4, "fp32", "weights") == ()
-        assert known_faults(here, on_gpu=True) == [found]
-        assert known_faults(here | {"accelerate": "1.10.1"}, on_gpu=False) == []
-        assert known_faults(here | {"deepspeed": None}, on_gpu=False) == []
-    finally:
-        read_causes.cache_clear()
+def test_a_cause_is_found_for_the_releases_and_cells_that_have_it(write_causes) -> None:
+    write_causes(CAUSES)
+    here = {"deepspeed": "0.19.0", "accelerate": "1.15.0", "torch": "2.13.0+cu129", "transformers": None}
+    (found,) = causes_of(here, "zero2", 4, "fp32", "scale")
+    assert (found.id, found.where) == ("divided-twice", "zero1, zero2, where steps are accumulated")
+    assert causes_of(here, "zero2", 1, "fp32", "scale") == ()
+    assert causes_of(here, "zero3", 4, "fp32", "scale") == ()
+    assert causes_of(here, "zero2", 4, "fp32", "weights") == ()
+    assert known_faults(here, on_gpu=True) == [found]
+    assert known_faults(here | {"accelerate": "1.10.1"}, on_gpu=False) == []
+    assert known_faults(here | {"deepspeed": None}, on_gpu=False) == []
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from study.autopsy.design import (
 from study.autopsy.run import SESSIONS
 from study.errors import UserError
 from study.record.directory import read_json
-from study.report.records.statistics import CONFIDENCE, SIGNIFICANCE, Equivalence, Interval, equivalence, interval
+from study.report.records.equivalence import Equivalence, equivalence
+from study.report.records.statistics import CONFIDENCE, Interval, interval
 
 FILE = "arms.parquet"
 # Of a session, beside what its arms read.
@@ -190,10 +191,6 @@ class Effect:
             return "open" if self.expected == "?" else "not decided"
         return "as expected" if self.expected == self.outcome else "not as expected"
 
-    @property
-    def is_told_apart(self) -> bool:
-        return self.p < SIGNIFICANCE
-
 
 def margin_of(arms: pd.DataFrame, response: Response) -> float:
     """A fixed share, or twice the scatter of two equal arms where that is more."""
@@ -227,22 +224,17 @@ def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
     return equivalence(values.tolist(), np.ones(len(values)).tolist(), margin_of(arms, response))
 
 
-@dataclasses.dataclass(frozen=True)
-class Scatter:
-    """Of the cell of two equal arms: what a session adds by itself, and what eight seeds of it can tell apart."""
+def detectable(arms: pd.DataFrame, response: Response) -> float:
+    """What eight seeds can tell apart, by what a session adds to the cell of two equal arms.
 
-    deviation: float
-    detectable: float
-
-
-def scatter(arms: pd.DataFrame, response: Response) -> Scatter:
-    """An effect is a difference of two means of four cells, in each seed."""
+    An effect is a difference of two means of four cells, in each seed.
+    """
     equal = of_cell(arms, response.name, "aa", AA)
     if len(equal) < 2:
-        return Scatter(math.nan, math.nan)
+        return math.nan
     deviation, n = float(np.std(equal, ddof=1)), len(equal)
     t = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) + stats.t.ppf(0.8, n - 1)
-    return Scatter(deviation, float(t * deviation * math.sqrt(2 / 4 / n)))
+    return float(t * deviation * math.sqrt(2 / 4 / n))
 
 
 # ------------------------------------------------------------------------------------------- for the ledger of claims

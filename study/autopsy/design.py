@@ -78,26 +78,25 @@ class Response:
     """The log of the ZeRO arm's figure over the standard arm's."""
 
     name: str
-    panel: Literal["loss", "time", "memory"]
     words: str
     margin: float
 
 
 RESPONSES = (
-    Response("train_loss", "loss", "training loss, as logged last", LOSS_MARGIN),
-    Response("eval_loss_200", "loss", "evaluation loss on the listing's 200 samples", LOSS_MARGIN),
-    Response("eval_loss", "loss", "evaluation loss on all samples", LOSS_MARGIN),
-    Response("whole_s", "time", "the listing's clock", TIME_MARGIN),
-    Response("less_eval_s", "time", "without evaluations", TIME_MARGIN),
-    Response("less_eval_and_save_s", "time", "without evaluations and checkpoint", TIME_MARGIN),
-    Response("warm_s_per_sample", "time", "a sample in warm steps", TIME_MARGIN),
+    Response("train_loss", "training loss, as logged last", LOSS_MARGIN),
+    Response("eval_loss_200", "evaluation loss on the listing's 200 samples", LOSS_MARGIN),
+    Response("eval_loss", "evaluation loss on all samples", LOSS_MARGIN),
+    Response("whole_s", "the listing's clock", TIME_MARGIN),
+    Response("less_eval_s", "without evaluations", TIME_MARGIN),
+    Response("less_eval_and_save_s", "without evaluations and checkpoint", TIME_MARGIN),
+    Response("warm_s_per_sample", "a sample in warm steps", TIME_MARGIN),
     # Where others use the same cores, only these tell what an arm itself takes. A GPU's work is in neither.
-    Response("whole_cpu_s", "time", "the listing's clock, in processor time", TIME_MARGIN),
-    Response("warm_cpu_s_per_sample", "time", "a sample in warm steps, in processor time", TIME_MARGIN),
-    Response("device_peak_never_reset", "memory", "device, never reset", MEMORY_MARGIN),
-    Response("device_peak_reset", "memory", "device, reset for each arm", MEMORY_MARGIN),
-    Response("host_peak_never_reset", "memory", "host, never reset", MEMORY_MARGIN),
-    Response("host_peak_reset", "memory", "host, reset for each arm", MEMORY_MARGIN),
+    Response("whole_cpu_s", "the listing's clock, in processor time", TIME_MARGIN),
+    Response("warm_cpu_s_per_sample", "a sample in warm steps, in processor time", TIME_MARGIN),
+    Response("device_peak_never_reset", "device, never reset", MEMORY_MARGIN),
+    Response("device_peak_reset", "device, reset for each arm", MEMORY_MARGIN),
+    Response("host_peak_never_reset", "host, never reset", MEMORY_MARGIN),
+    Response("host_peak_reset", "host, reset for each arm", MEMORY_MARGIN),
 )
 
 # What correcting a switch does to the responses, in their order: three losses, six times, four memories. `?` where
@@ -189,7 +188,7 @@ class Session:
 
 def plan(scale: Scale, seeds: tuple[int, ...] = SEEDS) -> list[Session]:
     """Gates first; then seeds as blocks, each with its cells in an order of its own."""
-    return [*_gates(scale), *itertools.chain.from_iterable(_block(scale, seed) for seed in seeds)]
+    return [*_gates(), *itertools.chain.from_iterable(_block(scale, seed) for seed in seeds)]
 
 
 def _block(scale: Scale, seed: int) -> Iterator[Session]:
@@ -234,5 +233,5 @@ GATES: Mapping[str, Arm] = {
 }
 
 
-def _gates(scale: Scale) -> list[Session]:
+def _gates() -> list[Session]:
     return [Session("gate", name, 0, ((arm,),)) for name, arm in GATES.items()]

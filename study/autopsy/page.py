@@ -17,6 +17,7 @@ from study.autopsy.contrasts import (
     FILE,
     Effect,
     corrected_ratio,
+    detectable,
     effects,
     engine_equivalence,
     engine_was_on,
@@ -29,7 +30,6 @@ from study.autopsy.contrasts import (
     ratio,
     read_arms,
     read_sessions,
-    scatter,
     sets_it_as_printed,
 )
 from study.autopsy.design import AA, CORRECTED, GATES, PRINTED, PUBLISHED, SCALES, SWITCHES
@@ -142,7 +142,7 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
         f" on the clock and {_share(corrected_ratio(arms, memory))} in the {memory.partition('_')[0]}'s peak memory.",
         f"Two equal arms differ by {_share(ratio(of_cell(arms, 'eval_loss', 'aa', AA)))} in evaluation loss and by"
         f" {_share(ratio(of_cell(arms, 'whole_s', 'aa', AA)))} on the clock: an effect of"
-        f" {percent(scatter(arms, clock).detectable)} on it would be seen four times in five.",
+        f" {percent(detectable(arms, clock))} on it would be seen four times in five.",
         _came_out(found),
     ]
     if at_rate.n:

@@ -34,7 +34,7 @@ from study.report.records.virtual_ranks import (
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
-# Made by study/baselines/engine_keys.py.
+# Made by study/doctor/engine_keys.py.
 KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"

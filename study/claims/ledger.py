@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS, WORDS
@@ -19,7 +19,7 @@ LEDGER = Path(__file__).with_name("ledger.yaml")
 _MOST = 20_000
 _ID = re.compile(r"[SZ]\d-\d\d")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
-_CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "evidence", "checks", "untestable", "settle", "protocol",
+_CLAIM_KEYS = {"id", "place", "says", "holds_if", "falls_if", "checks", "untestable", "settle", "protocol",
                "alternatives"}  # fmt: skip
 _TOP_KEYS = {"documents", "claims", "contradictions"}
 _REGION_KEYS = {"at_least", "at_most", "about", "within"}
@@ -96,6 +96,11 @@ class Check:
     def kind(self) -> Kind:
         return "consistency" if self.against else FORMS[self.form].kind
 
+    @property
+    def role(self) -> str:
+        """Behind the answer, where it is another one than judging the claim at its own scale."""
+        return ", cannot do without it" if self.necessary else ", at another scale" if self.elsewhere else ""
+
     def find(self, evidence: Evidence) -> Finding:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
@@ -122,8 +127,6 @@ class Claim:
     says: str
     holds_if: str
     falls_if: str
-    # The kinds of evidence that can judge it at all, whatever is there today.
-    evidence: tuple[str, ...]
     checks: tuple[Check, ...]
     # Why nothing here can, and what would.
     untestable: str
@@ -203,9 +206,6 @@ def _capital(text: str) -> str:
 
 
 def _claim(section: Section, known: set[str]) -> Claim:
-    kinds = section.get("evidence")
-    if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(get_args(Kind)):
-        raise section.refusal("evidence", f"is {kinds!r}", f"list some of {', '.join(get_args(Kind))}")
     checks = tuple(_check(each, known) for each in _list(section, "checks", None))
     untestable = _text(section, "untestable") if "untestable" in section else ""
     if not checks and not untestable:
@@ -224,7 +224,7 @@ def _claim(section: Section, known: set[str]) -> Claim:
         raise section.refusal("id", f"is {name!r}", "write it as S0-01")
     return Claim(
         id=name, place=_text(section, "place"), says=_text(section, "says"), holds_if=_text(section, "holds_if"),
-        falls_if=_text(section, "falls_if"), evidence=tuple(kinds), checks=checks, untestable=untestable,
+        falls_if=_text(section, "falls_if"), checks=checks, untestable=untestable,
         settle=settle, protocol=protocol, alternatives=_texts(section, "alternatives"),
     )  # fmt: skip
 

@@ -1,15 +1,9 @@
-"""docs/claims.md and the README's lines on claims, from the ledger and the committed records.
-
-python -m study.claims.page            writes them
-python -m study.claims.page --check    exit status 1 when one is stale
-"""
+"""docs/claims.md and the README's lines on claims, from the ledger and the committed records: `make claims`."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import get_args
@@ -99,8 +93,7 @@ def _claim(judged: Judged, made: Board) -> str:
     if claim.untestable:
         lines.append(f"- Not testable here: {claim.untestable}")
     for check, finding in zip(claim.checks, judged.findings, strict=True):
-        role = ", cannot do without it" if check.necessary else ", at another scale" if check.elsewhere else ""
-        lines.append(f"- {finding.kind}, {finding.answer}{role}: {finding.sentence}.")
+        lines.append(f"- {finding.kind}, {finding.answer}{check.role}: {finding.sentence}.")
         if finding.figure and finding.figure.records:
             runs = finding.figure.records
             more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
@@ -152,21 +145,11 @@ def rewritten(readme: str, made: Board) -> str:
     return _LINES.sub(lambda match: f"{match[1]}\n{front_page(made)}\n{match[2]}", readme)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when one is stale")
-    options = parser.parse_args()
+def main() -> None:
     made = board()
-    before = {file: file.read_text(encoding="utf-8") if file.is_file() else "" for file in (PAGE, README)}
-    wanted = {PAGE: page(made), README: rewritten(before[README], made)}
-    stale = [file for file in wanted if wanted[file] != before[file]]
-    for file in stale:
-        if options.check:
-            print(f"{file.relative_to(REPOSITORY)} is stale: run `make claims`", file=sys.stderr)
-        else:
-            file.write_text(wanted[file], encoding="utf-8")
-    return int(options.check and bool(stale))
+    PAGE.write_text(page(made), encoding="utf-8")
+    README.write_text(rewritten(README.read_text(encoding="utf-8"), made), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

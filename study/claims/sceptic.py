@@ -32,12 +32,12 @@ _VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accele
 Written = Mapping[str, list[Any]]
 
 
-def facts(judged: Judged, evidence: Evidence, repository: Path = REPOSITORY) -> list[tuple[str, str]]:
+def facts(judged: Judged, evidence: Evidence) -> list[tuple[str, str]]:
     """Each with what it is about; none for a verdict that rests on no records."""
     reports = sorted({report for finding in judged.findings for report in finding.reports})
     if not reports:
         return []
-    found = [("Checks and records", order_text(orders(judged, evidence, repository)))]
+    found = [("Checks and records", order_text(orders(judged, evidence)))]
     for report in reports:
         used = _used(judged, evidence, report)
         found += [

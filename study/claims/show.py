@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
@@ -21,7 +20,7 @@ from study.claims.strip import strip
 from study.claims.verdicts import Verdict, number
 from study.errors import UserError
 from study.report.site.page import paragraph_html, render, slug, table_html
-from study.spec.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY, from_root
 
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 
@@ -33,8 +32,7 @@ class Claims:
     """
 
     def __init__(self, reports_dir: str, links_from: str = "") -> None:
-        here, from_root = Path(reports_dir), REPOSITORY / reports_dir
-        self._reports = here if here.exists() else from_root
+        self._reports = from_root(reports_dir)
         if not self._reports.is_dir():
             raise UserError(f"there is no folder {reports_dir}", "name another reports_dir")
         self._evidence = Evidence(self._reports)
@@ -89,11 +87,10 @@ class Claims:
         }  # fmt: skip
 
     def _check(self, check: Check, finding: Finding) -> dict[str, Any]:
-        role = ", cannot do without it" if check.necessary else ", at another scale" if check.elsewhere else ""
         figure = finding.figure
         records = figure.records if figure else ()
         return {
-            "answer": finding.answer, "kind": finding.kind, "role": role, "sentence": finding.sentence,
+            "answer": finding.answer, "kind": finding.kind, "role": check.role, "sentence": finding.sentence,
             "strip": strip(finding, check.region) if figure else "", "derivation": derivation(check) if figure else "",
             "value": number(figure.value, finding.unit) if figure else "",
             "records": [(record, self._address(record)) for record in records],

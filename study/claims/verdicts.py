@@ -7,13 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-Kind = Literal["arithmetic", "consistency", "virtual", "measured", "predicted"]
+Kind = Literal["arithmetic", "consistency", "virtual", "measured"]
 Answer = Literal["holds", "fails", "inside noise", "disputed", "not judged"]
 Verdict = Literal["supported", "contradicted", "partly", "inside noise", "inconclusive", "untestable"]
-# How much each says; a record less never makes it more.
-STRENGTH: dict[Verdict, int] = {
-    "supported": 3, "contradicted": 3, "partly": 2, "inside noise": 1, "inconclusive": 0, "untestable": 0,
-}  # fmt: skip
 
 
 class NotJudged(Exception):

@@ -26,6 +26,15 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def refuse_full_disk(folder: Path, wanted_bytes: float, what: str) -> None:
+    """Of the cache. Not `Unsupported`, which a sweep would take for a final answer: tomorrow there may be room."""
+    if (free := free_bytes(folder)) < wanted_bytes:
+        raise UserError(
+            f"{what} takes {wanted_bytes / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
+            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
+        )
+
+
 def folder_argument(text: str) -> Path:
     """As argparse takes it. Left empty, as by a variable that is not set, it would be the working directory."""
     if not text:

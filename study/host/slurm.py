@@ -60,9 +60,9 @@ def is_array_task() -> bool:
     return "SLURM_ARRAY_JOB_ID" in os.environ
 
 
-def refuse_to_be_one_of_many_tasks(environment: Mapping[str, str] = os.environ) -> None:
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and "SLURM_STEP_ID" in environment:
+def refuse_to_be_one_of_many_tasks() -> None:
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "SLURM_STEP_ID" in os.environ:
         raise UserError(
             f"this is one of {tasks} tasks that srun started, and each would run the suite",
             "start it once, without srun: it starts its runs on all nodes by itself",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 import signal
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import Unsupported, UserError, first_line
 from study.host.contents import content_digest, sealed, whole_or_nothing
-from study.host.folders import cache_directory
+from study.host.folders import cache_directory, refuse_full_disk
 from study.host.imports import import_libraries
 from study.host.releases import is_since
 from study.models.adapters import add_adapters
@@ -205,7 +204,9 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
 
     assert torch.get_default_dtype() == torch.float32
     with whole_or_nothing(folder) as partial:
-        _refuse_full_disk(config, folder)
+        # Before minutes are spent on weights that cannot be kept.
+        needed = WEIGHT_FILE_BYTES * shape_of(config).parameters
+        refuse_full_disk(folder.parent, needed, f"keeping the initial weights of {config.model_name_or_path}")
         # The random state is put back: a rank that draws and one that does not must continue in the same way.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(config.seed)
@@ -219,18 +220,6 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
             "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         (partial / RECORD_NAME).write_text(json.dumps(sealed(record), indent=1) + "\n")
-
-
-def _refuse_full_disk(config: RunConfig, folder: Path) -> None:
-    """Before minutes are spent on weights that cannot be kept."""
-    needed, free = WEIGHT_FILE_BYTES * shape_of(config).parameters, shutil.disk_usage(folder.parent).free
-    if free < needed:
-        # Not `Unsupported`, which a sweep would take for a final answer: the drive may have room tomorrow.
-        raise UserError(
-            f"the initial weights of {config.model_name_or_path} take {needed / 1e9:.1f} GB, and {folder.parent} has"
-            f" {free / 1e9:.1f} GB free",
-            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
-        )
 
 
 def _pretrained(config: RunConfig) -> PreTrainedModel:

@@ -17,7 +17,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.record.agreement import check_agreement
 from study.record.schema import PLAIN_STEP, SEAL, RecordError, State, check, strictly_parsed
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
@@ -146,7 +145,7 @@ def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
-    """Not where the run was killed, or an older version of the study closed it."""
+    """Not where the run was killed."""
     return status.keys() >= SEAL.keys()
 
 
@@ -158,6 +157,8 @@ def digests(path: Path) -> dict[str, str]:
 
 def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
     """Many figures stand in one place only, and nothing else would show that one of them was changed."""
+    if not is_sealed(status):
+        raise RecordError(path / "status.json", "its seal is missing")
     now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
     if now != status:
         found, sealed = now["files_sha256"], status["files_sha256"]
@@ -234,10 +235,8 @@ def read_run(path: Path) -> Run:
     steps, evals = read_rows(path, complete)
     run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
     # Last, because a reason of the file's own says more than that it was changed.
-    if is_sealed(status):
+    if complete or is_sealed(status):
         _check_seal(path, status)
-    elif complete:
-        check_agreement(run)
     return run
 
 

@@ -1,7 +1,7 @@
 """Causes of a wrong training by release, as causes.yaml tells them: read strictly, and found for a stack.
 
 Each entry says which releases have it, under which strategies, and whether it takes more than one micro-step. Whose it
-is, it says as `blame`: the engine's, a pairing's of releases that were not made for each other, or this study's own.
+is, it says as `blame`: the engine's, or a pairing's of releases that were not made for each other.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """docs/releases.md, from the records of reports/releases, the bare control beside them, and causes.yaml.
 
-python -m study.releases.page            writes it
-python -m study.releases.page --check    exit status 1 when it is stale
+`make releases` writes it.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -224,21 +220,9 @@ def _tolerances() -> str:
     return table_markdown(pd.DataFrame(rows))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when it is stale")
-    parser.add_argument("--report", type=Path, default=REPORT, help="another folder of records")
-    parser.add_argument("--output", type=Path, default=PAGE)
-    options = parser.parse_args()
-    wanted = page(read_parquet(options.report), read_rows(options.report / BARE))
-    if options.output.is_file() and options.output.read_text(encoding="utf-8") == wanted:
-        return 0
-    if options.check:
-        print(f"{options.output.name} is stale: run `make releases`", file=sys.stderr)
-        return 1
-    options.output.write_text(wanted, encoding="utf-8")
-    return 0
+def main() -> None:
+    PAGE.write_text(page(read_parquet(REPORT), read_rows(REPORT / BARE)), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

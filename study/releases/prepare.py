@@ -20,7 +20,7 @@ from typing import Any
 
 from study.errors import UserError
 from study.host.box import this_box
-from study.host.folders import cache_directory, free_bytes
+from study.host.folders import cache_directory, refuse_full_disk
 from study.host.stacks import LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
 from study.launch.cell import Cell
 from study.launch.run import clean_environment
@@ -93,11 +93,7 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
     """Returns the digest of each archive that pip took, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    if (free := free_bytes(folder)) < (room := _ROOM_BYTES.get(package, 2**28)):
-        raise UserError(
-            f"{folder.parent} has {free / 2**30:.1f} GiB free, and {layer} takes {room / 2**30:.1f} GiB",
-            "make room, or let ZERO_STUDY_CACHE name a folder on a larger disk",
-        )
+    refuse_full_disk(folder.parent, _ROOM_BYTES.get(package, 2**28), layer)
     print(f"{layer}: installing", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{layer}.") as scratch:
         target, wanted, told = Path(scratch) / "layer", Path(scratch) / "wanted.txt", Path(scratch) / "report.json"

@@ -188,6 +188,12 @@ def ranks_of_a_copy(world_size: int, per_machine: int) -> int:
     return per_machine if spans_machines else world_size // 2
 
 
+def from_root(path: str) -> Path:
+    """A relative path is looked for here, then from the repository's root."""
+    here = Path(path)
+    return here if here.exists() else REPOSITORY / path
+
+
 def read_strategy(name: str) -> Strategy:
     """A strategy by name, from its files, which must ask for what the name means."""
     if name not in STRATEGY_NAMES:

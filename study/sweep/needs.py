@@ -18,12 +18,11 @@ _LIBRARIES_BYTES = 1.2 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The device's of one rank; the host's and the drive's of all ranks on a box."""
+    """The device's of one rank; the host's and what goes through the drive, of all ranks on a box."""
 
     device_bytes: float
     host_bytes: float
-    nvme_bytes: float
-    # Through the drive of the box in each optimizer step.
+    # In each optimizer step.
     nvme_bytes_per_step: float
 
 
@@ -51,6 +50,5 @@ def needs_of(cell: Cell) -> Needs | None:
     return Needs(
         device_bytes=least_device_bytes(state, parameters, activations),
         host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, parameters * state.host)),
-        nvme_bytes=processes * parameters * state.nvme,
         nvme_bytes_per_step=processes * parameters * (state.nvme_per_step + passes * state.nvme_per_pass),
     )

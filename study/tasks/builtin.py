@@ -54,8 +54,6 @@ class Floor:
     oracle_eval_loss: float
     expected_accuracy: float | None = None
     oracle_eval_accuracy: float | None = None
-    expected_perplexity: float | None = None
-    oracle_eval_perplexity: float | None = None
 
 
 def _stream(purpose: str) -> np.random.Generator:
@@ -153,12 +151,7 @@ def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
     chain = language_chain()
     words = eval_blocks - len(SPECIAL_TOKENS)
     realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
-    return Floor(
-        expected_loss=chain.entropy_rate,
-        oracle_eval_loss=realized,
-        expected_perplexity=math.exp(chain.entropy_rate),
-        oracle_eval_perplexity=math.exp(realized),
-    )
+    return Floor(expected_loss=chain.entropy_rate, oracle_eval_loss=realized)
 
 
 # Reviews

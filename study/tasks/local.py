@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ import numpy as np
 
 from study.errors import UserError, first_line
 from study.host.contents import content_digest, whole_or_nothing
-from study.host.folders import folder_named
+from study.host.folders import folder_named, refuse_full_disk
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -148,13 +147,7 @@ def _convert(file: Path, kind: str, folder: Path) -> None:
     if packed := Extractor.infer_extractor_format(str(file)):
         # `datasets` would unpack it, to any size.
         raise UserError(f"--data: {file} is packed ({packed})", "unpack it")
-    needed, free = file.stat().st_size, shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise UserError(
-            f"--data: {file} takes {needed / 1e9:.1f} GB more when it is converted, and {folder.parent} has"
-            f" {free / 1e9:.1f} GB free",
-            "make room there, or let ZERO_STUDY_CACHE name a folder on a larger drive",
-        )
+    refuse_full_disk(folder.parent, file.stat().st_size, f"--data: what {file} is converted into")
     if kind == "json":
         _refuse_deep_nesting(file)
     options = {"keep_linebreaks": True} if kind == "text" else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from study.predict.request import Request
 from study.predict.state import state_of
@@ -65,29 +64,6 @@ def score(row: Measured) -> Scored:
         if counts and row.fits is not None and request.box.device.memory_gib
         else None,
         url=row.url,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    judged: int
-    right: int
-    said_fits: int
-    said_out_of_memory: int
-
-    @property
-    def share(self) -> float | None:
-        return self.right / self.judged if self.judged else None
-
-
-def calls_of(rows: Sequence[Scored]) -> Calls:
-    """Under-predictions, which cost a run, apart from over-predictions, which cost a chance."""
-    judged = [row for row in rows if row.fits is not None and row.predicted_fits is not None]
-    return Calls(
-        judged=len(judged),
-        right=sum(row.fits == row.predicted_fits for row in judged),
-        said_fits=sum(row.predicted_fits is True and row.fits is False for row in judged),
-        said_out_of_memory=sum(row.predicted_fits is False and row.fits is True for row in judged),
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 from IPython.display import HTML, display
 
 from study.errors import UserError
 from study.report.site.page import table_html
-from study.spec.strategies import REPOSITORY
+from study.spec.strategies import from_root
 from study.validation import tables
 
 
@@ -17,8 +15,7 @@ class Predictions:
     """Of one source or one strategy, or all."""
 
     def __init__(self, reports_dir: str, source: str = "", strategy: str = "") -> None:
-        here, from_root = Path(reports_dir), REPOSITORY / reports_dir
-        self._folder = here if here.exists() else from_root
+        self._folder = from_root(reports_dir)
         self._scores = tables.read(self._folder)
         for column, asked in (("source", source), ("strategy", strategy)):
             known = list(dict.fromkeys(self._scores[column]))

@@ -14,8 +14,9 @@ from study.report.questions.comparing import notes_on, workloads
 from study.report.questions.question import Answer, Question
 from study.report.questions.time import STEP, step_s
 from study.report.records.arms import Arm, fast_memory, has_no_gpu, state_mib
+from study.report.records.equivalence import seeds_needed
 from study.report.records.frames import Records, real
-from study.report.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, differences, noise, seeds_needed
+from study.report.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, differences, noise
 
 _NOT_JUDGED = "not judged"
 

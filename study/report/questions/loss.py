@@ -15,17 +15,10 @@ from study.report.questions.cells import NOT_MEASURED, known
 from study.report.questions.comparing import Judged, compared, notes_on, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, one_value
+from study.report.records.equivalence import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence
 from study.report.records.fairness import has_dropout
 from study.report.records.frames import Records, real, steps_by_run
-from study.report.records.statistics import (
-    BF16_SPACING,
-    LOSS_MARGIN,
-    Equivalence,
-    equivalence,
-    paired,
-    paired_runs,
-    percent,
-)
+from study.report.records.statistics import paired, paired_runs, percent
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 Steps = dict[str, pd.DataFrame]

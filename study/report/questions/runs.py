@@ -25,11 +25,6 @@ def answer(records: Records) -> Answer | None:
         " believed."
     )
     notes = []
-    if unsealed := int((~ended["sealed"].astype(bool)).sum()):
-        notes.append(
-            f"{unsealed} of them closed without a digest of the record: a figure that was changed later, and stands in"
-            " one file only, could not be noticed."
-        )
     boxes = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(boxes) > 1:
         notes.append(

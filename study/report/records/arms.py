@@ -132,9 +132,9 @@ def ratio_text(ratio: Interval | None, digits: int = 2) -> str:
     return ratio.text(digits) if ratio.n else "no pair"
 
 
-def against(arm: Arm, figure: str, digits: int = 2) -> str:
+def against(arm: Arm, figure: str) -> str:
     """The paired ratio to the baseline, as a cell."""
-    return "1 (baseline)" if arm.is_baseline else ratio_text(arm.ratio(figure), digits)
+    return "1 (baseline)" if arm.is_baseline else ratio_text(arm.ratio(figure))
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What repeats and seeds allow to be said: intervals, noise, differences that survive it, equivalence, sample sizes.
+"""What repeats and seeds allow to be said: intervals, noise, differences that survive it.
 
 The arithmetic is that of scipy and statsmodels. Times and losses are compared as ratios, so on a log scale, seed by
 seed: repeats of one seed are averaged first. A figure that rests on too few runs says so and has no interval.
@@ -6,13 +6,11 @@ seed: repeats of one seed are averaged first. A figure that rests on too few run
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -22,15 +20,8 @@ CONFIDENCE = 0.95
 SMALLEST_SAMPLE = 3
 # Fewer points than this are all shown, beside their interval.
 SHOWN_BELOW = 6
-# A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
-LOSS_MARGIN = 0.0012
-# How far apart neighbouring bf16 numbers are. Two engines compute logits that differ by one such step, which is no
-# difference in training.
-BF16_SPACING = 2.0**-8
 SIGNIFICANCE = 0.05
-POWER = 0.8
 NOT_TOLD_APART = "not told apart from noise"
-_MOST_SEEDS = 10_000
 # Logs that are nearer than this are the same.
 _ROUNDING = 1e-12
 Pair = tuple[str, str]
@@ -48,14 +39,6 @@ class Interval:
     @property
     def n(self) -> int:
         return len(self.points)
-
-    @property
-    def note(self) -> str:
-        if self.low is not None:
-            return f"n = {self.n}, {CONFIDENCE:.0%} t interval of logs"
-        if self.n == 0:
-            return "no run"
-        return "one run: no interval" if self.n == 1 else f"{self.n} runs: too few for an interval"
 
     def brief(self, form: Callable[[float], str]) -> str:
         middle = form(self.center)
@@ -280,66 +263,6 @@ def _t_and_df(apart: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
     else:
         df = 1.0
     return abs(float(apart.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
-
-
-@dataclasses.dataclass(frozen=True)
-class Equivalence:
-    """Two one-sided tests: is the mean paired difference of a loss within the margin? No p without its n."""
-
-    n: int
-    margin: float
-    mean_difference: float | None
-    largest_difference: float | None
-    p: float | None
-    verdict: Literal["equivalent", "not shown", "no test"]
-    reason: str
-
-    def text(self) -> str:
-        if self.mean_difference is None:
-            return self.reason
-        measured = f"mean difference {self.mean_difference:+.2g}, margin {self.margin:.2g}, n = {self.n}"
-        return f"{self.reason} ({measured}{'' if self.p is None else f', p = {self.p:.2g}'})"
-
-
-def equivalence(values: Sequence[float], baselines: Sequence[float], margin: float = LOSS_MARGIN) -> Equivalence:
-    """`margin` is a share of the baselines' mean; values and baselines are pairs, one for each seed."""
-    differences = np.asarray(values, dtype=float) - np.asarray(baselines, dtype=float)
-    n = len(differences)
-    if not n:
-        return Equivalence(0, margin, None, None, None, "no test", "no run to pair with")
-    bound = margin * abs(float(np.mean(baselines)))
-    mean, largest = float(differences.mean()), float(np.abs(differences).max())
-
-    result = functools.partial(Equivalence, n, bound, mean, largest)
-    if n < 2:
-        return result(None, "no test", "one seed: no test")
-    if np.ptp(differences) <= 1e-12 * max(abs(mean), bound):
-        inside = abs(mean) < bound
-        reason = "the same difference every time: no spread to test against"
-        return result(None, "equivalent" if inside else "not shown", reason)
-    above = stats.ttest_1samp(differences, -bound, alternative="greater").pvalue
-    below = stats.ttest_1samp(differences, bound, alternative="less").pvalue
-    p = float(max(above, below))
-    shown = p < SIGNIFICANCE
-    return result(p, "equivalent" if shown else "not shown", "equivalent" if shown else "equivalence is not shown")
-
-
-def seeds_needed(claim: float, spread: float) -> int | None:
-    """How many pairs of runs a paired t-test needs to see a change of `claim`, where pairs scatter by `spread`.
-
-    Both are shares of the figure. None where ten thousand are not enough.
-    """
-    from statsmodels.stats.power import TTestPower
-
-    if claim <= 0 or spread < 0:
-        raise ValueError(f"a claim of {claim} with a spread of {spread} asks for nothing")
-    if spread == 0:
-        return 2
-    power = functools.partial(TTestPower().power, claim / spread, alpha=SIGNIFICANCE)
-    choices = range(2, _MOST_SEEDS + 1)
-    # solve_power() of statsmodels gives up where two runs are enough.
-    place = bisect.bisect_left(choices, POWER, key=lambda n: power(nobs=n))
-    return choices[place] if place < len(choices) else None
 
 
 def percent(share: float, signed: bool = False) -> str:

@@ -18,7 +18,7 @@ from study.report.questions.question import Question
 from study.report.records import frames
 from study.report.records.frames import Records
 from study.report.site.page import links_html, paragraph_html, table_html
-from study.spec.strategies import REPOSITORY
+from study.spec.strategies import REPOSITORY, from_root
 
 _DOTS_PER_INCH, _CSS_PIXELS_PER_INCH = 200, 100
 _COLOURS = 128
@@ -26,9 +26,8 @@ _NOTHING_HERE = "These records hold nothing to show here."
 
 
 def records(folder: str) -> Records:
-    """Records of a runs directory or a report; a relative path is looked for here, then from the repository's root."""
-    here, from_root = Path(folder), REPOSITORY / folder
-    found = here if here.exists() else from_root
+    """Records of a runs directory or a report."""
+    found = from_root(folder)
     if not found.exists():
         raise UserError(
             f"there is no folder {folder}, neither here nor in {REPOSITORY.name}", "name another records_dir"
