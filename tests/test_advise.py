@@ -77,6 +77,19 @@ def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice)
     assert "it fits at the upper end of its peak's interval too" in how_sure(eight_b)
 
 
+def test_nothing_is_surely_faster_than_what_nobody_validated(eight_b: Advice) -> None:
+    names = ["zero3", "zero3_cpu"]
+    both = [option for name in names if (option := eight_b.option(name)) is not None and option.fits]
+    assert [option.name for option in both] == names
+    advice = dataclasses.replace(eight_b, options=tuple(both))
+    assert "nobody has validated times here" in how_sure(advice)
+
+
+def test_advice_to_offload_says_what_its_time_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model_name_or_path", "gpt2-xl", "--hardware", "T4"]) == 0
+    assert capsys.readouterr().out.count("set OMP_NUM_THREADS") == 1
+
+
 def _speed(option: Option) -> float:
     return option.tokens_per_s
 

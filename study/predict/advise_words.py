@@ -34,7 +34,8 @@ def how_sure(advice: Advice) -> str:
         return f"it is the only one that fits; {memory}"
     if best.is_sure and not other.is_sure:
         return f"it is the only one that is sure to fit; {memory}"
-    gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
+    gap = best.tokens_per_s / other.tokens_per_s - 1
+    error = None if error_of_time(other) is None else error_of_time(best)
     if gap <= AS_FAST:
         return f"as fast as the next, within {AS_FAST:.0%}, and simpler; {memory}"
     if error is None:

@@ -112,6 +112,10 @@ class Strategy:
         return dataclasses.replace(resized, deepspeed=asked, own_settings=own_settings)
 
     @property
+    def offloads(self) -> bool:
+        return self.offload_device("optimizer") is not None or self.offload_device("param") is not None
+
+    @property
     def uses_nvme(self) -> bool:
         return "nvme" in (self.offload_device("optimizer"), self.offload_device("param"))
 

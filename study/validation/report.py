@@ -98,7 +98,8 @@ def intervals_text(frame: pd.DataFrame) -> str:
     rows = tables.counted(frame)
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
-    steps = scored["step_s"] / scored["predicted_step_s"]
+    timed = scored[~scored["offloads"]]
+    steps = timed["step_s"] / timed["predicted_step_s"]
     # What a GPU holds above weights and optimizer, and what a process without one does.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))

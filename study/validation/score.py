@@ -15,6 +15,7 @@ class Scored:
     source: str
     name: str
     strategy: str
+    offloads: bool
     precision: str
     device: str
     ranks: int
@@ -48,6 +49,7 @@ def score(row: Measured) -> Scored:
         source=row.source,
         name=row.name,
         strategy=request.strategy.name,
+        offloads=request.strategy.offloads,
         precision=request.precision,
         device=request.box.device.name,
         ranks=request.box.ranks,
