@@ -144,7 +144,7 @@ def test_host_memory_is_checked_where_it_is_said() -> None:
 
 
 def test_another_question_is_told_where_the_answer_changes() -> None:
-    question = Question(model_shape("gpt2"), box_of("2xL4"), 512, "bf16", gradient_checkpointing=False)
+    question = Question(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
     assert "with half the GPUs it would be single" in list(changes(advise(question)))
     # A sequence that the model has no positions for is no question.
     short = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)

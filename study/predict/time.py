@@ -316,6 +316,6 @@ def host_adam_note(request: Request) -> str | None:
         return f"the host's Adam reads and writes {said:.0f} GB/s for all ranks of a node, as measured or given"
     return (
         f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published of 128 cores; another"
-        " box had 10. accelerate launch and torchrun leave a rank one thread: set OMP_NUM_THREADS to a rank's cores, and"
-        " --enable_cpu_affinity"
+        " box had 10. accelerate launch and torchrun leave a rank one thread: set OMP_NUM_THREADS to a rank's cores,"
+        " and --enable_cpu_affinity"
     )
