@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import pairwise
 
 import pytest
 
+from study.cli import main
 from study.errors import UserError
 from study.measure.flops import model_flops_per_sample
 from study.predict import flops
 from study.predict.boxes import BOX_NAMES, box_of
+from study.predict.exchange import exchange_of
 from study.predict.links import bus_bandwidth_gb_per_s, collective_s
 from study.predict.request import Box, Request
+from study.predict.settings import engine_settings
 from study.predict.shape import model_shape
 from study.predict.time import FITTED, predict_time
+from study.predict.traffic import payload_of, sent_bytes
 from study.spec.config import RunConfig, Task, resolved
-from study.spec.strategies import STRATEGY_NAMES, read_strategy
+from study.spec.overrides import override
+from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 from study.theory.hardware import known_devices
 
 LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
@@ -192,3 +198,84 @@ def test_this_box_is_measured() -> None:
     assert box.gpus_per_node >= 1
     assert box.device.matmul_tflops
     assert predict_time(asked(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0
+
+
+def _with(name: str, *asked_for: str) -> Strategy:
+    strategy = read_strategy(name)
+    assert strategy.deepspeed is not None
+    return dataclasses.replace(strategy, deepspeed=override(strategy.deepspeed, asked_for))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "setting", ["reduce_scatter=true", "reduce_scatter=false", "use_multi_rank_bucket_allreduce=false"]
+)
+def test_what_is_timed_is_what_is_sent(name: str, setting: str) -> None:
+    """One bucket, no overlap: the calls that traffic counts, one after the other."""
+    strategy = _with(
+        name, f"zero_optimization.{setting}", "zero_optimization.overlap_comm=false",
+        "zero_optimization.reduce_bucket_size=1000000000000",
+    )  # fmt: skip
+    request = asked(strategy=strategy, precision="bf16-engine", accumulation=3)
+    how = engine_settings(strategy, request.shape.hidden).gradients_by
+    expected = {"reduce_scatter=true": {"zero3": "reduce_scatter"}.get(name, "all_reduce"),
+                "reduce_scatter=false": "all_reduce",
+                "use_multi_rank_bucket_allreduce=false": {"zero3": "reduce_scatter"}.get(name, "reduce")}  # fmt: skip
+    assert how == expected[setting]
+    assert set(payload_of(request)) == {how, "all_gather"}
+    waited, total = exchange_of(request, 2.0, 0.0, 0.0).waited, request.shape.parameters * 2
+    if name == "zero3":
+        scattering = exchange_of(dataclasses.replace(request, strategy=_with(name)), 2.0, 0.0, 0.0).waited
+        assert (waited > scattering) == (how == "all_reduce")
+    else:
+        reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, how, total)
+        assert waited == pytest.approx(reduced + collective_s(request.box, "all_gather", total))
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("box", ["4x4090", "8xT4", "2xA100-PCIE-80", "4xH100"])
+def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None:
+    request = asked(strategy=read_strategy(name), box=box_of(box), accumulation=16, precision="fp32")
+    exchange = exchange_of(request, 4.0, 1.0, 2.0)
+    device = request.box.device
+    link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
+    assert sent_bytes(request) <= link * (exchange.hidden + exchange.waited)
+
+
+def test_a_reduction_to_one_lies_between_scattering_and_reducing_to_all() -> None:
+    box = box_of("8xA100")
+    scattered, to_one, to_all = (collective_s(box, how, 2**30) for how in ("reduce_scatter", "reduce", "all_reduce"))
+    assert scattered == pytest.approx(7 / 8 * to_one)
+    assert to_all == pytest.approx(14 / 8 * to_one)
+
+
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
+def test_a_time_with_offload_has_no_interval_and_says_what_it_rests_on(name: str) -> None:
+    strategy = read_strategy(name)
+    time = predict_time(asked(strategy=strategy, box=box_of("H100") if name == "single" else box_of("8xH100")))
+    on_host = name.endswith(("_cpu", "_optimizer", "_nvme"))
+    for figure in (time.step_s, time.tokens_per_s_per_gpu):
+        assert (figure.low is None, figure.high is None) == (on_host, on_host)
+    told = [note for note in time.notes if "OMP_NUM_THREADS" in note]
+    assert len(told) == on_host
+    assert all(f"{FITTED.host_gb_per_s:.0f} GB/s" in note for note in told)
+
+
+def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:
+    """Down each time, up for all but the first; then the weights come."""
+    strategy = read_strategy("zero2_cpu")
+    moved = [predict_time(asked(strategy=strategy, accumulation=many)).parts["offload"] for many in (1, 2, 5)]
+    assert moved == pytest.approx([moved[0], 2 * moved[0], 5 * moved[0]])
+
+
+def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["predict", "--model_name_or_path", "gpt2-xl", "--strategy", "zero2_cpu", "--hardware", "8xH100"]
+    seconds = []
+    for rate in ("10", "20"):
+        assert main([*arguments, "--host_gb_per_s", rate, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["time"]
+        seconds.append(found["parts"]["cpu_adam"])
+        assert any(f"{rate} GB/s" in note and "given" in note for note in found["notes"])
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert main([*arguments, "--host_gb_per_s", "nan"]) == 2
+    assert "use a number above 0" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from study.errors import UserError
 from study.predict.advise_settings import fitted
 from study.predict.fits import excess_bytes, fits, why
+from study.predict.intervals import slowest_offload
 from study.predict.memory import predict_memory
 from study.predict.request import Attention, Box, Memory, ModelShape, Request, Time
 from study.predict.time import predict_time
@@ -108,18 +109,16 @@ def advise(question: Question, names: Sequence[str] | None = None, *, surely: bo
 def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]:
     """The simplest of those that are as fast as the first, then the others as they come.
 
-    First is the fastest, but for an offload that is ahead by less than a step's time may be off: what needs no host is
-    taken then. Of two strategies that both stay on the device the errors are alike, and `AS_FAST` is enough.
+    First is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: what
+    needs no host is taken then, if it is as sure to fit. Of two that both stay on the device the errors are alike, and
+    `AS_FAST` is enough.
     """
     fastest = options[0]
     as_sure = [each for each in options if each.is_sure or not (surely and fastest.is_sure)]
-    near = (
-        each for each in as_sure
-        if fastest.request.strategy.offloads and not each.request.strategy.offloads
-        and each.tokens_per_s >= (1 - (error_of_time(each) or AS_FAST)) * fastest.tokens_per_s
-    )  # fmt: skip
-    first = next(near, fastest)
-    equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s]
+    plain = next((each for each in as_sure if each.fits and not each.request.strategy.offloads), fastest)
+    first = fastest if fastest.tokens_per_s > slowest_offload() * plain.tokens_per_s else plain
+    equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s
+             and each.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
     equal.sort(key=lambda option: SIMPLEST_FIRST.index(option.name))
     return (*equal, *(option for option in options if option not in equal))
 

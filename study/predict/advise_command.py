@@ -20,6 +20,7 @@ from study.predict.command import known_optimizer, no_adapters
 from study.predict.fits import device_bytes
 from study.predict.request import Request
 from study.predict.shape import model_shape, sequence_length
+from study.predict.time import host_adam_note
 
 # What validation knows of a request's neighbours, in lines for the reader.
 Nearest = Callable[[Request], Iterable[str]]
@@ -174,6 +175,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
             said = f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
             yield "; ".join([said, *unchecked(told.riskier)])
         yield from _of_loading(best)
+        if (of_host := host_adam_note(best.request)) is not None:
+            yield of_host
     yield from told.others
     for rule in told.guides:
         yield f"{rule.document}, {rule.says}: {rule.choice}" + (

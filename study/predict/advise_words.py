@@ -9,6 +9,7 @@ from typing import Any
 from study.host.memory import GIB
 from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates, error_of_time
 from study.predict.fits import left_share
+from study.predict.intervals import slowest_offload
 
 _FAR_BEHIND = 0.5
 _WORTH_TELLING = 0.05
@@ -27,9 +28,11 @@ def how_sure(advice: Advice) -> str:
         return f"it is the only one that fits; {memory}"
     if best.is_sure and not other.is_sure:
         return f"it is the only one that is sure to fit; {memory}"
-    gap, error = best.tokens_per_s / other.tokens_per_s - 1, error_of_time(best)
-    if error is not None and gap < -AS_FAST:
-        return f"no offload, and {-gap:.0%} slower than one, less than a step's time may be off ({error:.0%}); {memory}"
+    gap = best.tokens_per_s / other.tokens_per_s - 1
+    error = None if error_of_time(other) is None else error_of_time(best)
+    if other.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
+        ahead, off = other.tokens_per_s / best.tokens_per_s - 1, slowest_offload()
+        return f"no offload: one is {ahead:.0%} ahead, and such steps took up to {off:.1f} x the prediction; {memory}"
     if gap <= AS_FAST:
         return f"as fast as the next, within {AS_FAST:.0%}, and simpler; {memory}"
     if error is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from study.predict.links import Collective, collective_s
 from study.predict.request import Box, Request
+from study.predict.settings import engine_settings
 
 _DDP_BUCKET_BYTES = 25 * 2**20
-_FALLBACK_BUCKET = 500_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +27,19 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
         return Exchange(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, weight_bytes, forward, backward)
-    total, settings = request.shape.parameters * weight_bytes, _settings(request)
-    bucket = float(settings.get("reduce_bucket_size") or _FALLBACK_BUCKET) * weight_bytes
+    total = request.shape.parameters * weight_bytes
     if stage is None:
         last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
+    settings = engine_settings(strategy, request.shape.hidden)
+    bucket = settings.reduce_bucket * weight_bytes
     if stage == 0:
         return Exchange(0.0, _calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
-    reduced = times * _calls_s(request.box, "reduce_scatter", total, bucket)
-    gather = float(settings.get("allgather_bucket_size") or _FALLBACK_BUCKET) * weight_bytes
-    room = times * backward if settings.get("overlap_comm") else 0.0
-    return _overlap(reduced, room, 0.0) + Exchange(0.0, _calls_s(request.box, "all_gather", total, gather))
+    reduced = times * _calls_s(request.box, settings.gradients_by, total, bucket)
+    room = times * backward if settings.overlaps else 0.0
+    # In one call, whatever allgather_bucket_size says.
+    return _overlap(reduced, room, 0.0) + Exchange(0.0, collective_s(request.box, "all_gather", total))
 
 
 def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
@@ -50,13 +50,14 @@ def _sharded(request: Request, weight_bytes: float, forward: float, backward: fl
     inner = _within(request.box, request.ranks_of_a_copy)
     outer = inner if strategy.is_fsdp else request.box
     first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
-    scattered = _calls_s(outer, "reduce_scatter", total, chunk)
+    settings = None if strategy.is_fsdp else engine_settings(strategy, request.shape.hidden)
+    scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", total, chunk)
     copies = request.box.ranks // outer.ranks
     if copies > 1:
         scattered += _calls_s(
             _across(request.box, outer, copies), "all_reduce", total / outer.ranks, chunk / outer.ranks
         )
-    can_hide = strategy.is_fsdp or _settings(request).get("overlap_comm") is not False
+    can_hide = settings is None or settings.overlaps
     alone = _calls_s(outer, "all_gather", chunk, chunk)
     ahead = _overlap(times * first, times * forward * can_hide, alone)
     return ahead + _overlap(times * (second + scattered), times * backward * can_hide, alone)
@@ -76,10 +77,6 @@ def _across(box: Box, group: Box, copies: int) -> Box:
     if group.ranks < box.gpus_per_node and box.nodes == 1:
         return dataclasses.replace(box, gpus_per_node=copies)
     return dataclasses.replace(box, nodes=copies, gpus_per_node=1)
-
-
-def _settings(request: Request) -> dict[str, Any]:
-    return dict((request.strategy.deepspeed or {}).get("zero_optimization", {}))
 
 
 def _calls_s(box: Box, collective: Collective, total: float, chunk: float) -> float:

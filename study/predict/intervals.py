@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ FILE = Path(__file__).with_name("intervals.yaml")
 @functools.cache
 def _table() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+
+
+def slowest_offload() -> float:
+    """How many times as long as predicted a step with offload was at most."""
+    return float(_table().get("offload_step_s", {}).get("high", math.inf))
 
 
 def estimate(what: str, value: float, certain: float = 0.0) -> Estimate:

@@ -13,7 +13,7 @@ import yaml
 import study.theory
 from study.predict.request import Box
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Collective = Literal["all_reduce", "all_gather", "reduce", "reduce_scatter"]
 
 # NVLink's figure of the device whose table is used, GB/s: others are scaled by their own links.
 _LINKS_OF_TABLE = {"A100": 300.0, "H200": 450.0}
@@ -26,7 +26,8 @@ def collective_s(box: Box, collective: Collective, payload_bytes: float) -> floa
     ranks = box.ranks
     if ranks == 1 or payload_bytes <= 0:
         return 0.0
-    share = (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
+    # In nccl-tests' terms: a reduction to one rank passes all of it over every link of a chain.
+    share = 1 if collective == "reduce" else (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
     return share * payload_bytes / (1e9 * bus_bandwidth_gb_per_s(box, collective, payload_bytes))
 
 

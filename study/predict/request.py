@@ -66,7 +66,7 @@ class Box:
     # Of one device to other nodes.
     network_gb_per_s: float = 50.0
     host_gib_per_node: float | None = None
-    # What all ranks of a node read and write together in an optimizer on the host, where it was measured.
+    # What all ranks of a node read and write together in an optimizer on the host, where it was measured or given.
     host_memory_gb_per_s: float | None = None
     nvme_read_gb_per_s: float | None = None
     nvme_write_gb_per_s: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from study.spec.strategies import Strategy
 
@@ -50,6 +50,16 @@ class EngineSettings:
     bf16_moments: bool
     optimizer: Offload | None
     parameters: Offload | None
+
+    @property
+    def gradients_by(self) -> Literal["all_reduce", "reduce", "reduce_scatter"]:
+        """stage_1_and_2.py, average_tensor: stages 1 and 2 reduce a bucket to everybody or, told not to, each part to
+        its owner. Only stage 3 scatters."""
+        if not self.reduce_scatter:
+            return "all_reduce"
+        if self.stage == 3:
+            return "reduce_scatter"
+        return "all_reduce" if self.reduces_to_all else "reduce"
 
 
 def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:

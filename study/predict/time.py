@@ -11,7 +11,7 @@ from study.predict import flops
 from study.predict.exchange import exchange_of
 from study.predict.floor import state_bytes
 from study.predict.intervals import estimate
-from study.predict.request import Memory, Request, Time
+from study.predict.request import Estimate, Memory, Request, Time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Constants:
     # The processor's time for a layer in each pass over it: no step is faster. DeepSpeed's stage 3 adds its hooks.
     launch_s: float
     hooks_s: float
-    # What DeepSpeed's Adam on the host reads and writes, of all ranks of a node. Far below what memory gives: launchers
-    # leave a rank one thread.
+    # What DeepSpeed's Adam on the host reads and writes, of all ranks of a node that share out its cores, with the
+    # clipping and the copies around it. Alone it was seen at 109 to 127 (table 4 of https://arxiv.org/abs/2101.06840).
     host_gb_per_s: float
 
 
@@ -106,12 +106,17 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
     of_step = None if peak is None else total * peak * 1e12
     return Time(
         parts=parts,
-        step_s=estimate("step_s", total),
-        tokens_per_s_per_gpu=estimate("tokens", step.tokens * pieces / total),
+        step_s=_validated(request, "step_s", total),
+        tokens_per_s_per_gpu=_validated(request, "tokens", step.tokens * pieces / total),
         mfu=None if of_step is None else flops.model_flops(request) / of_step,
         hfu=None if of_step is None else flops.hardware_flops(request) / of_step,
         notes=_notes(request, memory),
     )
+
+
+def _validated(request: Request, what: str, value: float) -> Estimate:
+    """Published times of offload are too few, and too far apart, for an interval."""
+    return Estimate(value) if request.strategy.offloads else estimate(what, value)
 
 
 def _step_of(request: Request, constants: Constants) -> _Step:
@@ -250,7 +255,8 @@ def _offload_s(step: _Step) -> float:
     shard = request.shape.parameters * step.weight_bytes / step.ranks
     moved = 0.0
     if strategy.offload_device("optimizer"):
-        moved += _share_on_host(request) * shard * (request.accumulation + 1)
+        # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
+        moved += _share_on_host(request) * shard * 2 * request.accumulation
     if strategy.offload_device("param"):
         moved += 2 * request.accumulation * shard
     return moved / link
@@ -291,9 +297,8 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     held = 0.0 if memory is None else memory.peak_reserved.value + memory.device_parts["context"]
     if device.memory_gib and held > device.visible_gib * 2**30:
         said.append(f"this does not fit: the time is that of a {device.name} with more memory")
-    if request.strategy.offload_device("optimizer"):
-        rate = request.box.host_memory_gb_per_s or FITTED.host_gb_per_s
-        said.append(f"the host's Adam reads and writes {rate:.0f} GB/s for all ranks of a node")
+    if (of_host := host_adam_note(request)) is not None:
+        said.append(of_host)
     if request.strategy.uses_nvme:
         said.append(
             f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"
@@ -301,3 +306,16 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     if request.box.nodes > 1:
         said.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")
     return tuple(said)
+
+
+def host_adam_note(request: Request) -> str | None:
+    """What the time of an offloaded optimizer rests on, and how not to lose it."""
+    if not request.strategy.offload_device("optimizer"):
+        return None
+    if (said := request.box.host_memory_gb_per_s) is not None:
+        return f"the host's Adam reads and writes {said:.0f} GB/s for all ranks of a node, as measured or given"
+    return (
+        f"the host's Adam: {FITTED.host_gb_per_s:.0f} GB/s for all ranks of a node, as published of 128 cores; another"
+        " box had 10. accelerate launch and torchrun leave a rank one thread: set OMP_NUM_THREADS to a rank's cores,"
+        " and --enable_cpu_affinity"
+    )

@@ -30,14 +30,12 @@ def payload_of(request: Request) -> dict[str, float]:
     times = 1 if settings.stage == 1 else request.accumulation
     if settings.stage < 3:
         reduced = float(total * weight * times)
-        how = "all_reduce" if settings.reduces_to_all or not settings.reduce_scatter else "reduce"
-        return {how: reduced, "all_gather": float(flat_elements(request) * weight)}
+        return {settings.gradients_by: reduced, "all_gather": float(flat_elements(request) * weight)}
     whole = sum(math.ceil(piece.elements / ranks) * ranks for piece in kept_whole(request, settings))
     # What is kept whole is gathered once, after the optimizer has changed it.
     gathered = gathers_of(request, settings).elements * request.accumulation + whole
     scattered = part_elements(request) * ranks * request.accumulation
-    how = "reduce_scatter" if settings.reduce_scatter else "all_reduce"
-    return {"all_gather": float(gathered * weight), how: float(scattered * weight)}
+    return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
 
 
 def _positions(request: Request) -> int:

@@ -98,7 +98,8 @@ def intervals_text(frame: pd.DataFrame) -> str:
     rows = tables.counted(frame)
     own, published = (rows[(rows["source"] == tables.OWN) == is_own] for is_own in (True, False))
     scored = published[published["use"] == "score"]
-    steps = scored["step_s"] / scored["predicted_step_s"]
+    timed = scored[~scored["offloads"]]
+    steps = timed["step_s"] / timed["predicted_step_s"]
     # What a GPU holds above weights and optimizer, and what a process without one does.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
@@ -114,4 +115,10 @@ def intervals_text(frame: pd.DataFrame) -> str:
         if len(found := found.dropna()):
             low, high = found.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
             table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(found)}
+    offloaded = scored[scored["offloads"]]
+    if len(found := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
+        # Too few for an interval: the ends of all.
+        table["offload_step_s"] = {
+            "low": round(float(found.min()), 3), "high": round(float(found.max()), 3), "rows": len(found)
+        }  # fmt: skip
     return _INTERVALS_HEAD.format(within=WITHIN) + yaml.safe_dump(table, sort_keys=False)

@@ -14,6 +14,7 @@ class Scored:
     source: str
     name: str
     strategy: str
+    offloads: bool
     precision: str
     device: str
     ranks: int
@@ -47,6 +48,7 @@ def score(row: Measured) -> Scored:
         source=row.source,
         name=row.name,
         strategy=request.strategy.name,
+        offloads=request.strategy.offloads,
         precision=request.precision,
         device=request.box.device.name,
         ranks=request.box.ranks,

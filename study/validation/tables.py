@@ -45,11 +45,13 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
         for kind, what in OWN_KINDS.items()
     ]
     scored = published[published["use"] == "score"]
+    offloaded, scored = (scored[scored["offloads"] == is_so] for is_so in (True, False))
     used = set(rows[rows["use"] == "fit"]["source"])
     kinds = [
         ("peak memory, published", published[published["use_memory"] == "score"]["peak_error"], AIMS["peak"]),
         ("step time, published, rows that fitted nothing", scored["step_error"], AIMS["step"]),
         ("step time, sources that fitted nothing", scored[~scored["source"].isin(used)]["step_error"], AIMS["step"]),
+        ("step time, published, offload: no interval", offloaded["step_error"], AIMS["step"]),
         *own_peaks,
         ("step time, own GPU runs", own["step_error"], AIMS["step"]),
     ]
