@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,18 @@ from study.errors import UserError
 
 def read_yaml(file: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = copy.deepcopy(_parsed(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{file} is not readable as YAML ({error})", "fix the file") from None
     if not isinstance(document, dict):
         raise UserError(f"{file} is not a mapping", "fix the file")
     return document
+
+
+@functools.cache
+def _parsed(text: str) -> Any:
+    """Advice and validation ask for the same few files a thousand times, and YAML is slow to read."""
+    return yaml.safe_load(text)
 
 
 def read_deepspeed_json(file: Path) -> dict[str, Any]:
