@@ -142,7 +142,7 @@ def test_what_an_offload_needs_is_said_where_nobody_said_what_there_is() -> None
     host = "not checked: it needs {:.0f} GiB of host memory; --host-memory says what there is"
     assert said["single"] == []
     assert said["zero2_cpu"] == [host.format(offload.memory.host_peak.value / 2**30)]
-    assert said["zero3_nvme"][1:] == ["its drives are taken to read 3.5 and write 5 GB/s (--nvme-gb-per-s)"]
+    assert said["zero3_nvme"][1:] == ["its drives are taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
     assert said["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
     known = dataclasses.replace(box, host_gib_per_node=64.0)
     for option in advise(dataclasses.replace(advice.question, box=known), ["zero2_cpu", "zero3_nvme"]).options:
@@ -153,7 +153,7 @@ def test_a_slower_drive_is_a_slower_step(capsys: pytest.CaptureFixture[str]) -> 
     steps = {}
     for drive in ("10,5", "1,0.5"):
         asked = ["--model_name_or_path", "gpt2", "--hardware", "T4", "--strategy", "zero3_nvme", "--json"]
-        assert main(["predict", *asked, "--nvme-gb-per-s", drive]) == 0
+        assert main(["predict", *asked, "--nvme_gb_per_s", drive]) == 0
         steps[drive] = json.loads(capsys.readouterr().out)["time"]["parts"]["nvme"]
     assert steps["1,0.5"] == pytest.approx(10 * steps["10,5"])
 
@@ -338,8 +338,8 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
             ["--model_name_or_path", "gpt2", "--hardware", "H100", "--optimizer", "muon"],
             "`study virtual --optimizer muon",
         ),
-        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme-gb-per-s", "3"], "no two numbers above 0"),
-        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme-gb-per-s", "3,nan"], "no two numbers above 0"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme_gb_per_s", "3"], "no two numbers above 0"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme_gb_per_s", "3,nan"], "no two numbers above 0"),
     ],
 )
 def test_a_wrong_question_ends_in_one_line_and_status_2(

@@ -278,4 +278,4 @@ def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -
         assert any(f"{rate} GB/s" in note and "given" in note for note in found["notes"])
     assert seconds[0] == pytest.approx(2 * seconds[1])
     assert main([*arguments, "--host_gb_per_s", "nan"]) == 2
-    assert "use a number above 0" in capsys.readouterr().err
+    assert "'nan' is no number above 0" in capsys.readouterr().err

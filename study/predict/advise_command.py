@@ -15,7 +15,7 @@ from study.predict.advise import Advice, Option, Question, advise, refuse_precis
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.advise_words import changes, count_text, how_sure, unchecked, worth_trying
-from study.predict.boxes import add_drive_argument, box_of, with_drives
+from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.command import known_optimizer, no_adapters
 from study.predict.fits import device_bytes
 from study.predict.request import Request
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=_gib, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=_gib, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
-    add_drive_argument(parser)
+    add_speed_arguments(parser)
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
     add("--peft", type=no_adapters, help=argparse.SUPPRESS)
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
 
 
 def _question(options: argparse.Namespace) -> Question:
-    box = with_drives(box_of(options.hardware), options.nvme_gb_per_s)
+    box = box_asked(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
     precision = options.precision or usual_precision(box)

@@ -53,7 +53,7 @@ def unchecked(option: Option) -> Iterator[str]:
         yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host-memory says what there is"
     if strategy.uses_nvme:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
-        yield f"its drives are taken to read {read:g} and write {write:g} GB/s (--nvme-gb-per-s)"
+        yield f"its drives are taken to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
 
 
 def _of_device(best: Option) -> str:

@@ -60,9 +60,6 @@ _NAMES: dict[str, tuple[str, float]] = {
     "B200": ("B200 SXM", 50.0),
 }
 BOX_NAMES = (*_NAMES, "this")
-# DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's blog
-# deepnvme, 08-2024).
-_NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S = 10.0, 5.0
 _LARGEST_COUNT = 65536
 _COUNT = r"([0-9]{1,99}) *x *"
 
@@ -79,10 +76,10 @@ def box_of(name: str) -> Box:
     if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{brief(name)} is no box: `this` is one box as it is", "leave the number out")
-        return with_drives(_this(), None)
+        return _this()
     if (device := _device_of(count["device"])) is None:
         raise _unknown(name)
-    return with_drives(Box(name, device, per_node, nodes, network_gb_per_s=_network_gb_per_s(device)), None)
+    return Box(name, device, per_node, nodes, network_gb_per_s=_network_gb_per_s(device))
 
 
 def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
@@ -92,28 +89,42 @@ def box_of_devices(device_name: str, ranks: int, nodes: int) -> Box:
     return Box(device.name, device, ranks // nodes, nodes, network_gb_per_s=_network_gb_per_s(device))
 
 
-def add_drive_argument(parser: argparse.ArgumentParser) -> None:
+def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
+    """What no name of a box says."""
     parser.add_argument(
-        "--nvme-gb-per-s",
-        type=_speeds,
+        "--nvme_gb_per_s",
+        type=_two_speeds,
+        default=(Box.nvme_read_gb_per_s, Box.nvme_write_gb_per_s),
         metavar="READ,WRITE",
-        help=f"what a node's drives do; by default {_NVME_READ_GB_PER_S:g},{_NVME_WRITE_GB_PER_S:g}",
+        help=f"what a node's drives do; by default {Box.nvme_read_gb_per_s:g},{Box.nvme_write_gb_per_s:g}",
+    )
+    parser.add_argument(
+        "--host_gb_per_s", type=_speed, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
     )
 
 
-def with_drives(box: Box, speeds: tuple[float, float] | None) -> Box:
-    """As --nvme-gb-per-s says, else as nobody measured."""
-    read, write = speeds or (_NVME_READ_GB_PER_S, _NVME_WRITE_GB_PER_S)
-    return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write)
+def box_asked(options: argparse.Namespace) -> Box:
+    """By the name, with the speeds that were given."""
+    box, (read, write) = box_of(options.hardware), options.nvme_gb_per_s
+    host = options.host_gb_per_s or box.host_memory_gb_per_s
+    return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write, host_memory_gb_per_s=host)
 
 
-def _speeds(text: str) -> tuple[float, float]:
+def _speed(text: str) -> float:
     try:
-        read, write = (float(part) for part in text.split(","))
+        speed = float(text)
     except ValueError:
-        read = write = -1.0
-    if not (0 < read < 1e6 and 0 < write < 1e6):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2")
+        speed = math.nan
+    if not 0 < speed < 1e6:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
+    return speed
+
+
+def _two_speeds(text: str) -> tuple[float, float]:
+    try:
+        read, write = map(_speed, text.split(","))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2") from None
     return read, write
 
 

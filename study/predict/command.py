@@ -12,7 +12,7 @@ from typing import Any, get_args
 from study.errors import UserError
 from study.host.memory import GIB
 from study.predict.advise import precision_under, refuse_precision, usual_precision
-from study.predict.boxes import add_drive_argument, box_of, with_drives
+from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
     add("--peft", type=no_adapters, help=argparse.SUPPRESS)
-    add_drive_argument(parser)
+    add_speed_arguments(parser)
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
     add(
@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
-    add("--host_gb_per_s", type=float, metavar="X", help="what the host's Adam reads and writes, all ranks of a node")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
@@ -126,18 +125,14 @@ def _request(options: argparse.Namespace) -> Request:
     for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
-    if options.host_gb_per_s is not None and not 0 < options.host_gb_per_s < 1e6:
-        raise UserError(f"--host_gb_per_s {options.host_gb_per_s:g} is out of range", "use a number above 0")
     strategy = read_strategy(options.strategy)
     if strategy.team is not None:
         raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
-    box = with_drives(box_of(options.hardware), options.nvme_gb_per_s)
+    box = box_asked(options)
     default = precision_under(strategy, usual_precision(box))
     config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
     refuse_precision(box, "bf16" if options.pure_bf16 else config.precision or default)
-    if options.host_gb_per_s is not None:
-        box = dataclasses.replace(box, host_memory_gb_per_s=options.host_gb_per_s)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
     if strategy.name in WITH_COPIES and (box.ranks < LEAST_RANKS_WITH_COPIES or box.ranks % 2):

@@ -68,8 +68,10 @@ class Box:
     host_gib_per_node: float | None = None
     # What all ranks of a node read and write together in an optimizer on the host, where it was measured or given.
     host_memory_gb_per_s: float | None = None
-    nvme_read_gb_per_s: float | None = None
-    nvme_write_gb_per_s: float | None = None
+    # DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
+    # blog deepnvme, 08-2024).
+    nvme_read_gb_per_s: float = 10.0
+    nvme_write_gb_per_s: float = 5.0
     # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
     gathers_into_copies: bool = False
 

@@ -275,7 +275,7 @@ def _nvme_s(step: _Step) -> float:
     """A node's ranks share its drives; half of what an optimizer moves is read, half written."""
     request, box = step.request, step.request.box
     state = state_bytes(request.strategy, request.precision, step.ranks)
-    if not state.nvme or box.nvme_read_gb_per_s is None or box.nvme_write_gb_per_s is None:
+    if not state.nvme:
         return 0.0
     of_node = request.shape.parameters * box.gpus_per_node
     both = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
