@@ -12,6 +12,7 @@ from study.host.memory import GIB
 from study.predict.advise import Advice, Option, error_of_time
 from study.predict.advise_words import count_text
 from study.predict.fits import fits
+from study.predict.intervals import slowest_offload
 from study.predict.memory import predict_memory
 from study.predict.time import predict_time
 
@@ -24,8 +25,6 @@ _PARTS = {
     "communication_exposed": "waiting for communication", "offload": "moving state from and to the host",
     "cpu_adam": "the optimizer on the host", "nvme": "the drive",
 }  # fmt: skip
-# A choice that is so much slower misleads, where nobody has validated times; else the error of a time counts.
-_MUCH = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,8 @@ def _misleads(advice: Advice, choice: str) -> str:
         return f"does not fit: {option.why}"
     if best.is_sure and not option.is_sure:
         return "may not fit: the upper end of its peak's interval does not"
-    if option.tokens_per_s < (1 - (error_of_time(best) or _MUCH)) * best.tokens_per_s:
+    # Of offloads the times are off by as much as they were seen to be.
+    if option.tokens_per_s < (1 - (error_of_time(best) or 1 - 1 / slowest_offload())) * best.tokens_per_s:
         return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
     return ""
 
