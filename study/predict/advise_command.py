@@ -88,7 +88,7 @@ def _gib(text: str) -> float:
 
 
 def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
-    advice = advise(_question(options))
+    advice = advise(question_of(options))
     best = advice.best
     files = write_files(best, options.output, options.nvme_path) if best and options.output else None
     near = list(nearest(best.request)) if nearest and best else []
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
     return 0 if best else 1
 
 
-def _question(options: argparse.Namespace) -> Question:
+def question_of(options: argparse.Namespace) -> Question:
     box = box_asked(options)
     if options.host_memory is not None:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)

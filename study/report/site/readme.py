@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/, generated from the records in git.
+"""The tables of README.md and docs/, generated from the records in git, and what is advised for some boxes.
 
 python -m study.report.site.readme            rewrites them
 python -m study.report.site.readme --check    exit status 1 when one is stale
@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from study.host.memory import GIB
+from study.predict.advise import advise
+from study.predict.advise_command import add_arguments, question_of
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.table1 import state_beside_paper
 from study.report.records.arms import MIB
@@ -23,6 +26,10 @@ from study.report.site.page import table_markdown
 from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES
 
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_ADVICE = re.compile(r"(<!-- advice -->\n).*?(<!-- end of advice -->)", re.DOTALL)
+_ASKED = (
+    ("bert-large-uncased", "T4"), ("gpt2-xl", "RTX4090"), ("gemma-2-9b", "4xRTX4090"), ("gemma-2-9b", "8xH100")
+)  # fmt: skip
 _PLACES = {"device": "on the device, MiB", "host": "on the host", "nvme": "on NVMe"}
 # The documents that hold such a table.
 DOCUMENTS = ("README.md", "docs/virtual-ranks.md")
@@ -61,13 +68,34 @@ def _number(value: float, digits: int, unit: float = 1) -> str:
     return "-" if pd.isna(value) else f"{value / unit:,.{digits}f}"
 
 
+def advice_table() -> str:
+    """What `study advise` takes where it is asked nothing but a model and a box."""
+    lines = []
+    for model, hardware in _ASKED:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        options = parser.parse_args(["--model_name_or_path", model, "--hardware", hardware])
+        best = advise(question_of(options)).best
+        assert best is not None
+        host, peak = best.memory.host_peak.value, best.memory.peak_reserved
+        lines.append({
+            "model": f"`{model}`", "box": f"`{hardware}`", "take": f"`{best.name}`",
+            "samples of a rank": f"{best.request.micro_batch} x {best.request.accumulation}",
+            "checkpointing": "yes" if best.request.gradient_checkpointing else "no",
+            "peak of a GPU, GiB": f"{_number(peak.value, 1, GIB)} (to {_number(peak.high or math.nan, 1, GIB)})",
+            "host, GiB": _number(host, 0, GIB), "tokens/s": _number(best.tokens_per_s, 0),
+        })  # fmt: skip
+    return table_markdown(pd.DataFrame(lines))
+
+
 def rewritten(text: str, root: Path) -> str:
-    """The text with every marked table made anew from the folder its marker names."""
+    """The text with every marked table made anew, of records from the folder its marker names."""
 
     def fill(match: re.Match[str]) -> str:
         return match.group(1) + "\n" + table(read_parquet(root / match["folder"])) + "\n" + match.group(3)
 
-    return _BLOCK.sub(fill, text)
+    text = _BLOCK.sub(fill, text)
+    return _ADVICE.sub(lambda match: f"{match[1]}\n{advice_table()}\n{match[2]}", text)
 
 
 def main() -> int:
