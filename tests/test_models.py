@@ -672,8 +672,9 @@ def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp
 
 
 def test_a_draw_that_is_ended_leaves_no_half_of_a_model_on_the_drive(tmp_path: Path) -> None:
-    """As `timeout` ends one."""
-    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt2", "--weights", "random"]
+    """As `timeout` ends one. The model is large enough to be still drawn when that is seen."""
+    model = ["--model_name_or_path", "gpt2-medium", "--weights", "random"]
+    flags = ["--task", "gpt-wikitext", "--scale", "laptop", *model]
     command = [sys.executable, "-m", "study.models.initial", *flags]
     with subprocess.Popen(command, env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
         while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):

@@ -180,7 +180,7 @@ def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
     ("arguments", "words"),
     [
         (["nosuch"], "no suite is called 'nosuch'"),
-        (["laptop", "--output", "file"], "--output file is a file"),
+        (["laptop", "--output", "file"], "argument --output: file is no folder"),
         (["colab"], "there are no records of colab: neither runs/colab nor reports/colab/runs.parquet is there"),
         (["broken"], "runs.parquet is not readable"),
         (["empty"], "empty has no record"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ def harmful(records: Records) -> Records:
 
 class Report(NamedTuple):
     folder: Path
-    processor_seconds: float
+    seconds: float
     printed: str
 
 
@@ -67,15 +67,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     (work / "site").mkdir()
     (work / "site" / "sitecustomize.py").write_text(BLOCKER)
     write_parquet(harmful(read_parquet(REPOSITORY / "reports" / "laptop")), work / "reports" / "harmful")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(work / "site"), str(REPOSITORY)])}, timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Report(work / "reports" / "harmful", seconds, result.stdout)
+    return Report(work / "reports" / "harmful", time.monotonic() - started, result.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +108,12 @@ def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
     return seen
 
 
-def test_a_report_rebuilds_from_parquet_without_torch_in_under_a_minute(report):
-    # Of the processor: an upper bound of what the clock says on a box with nothing else to do.
-    assert report.processor_seconds < 60
+@pytest.mark.alone
+def test_a_report_takes_less_than_a_minute(report):
+    assert report.seconds < 60
+
+
+def test_a_report_rebuilds_from_parquet_without_torch(report):
     assert report.printed == "reports/harmful/index.html\n"
     names = {file.name for file in report.folder.iterdir()}
     pages = {f"{name}.{kind}" for name in NAMES for kind in ("html", "ipynb")}
