@@ -263,18 +263,20 @@ def test_the_committed_laptop_records_are_readable() -> None:
 @pytest.mark.alone
 def test_a_hundred_records_of_a_thousand_steps_read_and_compare_within_a_tenth_of_the_budget(tmp_path: Path) -> None:
     """A thousand within 90 s and 2 GiB is the promise for the whole report; `test_a_thousand` below is the long one."""
-    assert _cost(tmp_path, 100) < 9
+    # What a shared machine does beside it only adds.
+    write_study(tmp_path, 100, steps=1000)
+    assert min(_cost(tmp_path, 100) for _ in range(3)) < 9
 
 
 @pytest.mark.long
 def test_a_thousand_records_of_a_thousand_steps_read_and_compare_well_within_the_budget(tmp_path: Path) -> None:
+    write_study(tmp_path, 1000, steps=1000)
     assert _cost(tmp_path, 1000) < 45
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
 
 
 def _cost(root: Path, count: int) -> float:
     """Seconds of processor time."""
-    write_study(root, count, steps=1000)
     started = time.process_time()
     records = read_records(root)
     assert (len(records.runs), len(records.steps), records.refused) == (count, 1000 * count, ())
