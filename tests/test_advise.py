@@ -51,6 +51,7 @@ def eight_b() -> Advice:
     return advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
 
 
+@pytest.mark.alone
 def test_eight_b_over_every_strategy_takes_less_than_ten_seconds_of_processor() -> None:
     before = time.process_time()
     arguments = ["advise", "--model_name_or_path", LLAMA_8B, "--hardware", "8xH100"]

@@ -108,7 +108,7 @@ def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
     return seen
 
 
-@pytest.mark.alone
+@pytest.mark.long
 def test_a_report_takes_less_than_a_minute(report):
     assert report.seconds < 60
 
