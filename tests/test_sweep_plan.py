@@ -340,8 +340,11 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
     cells = plan_cells(suite, CPU_BOX)
     full = plan_cells(read_suite(find_suite(name)), box_with(8))
     for cell in cells:
-        config = (cell.first if isinstance(cell, Search) else cell).config
+        one = cell.first if isinstance(cell, Search) else cell
+        config = one.config
         assert config.scale == "laptop"
+        # One that hangs costs a rented box no more.
+        assert one.time_limit_s <= 180
         assert config.model_name_or_path.startswith(("bert-tiny", "gpt-tiny"))
         assert (config.data, config.weights, config.device_memory_cap_gib) == ("builtin", "random", None)
         # A profile wants more steps, and is refused with fewer.

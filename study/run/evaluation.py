@@ -36,7 +36,7 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
         """Of all teams, one after the other, as the indices below are; a team's ranks all have the same."""
         return accelerator.gather(own).unflatten(0, (teams, -1, batch_size))[:, 0].flatten(0, 1)
 
-    # A compiled model would be compiled once more for this, which takes longer than these few batches.
+    # A compiled model would be compiled once more for this, without gradients.
     eager = torch.compiler.set_stance("force_eager") if run.config.torch_compile else contextlib.nullcontext()
     with torch.no_grad(), eager:
         for turn in range(turns):

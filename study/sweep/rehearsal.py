@@ -37,7 +37,11 @@ def rehearsed(suite: Suite) -> Suite:
 
 
 def _small_grid(grid: Grid) -> Grid:
-    fixed = {"max_steps": _AT_MOST["max_steps"], **_small_values(grid.fixed), "scale": "laptop"}
+    fixed = {
+        **{key: _AT_MOST[key] for key in ("max_steps", "time_limit_s")},
+        **_small_values(grid.fixed),
+        "scale": "laptop",
+    }
     given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
     profiled = max([*(values.get("profile_steps", 0) for values in given), *grid.axes.get("profile_steps", [0])])
     if profiled:

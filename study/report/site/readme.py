@@ -70,10 +70,9 @@ def _number(value: float, digits: int, unit: float = 1) -> str:
 
 def advice_table() -> str:
     """What `study advise` takes where it is asked nothing but a model and a box."""
-    lines = []
+    parser, lines = argparse.ArgumentParser(), []
+    add_arguments(parser)
     for model, hardware in _ASKED:
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
         options = parser.parse_args(["--model_name_or_path", model, "--hardware", hardware])
         best = advise(question_of(options)).best
         assert best is not None
