@@ -40,19 +40,27 @@ def put(tmp_path: Path, output: Path, *figures: str) -> None:
 NO_LIST = r"report holds \S+, and no files\.json of a report"
 
 
-@pytest.mark.parametrize("name", ["loss_curves.html", "peak_memory.ipynb", "summary.md", "files.json", "figures"])
-def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_notebooks_run(name, tmp_path):
+def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_notebooks_run(tmp_path):
     output = committed(tmp_path)
+    (output / "loss_curves.html").write_text("my own words")
+    before, outside = contents(output), contents(tmp_path)
+    with pytest.raises(UserError, match=r"report holds loss_curves.html, which is not as a report wrote it"):
+        build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
+    assert (contents(output), contents(tmp_path)) == (before, outside)
+
+
+@pytest.mark.parametrize("name", ["peak_memory.ipynb", "summary.md", "files.json", "figures"])
+def test_a_file_of_the_users_is_not_overwritten(name, tmp_path):
+    output = committed(tmp_path)
+    wanted = {file.name for file in output.iterdir()}
     if name == "figures":
         shutil.move(output / name, tmp_path / "elsewhere")
         (output / name).symlink_to(tmp_path / "elsewhere")
     else:
         (output / name).write_text("my own words")
-    before, outside = contents(output), contents(tmp_path)
     words = NO_LIST if name == "files.json" else f"report holds {name}, which is not as a report wrote it"
     with pytest.raises(UserError, match=words):
-        build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
-    assert (contents(output), contents(tmp_path)) == (before, outside)
+        place.check_place(output, wanted)
 
 
 @pytest.mark.parametrize("name", ["mine.png", "loss_1.svg"])

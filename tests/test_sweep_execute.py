@@ -28,6 +28,7 @@ from study.sweep.plan import plan_cells
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
 from sweeps import ROOT, TINY, run, write_suite
+from synthetic_records import write_run
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +227,16 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
     assert (outcome.finished, outcome.left) == (1, 0)
     status = read_status(tmp_path / "runs" / cells[0].id)
     assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this box has 1 GPU")
+
+
+def test_what_failed_before_is_run_last(tmp_path, capsys):
+    suite = write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]})
+    box = Box((80.0,), 64.0)
+    cells = plan_cells(read_suite(suite), box)
+    write_run(tmp_path / "runs", "ddp", name=cells[0].id, state="failed", seed=1)
+    run_cells(cells, tmp_path / "runs", box)
+    ran = re.findall(r"^\[\d/3\] (\S+)", capsys.readouterr().err, re.MULTILINE)
+    assert ran == [cells[at].id for at in (1, 2, 0)]
 
 
 def test_the_rate_of_matrix_products_is_measured_for_the_records_of_a_box_with_a_gpu():

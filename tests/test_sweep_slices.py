@@ -146,6 +146,18 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
     assert table["Left"].tolist() == [0, 1, 1]
 
 
+def test_what_was_cut_off_before_comes_after_all_that_nobody_tried(tmp_path, capsys):
+    """A cell that hangs until a call is over would have every call."""
+    file = write_series(tmp_path, SEED_FIRST)
+    (hung,) = plan_suite(str(file), CPU_BOX, tmp_path, ["seed=2"]).slices
+    write_run(hung.root, name=hung.cells[0].id, state="interrupted", gpu=False)
+    started = ["run", str(file), "--runs-dir", str(tmp_path), "--time-budget", "0"]
+    cli.main(started)
+    assert "narrow:" in capsys.readouterr().err
+    cli.main([*started, "--only", "seed=2"])
+    assert "wide seed=2:" in capsys.readouterr().err, "it is still to do"
+
+
 def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeypatch):
     """`runs`, below where the command is typed."""
     file = write_series(tmp_path, SEED_FIRST)

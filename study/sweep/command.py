@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -21,7 +22,7 @@ from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.foresee import Foresight, foresight, warnings
 from study.sweep.notes import earlier_durations, estimate, left_to_run
-from study.sweep.search import Search, cell_states, one_of_each_model
+from study.sweep.search import Search, cell_states, one_of_each_model, was_begun
 from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
     parts = _runnable(plan, box)
     if plan.is_series:
-        parts = [part for part in parts if any(left_to_run(part.cells, part.root, options.retry))]
+        parts = list(_left_of_series(parts, options.retry))
         if not parts:
             print_tables(series_tables(plan.slices))
     not_all_was_run = False
@@ -118,6 +119,15 @@ def run(options: argparse.Namespace) -> int:
         if sweep.left:
             break
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
+
+
+def _left_of_series(parts: Sequence[Slice], retry: bool) -> Iterator[Slice]:
+    """Slices with something left to run; what has failed or was cut off before comes after all of them."""
+    for again in (False, True):
+        for part in parts:
+            cells = [cell for cell in part.cells if was_begun(cell, part.root, retry) is again]
+            if any(left_to_run(cells, part.root, retry)):
+                yield dataclasses.replace(part, cells=cells)
 
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:

@@ -203,6 +203,12 @@ def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[
         yield item
 
 
+def was_begun(item: Cell | Search, root: Path, retry: bool = False) -> bool:
+    """What is left of it was tried before, and failed or was cut off."""
+    run = next(runs_left(item, root, retry), None)
+    return run is not None and cell_state(root / run.id).state in ("failed", "interrupted")
+
+
 def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:
     """The state of each cell, and of each probe that has a record; a cell that several name is there once."""
     found: dict[str, tuple[Cell, CellState]] = {}
