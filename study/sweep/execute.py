@@ -50,7 +50,8 @@ def run_cells(
 ) -> Sweep:
     """Everything that is not answered yet, in the order given, and last what has failed or was cut off before.
 
-    A cell that hangs until the call is over would keep the others from it in every call. `root` holds one directory per cell; where it is not kept, nobody can go on with what is left.
+    A cell that hangs until the call is over would keep the others from it in every call. `root` holds one directory per
+    cell; where it is not kept, nobody can go on with what is left.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
