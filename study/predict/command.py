@@ -187,7 +187,9 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     each = "rank" if box.in_host_memory else "GPU"
     yield (
         f"{request.shape.name} ({request.shape.parameters / 1e9:.2f} B{adapters.told(request.shape)}),"
-        f" {request.strategy.name} on {box.name} ({box.ranks} ranks), {request.precision}, {request.micro_batch} x {request.sequence_length} tokens,"
+        f" {request.strategy.name}"
+        f" on {box.name} ({box.ranks} ranks), {request.precision}, {request.micro_batch}"
+        f" x {request.sequence_length} tokens,"
         f" {request.accumulation} pass(es) a step{', checkpointed' if request.gradient_checkpointing else ''}"
     )
     yield from ("", f"memory of one {each} at its peak, GiB")
