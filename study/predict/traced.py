@@ -102,7 +102,7 @@ def _adapt(model: Any, shape: ModelShape) -> None:
         task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
         add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
     finally:
-        torch.nn.Module.to = moves  # type: ignore[method-assign, assignment]
+        torch.nn.Module.to = moves  # type: ignore[method-assign]
 
 
 def _attention(request: Request) -> str:
