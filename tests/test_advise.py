@@ -103,6 +103,25 @@ def test_advice_to_offload_says_what_its_time_rests_on(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("set OMP_NUM_THREADS") == 1
 
 
+def test_advice_for_lora_compares_it_with_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["advise", "--model_name_or_path", LLAMA_8B, "--hardware", "2x4090", "--json"]
+    said = {}
+    for peft in ("none", "lora"):
+        main([*asked, "--peft", peft])
+        said[peft] = json.loads(capsys.readouterr().out)
+    lora = said["lora"]
+    assert lora["trained_parameters"] < lora["parameters"] / 100
+    assert {row["strategy"] for row in lora["strategies"]} == {row["strategy"] for row in said["none"]["strategies"]}
+    assert sum(row["fits"] for row in lora["strategies"]) > sum(row["fits"] for row in said["none"]["strategies"])
+    assert lora["guides"] == []
+    assert said["none"]["guides"]
+    assert all("LoRA" in line for line in lora["nearest"])
+    assert not any("LoRA" in line for line in said["none"]["nearest"])
+    best = next(row for row in lora["strategies"] if row["strategy"] == lora["recommended"])
+    assert best["step_s"]["low"] is None
+    assert best["fits"]
+
+
 def _speed(option: Option) -> float:
     return option.tokens_per_s
 
@@ -334,7 +353,7 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         (["--model_name_or_path", "gpt2", "--hardware", "8xH100", "--global_batch_size", "12"], "use 16"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--price-per-gpu-hour", "free"], "no number above 0"),
         (["--model_name_or_path", "gpt2"], "--hardware"),
-        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--peft", "lora"], "`study virtual --peft lora`"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--lora_rank", "8"], "add --peft lora"),
         (
             ["--model_name_or_path", "gpt2", "--hardware", "H100", "--optimizer", "muon"],
             "`study virtual --optimizer muon",

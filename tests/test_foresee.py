@@ -106,9 +106,15 @@ def test_what_nobody_predicts_is_named_and_copies_are_predicted(
     assert len(said) == 3
     assert sum(line.startswith("no memory for tp, whose ranks share") for line in said) == 1
     assert sum(" GiB a rank, " in line for line in said) == 2
-    file = write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, "model_name_or_path": "gpt-tiny", "peft": "lora"})
+    tiny = {**TINY, "model_name_or_path": "gpt-tiny"}
+    file = write_suite(tmp_path, {"strategy": ["ddp"], "peft": ["none", "lora"]}, tiny)
     assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
-    assert "predicted: no memory for LoRA" in capsys.readouterr().out
+    said = re.findall(r"predicted: ([\d.]+) GiB a rank", capsys.readouterr().out)
+    assert len(said) == 2
+    assert float(said[1]) < float(said[0])
+    file = write_suite(tmp_path, {"strategy": ["ddp"]}, tiny | {"optimizer": "muon", "max_grad_norm": 0})
+    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+    assert "predicted: no memory for muon" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("suite", WITH_CELLS, ids=lambda suite: suite.name)

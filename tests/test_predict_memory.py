@@ -16,6 +16,7 @@ from study.cli import main
 from study.host.memory import GIB
 from study.models.presets import PRESETS
 from study.predict.activations import activations_of
+from study.predict.adapters import with_adapters
 from study.predict.boxes import box_of
 from study.predict.fits import excess_bytes, why
 from study.predict.floor import least_activation_bytes
@@ -92,6 +93,49 @@ def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, prec
         assert least_activation_bytes(request) <= 1.02 * max(really.forward_peak, really.backward_peak)
 
 
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
+def test_adapters_are_the_tensors_that_peft_adds_in_its_order(model_type):
+    request = asked(model_type)
+    request = dataclasses.replace(request, shape=with_adapters(request.shape, 4))
+    with torch.device("meta"):
+        model = model_of(request)
+    real = [(one.numel(), one.shape[0], one.requires_grad) for one in model.parameters()]
+    assert [(piece.elements, piece.rows, piece.trained) for piece in pieces_of(request.shape)] == real
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
+def test_the_formula_of_activations_is_what_the_live_code_keeps_with_adapters(model_type, precision):
+    for checkpointing, attention in ((False, "sdpa"), (True, "sdpa"), (False, "eager")):
+        request = asked(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
+        request = dataclasses.replace(request, shape=with_adapters(request.shape, 8))
+        really, kept = traced(request), activations_of(request)
+        points = [sum(point.parts.values()) for point in points_of(request)]
+        stored = points[0] - kept.logits_forward - (kept.cast_cached * 4 if checkpointing else 0)
+        assert stored == pytest.approx(really.kept, rel=0.01), (checkpointing, attention)
+        assert 0.8 <= max(points[:2]) / really.forward_peak <= 1.3, (checkpointing, attention)
+        assert 0.95 <= max(points) / really.backward_peak <= 1.2, (checkpointing, attention)
+
+
+def test_records_of_lora_have_the_predicted_state_to_the_byte():
+    of_lora = [run for run in own.runs().itertuples() if run.peft == "lora"]
+    assert {run.strategy for run in of_lora} >= {
+        "single",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3_cpu",
+        "fsdp2",
+        "hsdp",
+    }
+    for run in of_lora:
+        found = {one.figure: one for one in own.compared_of(run)}
+        sent = found.pop(own.SENT)
+        assert all(one.measured == one.predicted for one in found.values()), run.run
+        assert abs(sent.predicted - sent.measured) <= max(300, 2e-5 * sent.measured), run.run
+
+
 def test_every_own_record_has_the_predicted_state_and_traffic():
     table = own.table().set_index("figure")
     assert table.loc["state, all", "records"] > 300
@@ -100,7 +144,7 @@ def test_every_own_record_has_the_predicted_state_and_traffic():
 
 def test_of_what_nobody_has_arithmetic_for_no_figure_is_shown():
     found = read_parquet(REPOSITORY / "reports" / "neighbours").runs
-    for column, value in (("peft", "lora"), ("optimizer", "muon"), ("strategy", "ulysses_zero1")):
+    for column, value in (("optimizer", "muon"), ("strategy", "ulysses_zero1")):
         run = next(found[found[column] == value].itertuples())
         assert math.isnan(predicted(run).state_bytes), column
 
@@ -235,6 +279,9 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         (["--engine_override", 'zero_optimization.reduce_bucket_size="big"'], "reduce_bucket_size is 'big'"),
         (["--strategy", "zero3_hpz", "--engine_override", "zero_optimization.zero_hpz_partition_size=5"], "8 ranks"),
         (["--micro_batch", "0"], "use 1"),
+        (["--lora_rank", "8"], "add --peft lora"),
+        (["--peft", "lora", "--lora_rank", "0"], "use 1 to 768"),
+        (["--peft", "lora", "--lora_rank", "769"], "use 1 to 768"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
     ],
 )

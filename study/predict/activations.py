@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.predict.flops import adapter_products
 from study.predict.request import ModelShape, Request
 
 
@@ -68,6 +69,13 @@ _INNER_ON_CUDA = dict.fromkeys(("gpt2", "gpt_neo", "gptj"), 3.0)
 _SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
 # Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
 _PASSING = {"bert": 1.0, "gpt_neox": 1.0, "mpt": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
+# Norms of a layer that multiply by their weights at the end: frozen ones keep no product for the weights' gradient.
+_NORMS_THAT_MULTIPLY = {"llama": 2, "gemma": 2, "gemma2": 4}
+# Fused attention's output is what the next layer takes, by a view of it.
+_KEEPS_OUTPUT = ("bert", "gpt2", "llama", "gemma")
+# What comes out of the embedding of words is kept beside the sum that the first layer takes, where it is made to have a
+# gradient: transformers does that wherever layers are recomputed (_gradient_checkpointing_enable).
+_SUMS_EMBEDDINGS = ("bert", "gpt2", "gpt_neo")
 # The others' configurations have none.
 _WITH_DROPOUT = ("bert", "gpt2")
 
@@ -94,6 +102,8 @@ class Activations:
     # Copies of the weights in 16 bits that autocast makes: of one layer, and of the head.
     cast_layer: float
     cast_head: float
+    # Of a layer's, what it remembers until the forward pass has ended: of trained weights alone (cached_cast).
+    cast_cached: float
 
 
 def computing_bytes(request: Request) -> int:
@@ -124,13 +134,20 @@ def activations_of(request: Request) -> Activations:
         narrow * shape.hidden + inner * shape.inner + kept.query * query + kept.key * key
     )
     scores = _scores(request, name, mode, fused, width)
+    adapted, adapted_outside = _adapted(request, name, mode, fused, width)
+    per_token += adapted
+    # Of 16 bits peft makes fp32 for its adapter, which autocast makes 16 again.
+    widened = (4 + 2) * shape.inner if shape.lora_rank and mode == "autocast" else 0
     # One byte for each number of two outputs of a layer.
     per_token += 2 * shape.hidden if request.dropout and name in _WITH_DROPOUT else 0
     stream = 4 if mode == "autocast" else width
     head = head_elements(shape) * 2 if mode == "autocast" else 0
     pairs = 0.0 if fused else float(request.micro_batch * shape.heads * request.sequence_length**2)
     largest_scores = pairs * (4 if _is_softmax_fp32(request, name, mode) else width)
-    matrices = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows)
+    matrices, trained = (
+        sum(one.elements for one in shape.tensors if one.in_layer and one.elements > one.rows and one.trained in which)
+        for which in ((True, False), (True,))
+    )
     vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
     # Gemma's last norm computes in fp32 all through.
     upcast = 2 if name.startswith("gemma") and mode == "engine" else 0
@@ -144,13 +161,16 @@ def activations_of(request: Request) -> Activations:
         outside=tokens
         * shape.hidden
         * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated + upcast)
-        + _masks(request, name, fused, stream),
+        + _masks(request, name, fused, stream)
+        + tokens * adapted_outside,
         layer_forward=max(
-            tokens * width * (2 * shape.inner + shape.hidden), _SCORES_FORWARD.get(name, 2.1) * largest_scores
+            tokens * (width * (2 * shape.inner + shape.hidden) + widened),
+            _SCORES_FORWARD.get(name, 2.1) * largest_scores,
         ),
         layer_working=max(
             # The gate's kernel writes both gradients over what it kept.
-            tokens * width * ((1.0 if in_kernels else _PASSING.get(name, 2.0)) * shape.inner + shape.hidden),
+            tokens
+            * (width * ((1.0 if in_kernels else _PASSING.get(name, 2.0)) * shape.inner + shape.hidden) + widened),
             # What the feed-forward block kept is gone by then.
             largest_scores + pairs * width - tokens * width * (inner * shape.inner + narrow / 2 * shape.hidden),
         ),
@@ -159,7 +179,32 @@ def activations_of(request: Request) -> Activations:
         logits_backward=loss[2],
         cast_layer=matrices * 2 if mode == "autocast" else 0,
         cast_head=head,
+        cast_cached=trained * 2 if mode == "autocast" else 0,
     )
+
+
+def _adapted(request: Request, name: str, mode: str, fused: bool, width: int) -> tuple[float, float]:
+    """What LoRA keeps more or less of a token: in each layer, and outside them. An adapter keeps what its layer takes,
+    so frozen layers save nothing by themselves."""
+    shape = request.shape
+    if shape.lora_rank is None:
+        return 0.0, 0.0
+    stream = 4 if mode == "autocast" else width
+    # A's output.
+    layer = float(width * shape.lora_rank * len(adapter_products(shape)) // 2)
+    if mode == "autocast" and fused and name in _KEEPS_OUTPUT:
+        # What attention puts out is made fp32 for the adapter, and 16 bits again: no longer attention's own.
+        layer += width * shape.heads * shape.head_dim
+    multiplied = 4 if name.startswith("gemma") else stream
+    layer -= _NORMS_THAT_MULTIPLY.get(name, 0) * multiplied * shape.hidden
+    # The head's input and the last norm's product.
+    outside = -(width if shape.family == "causal-lm" else 0) - (multiplied if name in _NORMS_THAT_MULTIPLY else 0)
+    if request.gradient_checkpointing:
+        outside += stream if name in _SUMS_EMBEDDINGS else 0
+    else:
+        # The first norm, of embeddings that have no gradient.
+        outside -= 4 if name in _NORMS_THAT_MULTIPLY else stream
+    return layer, outside * shape.hidden
 
 
 def head_elements(shape: ModelShape) -> int:

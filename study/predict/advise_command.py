@@ -11,16 +11,17 @@ from typing import Any
 from study.errors import UserError
 from study.host.folders import folder_argument
 from study.host.memory import GIB
+from study.predict import adapters
 from study.predict.advise import Advice, Option, Question, advise, refuse_precision, usual_precision
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.advise_words import changes, count_text, how_sure, unchecked, worth_trying
 from study.predict.boxes import add_speed_arguments, box_asked
-from study.predict.command import known_optimizer, no_adapters
+from study.predict.command import known_optimizer
 from study.predict.fits import device_bytes
 from study.predict.request import Request
 from study.predict.shape import model_shape, sequence_length
-from study.predict.time import host_adam_note
+from study.predict.time import LORA_NOTE, host_adam_note
 
 # What validation knows of a request's neighbours, in lines for the reader.
 Nearest = Callable[[Request], Iterable[str]]
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
     add_speed_arguments(parser)
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
-    add("--peft", type=no_adapters, help=argparse.SUPPRESS)
+    adapters.add_arguments(parser)
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
@@ -110,7 +111,7 @@ def question_of(options: argparse.Namespace) -> Question:
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")
-    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
+    shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     return Question(
         shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
         precision=precision,
@@ -122,8 +123,10 @@ def question_of(options: argparse.Namespace) -> Question:
 def _document(advice: Advice, told: _Told) -> dict[str, Any]:
     question, best, other, files = advice.question, advice.best, advice.runner_up, told.files
     return {
-        "model": question.shape.name, "parameters": question.shape.parameters, "hardware": question.box.name,
-        "ranks": question.ranks, "sequence_length": question.sequence_length, "precision": question.precision,
+        "model": question.shape.name, "parameters": question.shape.parameters,
+        "trained_parameters": question.shape.trained_parameters,
+        "hardware": question.box.name, "ranks": question.ranks,
+        "sequence_length": question.sequence_length, "precision": question.precision,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
         "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
         "guides": [dataclasses.asdict(rule) for rule in told.guides],
@@ -150,7 +153,8 @@ def _row(option: Option) -> dict[str, Any]:
 def _page(advice: Advice, told: _Told) -> Iterator[str]:
     question, best, other = advice.question, advice.best, advice.runner_up
     yield (
-        f"{question.shape.name} ({count_text(question.shape.parameters)} parameters) on {question.box.name}:"
+        f"{question.shape.name} ({count_text(question.shape.parameters)} parameters{adapters.told(question.shape)})"
+        f" on {question.box.name}:"
         f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
         f" tokens a step, {question.precision}\n"
     )
@@ -177,6 +181,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         yield from _of_loading(best)
         if (of_host := host_adam_note(best.request)) is not None:
             yield of_host
+        if question.shape.lora_rank:
+            yield LORA_NOTE
     yield from told.others
     for rule in told.guides:
         yield f"{rule.document}, {rule.says}: {rule.choice}" + (

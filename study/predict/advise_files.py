@@ -43,6 +43,8 @@ def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
+    if request.shape.lora_rank:
+        flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
     return Files(
         outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), shlex.join([*launch, "study/train.py", *flags])
     )

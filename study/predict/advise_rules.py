@@ -37,6 +37,9 @@ class Rule:
 
 
 def rules(advice: Advice) -> list[Rule]:
+    """None for LoRA: both guides speak of training all of a model."""
+    if advice.question.shape.lora_rank:
+        return []
     count = advice.question.shape.parameters
     size = f"{count_text(count)} parameters"
     asked = [

@@ -21,15 +21,15 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Box) -> Iterator[Strategy
     if strategy.deepspeed is None or not strategy.zero_stage:
         yield strategy
         return
-    largest = max(tensor.elements for tensor in shape.tensors)
+    largest = _largest_trained(shape)
     layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
-    small = min(_SMALL_BUCKET, shape.parameters)
+    small = min(_SMALL_BUCKET, shape.trained_parameters)
     # A bucket between the two takes in no more of the large tensors' gradients than the small one.
     for bucket in sorted({small, largest}):
         base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
             base = _with(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
-        base = _with_offloads(base, shape, box.ranks, largest)
+        base = _with_offloads(base, shape, box.ranks)
         if (of_a_copy := strategy.ranks_of_a_copy(box.ranks, box.gpus_per_node)) is not None:
             base = _with(base, zero_hpz_partition_size=of_a_copy)
         live = _LAYERS_LIVE * layer
@@ -40,17 +40,22 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Box) -> Iterator[Strategy
             yield _with(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
 
 
-def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int, largest: int) -> Strategy:
+def _largest_trained(shape: ModelShape) -> int:
+    return max(tensor.elements for tensor in shape.tensors if tensor.trained)
+
+
+def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
     """Buffers of the drive that hold the largest part, and sub-groups that leave room for some of them."""
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
     if strategy.offload_device("param") == "nvme":
-        part = -(-largest // ranks)
+        part = -(-max(tensor.elements for tensor in shape.tensors) // ranks)
         size = -(-part * 11 // 10 // 1024) * 1024
         strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": size})
     if strategy.offload_device("optimizer") == "nvme":
-        part = shape.parameters // ranks // _SMALLEST_SUB_GROUPS
-        strategy = _with(strategy, sub_group_size=min(1_000_000_000, max(part, largest // ranks)))
+        part = shape.trained_parameters // ranks // _SMALLEST_SUB_GROUPS
+        largest = _largest_trained(shape) // ranks
+        strategy = _with(strategy, sub_group_size=min(1_000_000_000, max(part, largest)))
     return strategy
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from study.predict.fsdp import fsdp_moments
 from study.predict.kept import kept_by_c_library
-from study.predict.moments import Moment, torch_step
+from study.predict.moments import Moment, has_tied_gradients, torch_step
 from study.predict.request import Request
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import (
@@ -24,6 +24,7 @@ from study.predict.state import (
     part_elements,
     pieces_of,
     sub_groups,
+    trained_of,
     weight_bytes,
 )
 
@@ -72,7 +73,7 @@ def bucket_bytes(request: Request, settings: EngineSettings) -> float:
 def standing_bucket(request: Request, settings: EngineSettings) -> float:
     """Stage 3's bucket is there from the start."""
     bucket = _Bucket(request, settings, weight_bytes(request))
-    for piece in reversed(pieces_of(request.shape)):
+    for piece in reversed(trained_of(request.shape)):
         if bucket.is_full_with(piece):
             bucket.empty()
         bucket.add(piece)
@@ -89,7 +90,7 @@ def moments_of(request: Request) -> list[Moment]:
     else:
         settings = engine_settings(request.strategy, request.shape.hidden)
         moments = {1: _stage1, 2: _stage2, 3: _stage3}[settings.stage](request, settings)
-    return list(_with_tied(request, moments) if request.shape.tied else moments)
+    return list(_with_tied(request, moments) if has_tied_gradients(request.shape) else moments)
 
 
 def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
@@ -111,10 +112,10 @@ def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
 
 def _whole(request: Request) -> Iterator[Moment]:
     """single, DDP and DeepSpeed's stage 0. DDP has every gradient a second time, in its buckets."""
-    weight, total = weight_bytes(request), request.shape.parameters
+    weight, total = weight_bytes(request), request.shape.trained_parameters
     buffers = float(total * weight) if request.strategy.name == "ddp" else 0.0
     grads = small = 0.0
-    for piece in reversed(pieces_of(request.shape)):
+    for piece in reversed(trained_of(request.shape)):
         size = float(piece.elements * weight)
         again = request.accumulation > 1
         grads, small = grads + size, small + kept_by_c_library(size)
@@ -129,7 +130,7 @@ def _whole(request: Request) -> Iterator[Moment]:
 def _own(request: Request) -> list[tuple[Piece, bool]]:
     """Backwards, each with whether rank 0 keeps some of it."""
     own = set(map(id, own_pieces(request)))
-    return [(piece, id(piece) in own) for piece in reversed(pieces_of(request.shape))]
+    return [(piece, id(piece) in own) for piece in reversed(trained_of(request.shape))]
 
 
 def _copied(bucket: _Bucket, request: Request) -> float:
@@ -143,7 +144,7 @@ def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     part = flat_elements(request) // request.box.ranks
     # What this rank keeps is copied out of the bucket into one tensor, the last of its pieces whole.
     own = 0.0 if offloaded else float(sum(piece.elements for piece in own_pieces(request)) * weight)
-    staging = max(piece.elements for piece in pieces_of(request.shape)) * weight if offloaded else 0
+    staging = max(piece.elements for piece in trained_of(request.shape)) * weight if offloaded else 0
     earlier = own if request.accumulation > 1 else 0.0
     if settings.accumulates_in_fp32 and not offloaded:
         own = earlier = float(part * FP32_BYTES)
@@ -170,17 +171,17 @@ def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
 
 def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     """Every gradient stays whole until the backward pass has ended, and goes through the bucket then."""
-    weight, total = weight_bytes(request), request.shape.parameters
+    weight, total = weight_bytes(request), request.shape.trained_parameters
     width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     offloaded = settings.optimizer is not None
     bucket, grads, small = _Bucket(request, settings, width), 0.0, 0.0
-    staging = max(piece.elements for piece in pieces_of(request.shape)) * weight if offloaded else 0
-    for piece in reversed(pieces_of(request.shape)):
+    staging = max(piece.elements for piece in trained_of(request.shape)) * weight if offloaded else 0
+    for piece in reversed(trained_of(request.shape)):
         grads, small = grads + piece.elements * width, small + kept_by_c_library(piece.elements * width)
         held = float(total * width) + piece.elements * weight if request.accumulation > 1 else grads
         yield Moment(piece.place, held, bucket.bytes + staging, piece=piece, arrival=True, small=small)
     own, moved, held, in_bucket = set(map(id, own_pieces(request))), 0, 0.0, 0
-    for piece in pieces_of(request.shape):
+    for piece in trained_of(request.shape):
         if bucket.is_full_with(piece):
             whole, copy = float((total - moved) * width), _copied(bucket, request)
             yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
@@ -217,7 +218,7 @@ def _flat_step(
 def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     weight, ranks = weight_bytes(request), request.box.ranks
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
-    grads = 0.0 if settings.optimizer is not None else float(part_elements(request) * kept)
+    grads = 0.0 if settings.optimizer is not None else float(part_elements(request, trained_of(request.shape)) * kept)
     bucket, standing = _Bucket(request, settings, weight), standing_bucket(request, settings)
 
     def reduced() -> float:
@@ -226,7 +227,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         copies += int(request.box.gathers_into_copies and ranks > 1)
         return standing + copies * bucket.filled * float(weight)
 
-    for piece in reversed(pieces_of(request.shape)):
+    for piece in reversed(trained_of(request.shape)):
         size = float(piece.elements * weight)
         small, held = kept_by_c_library(size), grads + bucket.waiting * weight + size
         yield Moment(piece.place, held, standing, piece=piece, arrival=True, small=small)
@@ -237,7 +238,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         bucket.add(piece)
     yield Moment(BEFORE, grads + bucket.waiting * weight, reduced())
     if settings.optimizer is None:
-        largest = math.ceil(max(piece.elements for piece in pieces_of(request.shape)) / ranks)
+        largest = math.ceil(max(piece.elements for piece in trained_of(request.shape)) / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
         group = max(sub_groups(request, settings))
         stepped = master_bytes(settings)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from study.errors import UserError
 from study.host.memory import GIB
+from study.predict import adapters
 from study.predict.advise import precision_under, refuse_precision, usual_precision
 from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.fits import device_bytes, fits, usable_bytes
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
-    add("--peft", type=no_adapters, help=argparse.SUPPRESS)
+    adapters.add_arguments(parser)
     add_speed_arguments(parser)
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
@@ -83,14 +84,6 @@ def known_optimizer(text: str) -> str:
     if text == "muon":
         raise argparse.ArgumentTypeError(
             "Muon is not predicted: `study virtual --optimizer muon --max_grad_norm 0` counts its bytes"
-        )
-    return text
-
-
-def no_adapters(text: str) -> str:
-    if text != "none":
-        raise argparse.ArgumentTypeError(
-            f"{text[:20]} is not predicted: `study virtual --peft lora` counts LoRA's bytes"
         )
     return text
 
@@ -144,7 +137,7 @@ def _request(options: argparse.Namespace) -> Request:
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
     asked = _asked(strategy, config, box)
-    shape = model_shape(options.model_name_or_path, ask_hub=options.hub)
+    shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     return Request(
         shape=shape, strategy=asked, box=box,
         sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
@@ -177,7 +170,8 @@ def _asked(strategy: Strategy, config: RunConfig, box: Box) -> Strategy:
 def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
     request, memory = prediction.request, prediction.memory
     return {
-        "model": request.shape.name, "parameters": request.shape.parameters, "strategy": request.strategy.name,
+        "model": request.shape.name, "parameters": request.shape.parameters,
+        "trained_parameters": request.shape.trained_parameters, "strategy": request.strategy.name,
         "hardware": request.box.name, "ranks": request.box.ranks, "precision": request.precision,
         "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
@@ -192,8 +186,10 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     request, memory, box = prediction.request, prediction.memory, prediction.request.box
     each = "rank" if box.in_host_memory else "GPU"
     yield (
-        f"{request.shape.name} ({request.shape.parameters / 1e9:.2f} B), {request.strategy.name} on {box.name}"
-        f" ({box.ranks} ranks), {request.precision}, {request.micro_batch} x {request.sequence_length} tokens,"
+        f"{request.shape.name} ({request.shape.parameters / 1e9:.2f} B{adapters.told(request.shape)}),"
+        f" {request.strategy.name}"
+        f" on {box.name} ({box.ranks} ranks), {request.precision}, {request.micro_batch}"
+        f" x {request.sequence_length} tokens,"
         f" {request.accumulation} pass(es) a step{', checkpointed' if request.gradient_checkpointing else ''}"
     )
     yield from ("", f"memory of one {each} at its peak, GiB")

@@ -27,7 +27,7 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
         return Exchange(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, weight_bytes, forward, backward)
-    total = request.shape.parameters * weight_bytes
+    total = request.shape.trained_parameters * weight_bytes
     if stage is None:
         last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
@@ -45,17 +45,18 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
 def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
     """Each layer is gathered for both passes: by hsdp within a copy, by hpz the second time within its group."""
     strategy, times = request.strategy, request.accumulation
-    total = request.shape.parameters * (2.0 if request.fsdp_gathers_16_bits else weight_bytes)
-    chunk = total / (request.shape.layers + 1)
+    width, shape = 2.0 if request.fsdp_gathers_16_bits else weight_bytes, request.shape
+    total, grads = shape.parameters * width, shape.trained_parameters * width
+    chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
     inner = _within(request.box, request.ranks_of_a_copy)
     outer = inner if strategy.is_fsdp else request.box
     first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
     settings = None if strategy.is_fsdp else engine_settings(strategy, request.shape.hidden)
-    scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", total, chunk)
+    scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     copies = request.box.ranks // outer.ranks
     if copies > 1:
         scattered += _calls_s(
-            _across(request.box, outer, copies), "all_reduce", total / outer.ranks, chunk / outer.ranks
+            _across(request.box, outer, copies), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
         )
     can_hide = settings is None or settings.overlaps
     alone = _calls_s(outer, "all_gather", chunk, chunk)

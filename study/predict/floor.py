@@ -41,9 +41,9 @@ class StateBytes:
         return self.params_device + self.grads_device + self.optimizer_device
 
 
-def state_bytes(strategy: Strategy, precision: str, ranks: int) -> StateBytes:
-    """The strategy's settings count with what a run overrides in them."""
-    weights = (Tensor("weights.weight", _ELEMENTS // _LAYERS, _LAYERS, True, rows=_ELEMENTS // _LAYERS),)
+def state_bytes(strategy: Strategy, precision: str, ranks: int, trained: bool = True) -> StateBytes:
+    """The strategy's settings count with what a run overrides in them. Not `trained`: of frozen weights."""
+    weights = (Tensor("weights.weight", _ELEMENTS // _LAYERS, _LAYERS, True, _ELEMENTS // _LAYERS, trained),)
     shape = ModelShape(
         name="large", model_type="llama", family="causal-lm", layers=_LAYERS, hidden=1, inner=1, heads=1,
         key_value_heads=1, head_dim=1, vocabulary=1, gated=True, tied=False, tensors=weights,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.predict.adapters import NAME
 from study.predict.request import ModelShape, Request
 
 
@@ -22,7 +23,7 @@ class Product:
 
 
 def products(shape: ModelShape) -> tuple[Product, ...]:
-    """Of each token."""
+    """Of each token, without adapters."""
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     ups = 2 if shape.gated else 1
     # Transformers' GPT-2 takes queries, keys and values in one product; to the arithmetic it is the same.
@@ -35,6 +36,12 @@ def products(shape: ModelShape) -> tuple[Product, ...]:
     if shape.family == "causal-lm":
         found.append(Product(shape.hidden, shape.vocabulary, 1, in_layer=False))
     return tuple(found)
+
+
+def adapter_products(shape: ModelShape) -> tuple[Product, ...]:
+    """Of LoRA, two for each product of a layer."""
+    matrices = [one for one in shape.tensors if one.in_layer and NAME in one.name]
+    return tuple(Product(one.elements // one.rows, one.rows, one.count) for one in matrices)
 
 
 def head_flops(shape: ModelShape) -> int:
@@ -51,15 +58,19 @@ def forward_flops(shape: ModelShape, length: int, in_layers_only: bool = False) 
     """Of one sequence."""
     of_products = sum(
         2 * length * each.inner * each.out * each.count
-        for each in products(shape)
+        for each in (*products(shape), *adapter_products(shape))
         if each.in_layer or not in_layers_only
     )
     return of_products + attention_flops(shape, length) + (0 if in_layers_only else head_flops(shape))
 
 
 def model_flops(request: Request) -> int:
-    """Of one optimizer step of one rank."""
-    return 3 * forward_flops(request.shape, request.sequence_length) * request.micro_batch * request.accumulation
+    """Of one optimizer step of one rank. A frozen matrix has one product in the backward pass, and not two."""
+    shape, length = request.shape, request.sequence_length
+    done = 3 * forward_flops(shape, length)
+    if shape.lora_rank:
+        done -= sum(2 * length * each.inner * each.out * each.count for each in products(shape))
+    return done * request.micro_batch * request.accumulation
 
 
 def hardware_flops(request: Request) -> int:

@@ -56,6 +56,7 @@ class _Coordinator:
     def __init__(self, trace: Sequence[Call], whole: set[int], settings: EngineSettings, request: Request) -> None:
         self.settings, self.ranks, self.gloo = settings, request.box.ranks, request.box.gathers_into_copies
         self.sharded = [tuple(piece for piece in call.pieces if id(piece) not in whole) for call in trace]
+        self.let_go_after = [tuple(piece for piece in call.lets_go if id(piece) not in whole) for call in trace]
         self.order = [(at, piece) for at, pieces in enumerate(self.sharded) for piece in pieces]
         self.place = 0
         # The latest call that a piece was looked at for.
@@ -120,8 +121,14 @@ class _Coordinator:
             again = self.next_use[at].get(id(piece))
             near = again is not None and self.sums[again] - self.sums[at + 1] < self.settings.max_reuse_distance
             if id(piece) in self.live and not near and self.seen[id(piece)] <= at + 1:
-                self.total -= self.live.pop(id(piece))
-                self.small -= piece.elements if piece.elements < self.smaller_than else 0
+                self.let_go(piece)
+        for piece in self.let_go_after[at]:
+            if id(piece) in self.live:
+                self.let_go(piece)
+
+    def let_go(self, piece: Piece) -> None:
+        self.total -= self.live.pop(id(piece))
+        self.small -= piece.elements if piece.elements < self.smaller_than else 0
 
 
 def gathers_of(request: Request, settings: EngineSettings) -> Gathers:
@@ -146,12 +153,17 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     coordinator = _Coordinator(trace, whole, settings, request)
     held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
     live_at: dict[int, tuple[int, int]] = {}
+    since = (0, 0)
     for at, call in enumerate(trace):
         live = coordinator.call(at)
         where = held[at >= len(forward)]
         where[call.place] = max(where.get(call.place, (0, 0)), (live, coordinator.small))
         if at >= len(forward):
-            live_at |= dict.fromkeys(map(id, call.pieces), (live, coordinator.small))
+            # While frozen weights are whole no gradient comes: the next one stands for them.
+            most = max(since, (live, coordinator.small))
+            is_frozen = any(not piece.trained for piece in call.pieces)
+            since = most if is_frozen else (0, 0) if call.pieces else since
+            live_at |= dict.fromkeys(map(id, call.pieces), most)
         coordinator.release(at)
     return Gathers(coordinator.gathered, coordinator.calls, *held, live_at)
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from study.host.memory import GIB
 from study.predict.request import Request
 from study.predict.settings import engine_settings
-from study.predict.state import FP32_BYTES, State, part_elements, state_of, sub_groups, weight_bytes
+from study.predict.state import (
+    FP32_BYTES,
+    State,
+    part_elements,
+    state_of,
+    sub_groups,
+    trained_of,
+    weight_bytes,
+)
 
 # Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
 LIBRARIES_BYTES = 1.2 * GIB
@@ -35,14 +43,17 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
     stage = strategy.zero_stage
     buffers = pinned = 0.0
     libraries = libraries_bytes(request)
-    largest = max(tensor.elements for tensor in request.shape.tensors)
+    largest, trained = max(tensor.elements for tensor in request.shape.tensors), trained_of(request.shape)
     if stage is not None and stage > 0:
         settings = engine_settings(strategy, request.shape.hidden)
-        part = part_elements(request) if stage == 3 else -(-parameters // request.box.ranks)
+        part = (
+            part_elements(request, trained) if stage == 3 else -(-request.shape.trained_parameters // request.box.ranks)
+        )
         locked: list[float] = []
         if settings.optimizer is not None and stage < 3:
-            locked += [part * 4.0, part * 4.0, float(part * weight), float(largest * weight)]
-            buffers += part * weight + largest * weight
+            staged = max(piece.elements for piece in trained) * weight
+            locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
+            buffers += part * weight + staged
         elif settings.optimizer is not None:
             locked.append(part * float(weight))
             if settings.optimizer.device == "cpu":

@@ -22,7 +22,10 @@ def kept_by_c_library(size: float) -> float:
 
 def kept_bytes(request: Request, most_in_small_blocks: float) -> float:
     sends_shards = request.box.ranks > 1 and (bool(request.strategy.zero_stage) or request.strategy.is_fsdp)
-    weights = float(request.shape.parameters * weight_bytes(request))
+    is_whole = request.strategy.zero_stage == 3 or request.strategy.is_fsdp
+    # Stages 1 and 2 send what is trained, and leave frozen weights where they are.
+    sent = request.shape.parameters if is_whole else request.shape.trained_parameters
+    weights = float(sent * weight_bytes(request))
     return GAPS * most_in_small_blocks + (COPIES * kept_by_c_library(weights) if sends_shards else 0.0)
 
 

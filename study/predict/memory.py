@@ -11,9 +11,10 @@ from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
 from study.predict.kept import kept_bytes, small_activations
+from study.predict.moments import has_tied_gradients
 from study.predict.request import Estimate, Memory, Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, pieces_of, state_of, weight_bytes
+from study.predict.state import State, pieces_of, state_of, trained_of, weight_bytes
 
 # A CUDA context after one torch tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
 # and for more (https://github.com/NVIDIA/nccl/issues/964).
@@ -117,10 +118,10 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if not request.strategy.zero_stage:
         return
     settings, pieces = engine_settings(request.strategy, shape.hidden), pieces_of(shape)
-    largest = max(pieces, key=lambda piece: piece.elements)
+    largest = max(trained_of(shape), key=lambda piece: piece.elements)
     if largest.elements > settings.reduce_bucket:
         yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
-    if shape.tied:
+    if has_tied_gradients(shape):
         yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if settings.stage == 3:
         most = gathers_of(request, settings).most
@@ -136,7 +137,7 @@ def _standing(request: Request, state: State) -> float:
     """Buffers, and gradients, that are there in the forward pass as well."""
     strategy = request.strategy
     if strategy.name == "ddp":
-        return float(request.shape.parameters * weight_bytes(request))
+        return float(request.shape.trained_parameters * weight_bytes(request))
     stage = strategy.zero_stage
     if stage is None or stage == 0:
         return 0.0
@@ -145,7 +146,7 @@ def _standing(request: Request, state: State) -> float:
     if stage == 3:
         standing = standing_bucket(request, settings)
     elif settings.optimizer is not None:
-        standing = max(tensor.elements for tensor in request.shape.tensors) * float(weight_bytes(request))
+        standing = max(piece.elements for piece in trained_of(request.shape)) * float(weight_bytes(request))
     return standing
 
 
@@ -167,7 +168,7 @@ def points_of(request: Request) -> list[Point]:
     live, small = max(gathers.live_forward.values(), default=(0, 0))
     begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
     # Until the forward pass has ended, autocast keeps its copies of all weights.
-    cached = kept.cast_layer * layers / request.checkpoint_every if recomputed else 0.0
+    cached = kept.cast_cached * layers / request.checkpoint_every if recomputed else 0.0
     points = [
         Point(
             {**stored, "gradients": earlier, "buffers": standing + live * weight,

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
+from study.predict.adapters import NAME
 from study.predict.request import ModelShape
 from study.predict.state import BEFORE, Piece, pieces_of
 
@@ -16,6 +18,8 @@ class Call:
 
     place: int
     pieces: tuple[Piece, ...]
+    # After it, whoever needs them next.
+    lets_go: tuple[Piece, ...] = ()
 
 
 # A name is a module with parameters, "-" one without; a list is a module around others.
@@ -56,6 +60,11 @@ _CALLED: dict[str, tuple[_Tree, _Tree, _Tree]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _LLAMA),
     "gemma2": (_LLAMA[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
 }  # fmt: skip
+# What reads a layer's own input, through no more than a norm.
+_READS_INPUT = (
+    "query", "key", "value", "c_attn", "q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv", "fc_in",
+    "post_attention_layernorm", "dense_h_to_4h",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +87,13 @@ def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tup
 
     def node(tree: str | _Tree, place: int) -> _Node:
         if isinstance(tree, str):
-            return _Node(Call(place, tuple(owned.get((place, tree), ()))))
+            own = _Node(Call(place, tuple(owned.get((place, tree), ()))))
+            adapters = [owned.get((place, f"{tree}{NAME}{letter}"), ()) for letter in "AB"]
+            if not all(adapters):
+                return own
+            # peft's layer around the model's own; its dropout is a module, too.
+            around = (own, _Node(Call(place, ())), *(_Node(Call(place, tuple(pieces))) for pieces in adapters))
+            return _Node(Call(place, ()), around)
         return _Node(Call(place, ()), tuple(node(child, place) for child in tree))
 
     (before, layer, after), end = _CALLED[shape.model_type], shape.layers
@@ -91,9 +106,38 @@ def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tup
         tied = owned[BEFORE, str(before[0])] if shape.tied else []
         heads = (_Node(Call(end, (*tied, *owned.get((end, "lm_head"), ())))),)
     root = _Node(Call(end, ()), (_Node(Call(end, ()), inside), *heads))
-    backward = root.calls(backward=True)
-    if recomputes:
+    # Where layers are recomputed, transformers makes the embedding of words have a gradient.
+    without = set[int]() if recomputes else _without_gradient(root.calls())
+    backward = [call for call in root.calls(backward=True) if id(call) not in without]
+    if recomputes and shape.lora_rank:
+        backward = list(_recomputing_frozen(backward, {number: one.calls() for number, one in enumerate(layers)}))
+    elif recomputes:
         first = {number: one.calls()[0] for number, one in enumerate(layers)}
         again = {id(call): layers[number].calls() for number, call in first.items()}
         backward = [each for call in backward for each in (*again.get(id(call), ()), call)]
     return tuple(root.calls()), tuple(backward)
+
+
+def _recomputing_frozen(backward: Sequence[Call], layers: dict[int, list[Call]]) -> Iterator[Call]:
+    """A layer runs again once its last adapter wants what it took. What is frozen of it is booked to that adapter's
+    module, and let go of with it (update_recompute_parameters): the rest of the backward pass gathers it once more."""
+    for call in backward:
+        yield call
+        if call.place in layers and any(piece.trained for piece in call.pieces):
+            *again, last = layers.pop(call.place)
+            frozen = (piece for one in (*again, last) for piece in one.pieces if not piece.trained)
+            yield from (*again, dataclasses.replace(last, lets_go=tuple(frozen)))
+
+
+def _without_gradient(forward: Sequence[Call]) -> set[int]:
+    """What is called in no backward pass, since nothing before it is trained: parameter_offload.py hooks a module's
+    output, and that has no gradient."""
+    found: set[int] = set()
+    seen = False
+    for call in forward:
+        seen = seen or any(piece.trained for piece in call.pieces)
+        if call.pieces and not call.pieces[0].trained:
+            module = call.pieces[0].name.rpartition(".")[0]
+            if not seen or (call.place == 0 and module in _READS_INPUT):
+                found.add(id(call))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from study.predict.request import Request
+from study.predict.request import ModelShape, Request
 from study.predict.state import BEFORE, FP32_BYTES, Piece, weight_bytes
 
 
@@ -22,6 +22,11 @@ class Moment:
     arrival: bool = False
     # Of gradients and buffers, what lies in blocks that the C library keeps.
     small: float = 0.0
+
+
+def has_tied_gradients(shape: ModelShape) -> bool:
+    """Of a frozen embedding there are none."""
+    return shape.tied and shape.tensors[0].trained
 
 
 def torch_step(request: Request, elements: float, buffers: float, small: float = 0.0) -> Moment:

@@ -25,6 +25,8 @@ class Tensor:
     in_layer: bool
     # Of its first dimension, along which FSDP2 cuts.
     rows: int = 1
+    # False: frozen, as all of a model beside LoRA's adapters.
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,16 @@ class ModelShape:
     tensors: tuple[Tensor, ...]
     # None: the configuration sets no limit to a sequence.
     positions: int | None = None
+    # Of LoRA's adapters, which are among the tensors; None: all of it is trained.
+    lora_rank: int | None = None
 
     @property
     def parameters(self) -> int:
         return sum(tensor.elements * tensor.count for tensor in self.tensors)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(tensor.elements * tensor.count for tensor in self.tensors if tensor.trained)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from study.predict.request import ModelShape, Request
 from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
@@ -30,6 +30,7 @@ class Piece:
     rows: int
     # Its layer; -1 for what comes before the layers, and the number of layers for what comes after.
     place: int
+    trained: bool = True
 
 
 @functools.lru_cache(maxsize=64)
@@ -37,16 +38,22 @@ def pieces_of(shape: ModelShape) -> tuple[Piece, ...]:
     return tuple(_pieces(shape))
 
 
+@functools.lru_cache(maxsize=64)
+def trained_of(shape: ModelShape) -> tuple[Piece, ...]:
+    """Those that have gradients and an optimizer: frozen ones are in no engine's groups (study/run/optimizer.py)."""
+    return tuple(piece for piece in pieces_of(shape) if piece.trained)
+
+
 def _pieces(shape: ModelShape) -> Iterator[Piece]:
     inside = [tensor for tensor in shape.tensors if tensor.in_layer]
     seen = False
     for tensor in shape.tensors:
         if not tensor.in_layer:
-            yield Piece(tensor.name, tensor.elements, tensor.rows, shape.layers if seen else BEFORE)
+            yield Piece(tensor.name, tensor.elements, tensor.rows, shape.layers if seen else BEFORE, tensor.trained)
         elif not seen:
             seen = True
             for layer in range(shape.layers):
-                yield from (Piece(one.name, one.elements, one.rows, layer) for one in inside)
+                yield from (Piece(one.name, one.elements, one.rows, layer, one.trained) for one in inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,28 +106,33 @@ def state_of(request: Request, *, waiting: bool = True) -> State:
 
 def _unsharded(request: Request) -> State:
     """single, DDP, FSDP2 (each tensor cut along its rows) and DeepSpeed's stage 0."""
-    pieces, weight, ranks = pieces_of(request.shape), weight_bytes(request), request.box.ranks
-    held = request.shape.parameters
+    shape, weight, ranks = request.shape, weight_bytes(request), request.box.ranks
+    held, trained = shape.parameters, shape.trained_parameters
     if request.strategy.is_fsdp:
         # hsdp shards within a copy, and has several.
         ranks = request.ranks_of_a_copy or ranks
-        held = sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
+        held, trained = (
+            sum(math.ceil(piece.rows / ranks) * (piece.elements // piece.rows) for piece in pieces)
+            for pieces in (pieces_of(shape), trained_of(shape))
+        )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
-    optimizer = held * (master + moments_bytes(request, None)) + STEP_BYTES * len(pieces)
-    return State(held * weight, held * weight, optimizer)
+    optimizer = trained * (master + moments_bytes(request, None)) + STEP_BYTES * len(trained_of(shape))
+    return State(held * weight, trained * weight, optimizer)
 
 
 def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State:
-    """stage_1_and_2.py: one flat buffer, padded to two numbers for each rank, and a part of it."""
+    """stage_1_and_2.py: one flat buffer, padded to two numbers for each rank, and a part of it. Frozen weights stand
+    beside it, whole on every rank."""
     weight, ranks = weight_bytes(request), request.box.ranks
     part = flat_elements(request) // ranks
     held = part * (master_bytes(settings) + moments_bytes(request, settings))
-    params = float(flat_elements(request) * weight)
+    frozen = request.shape.parameters - request.shape.trained_parameters
+    params = float((flat_elements(request) + frozen) * weight)
     if settings.optimizer is not None:
         return State(params, 0.0, 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     if settings.stage == 1:
-        return State(params, float(request.shape.parameters * kept), held + STEP_BYTES)
+        return State(params, float(request.shape.trained_parameters * kept), held + STEP_BYTES)
     # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
     late, last = last_bucket(request, settings) if waiting else (0, set())
     reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last) if waiting else 0
@@ -130,7 +142,7 @@ def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State
 def own_pieces(request: Request) -> list[Piece]:
     """Those of which rank 0 keeps some: stages 1 and 2 cut the flat buffer, not each tensor."""
     part, at, found = flat_elements(request) // request.box.ranks, 0, []
-    for piece in pieces_of(request.shape):
+    for piece in trained_of(request.shape):
         if at < part:
             found.append(piece)
         at += piece.elements
@@ -140,7 +152,7 @@ def own_pieces(request: Request) -> list[Piece]:
 def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:
     """What waits when the backward pass has ended: elements too large for the bucket, and all that wait, by id."""
     filled, last = 0, list[Piece]()
-    for piece in reversed(pieces_of(request.shape)):
+    for piece in reversed(trained_of(request.shape)):
         if filled + piece.elements > settings.reduce_bucket:
             filled, last = 0, []
         filled += piece.elements
@@ -155,7 +167,7 @@ def master_bytes(settings: EngineSettings) -> int:
 
 def flat_elements(request: Request) -> int:
     step = 2 * request.box.ranks
-    return math.ceil(request.shape.parameters / step) * step
+    return math.ceil(request.shape.trained_parameters / step) * step
 
 
 def padded_elements(request: Request, piece: Piece) -> int:
@@ -163,12 +175,12 @@ def padded_elements(request: Request, piece: Piece) -> int:
     return math.ceil(piece.elements / request.box.ranks) * request.box.ranks
 
 
-def part_elements(request: Request) -> int:
-    return sum(padded_elements(request, piece) for piece in pieces_of(request.shape)) // request.box.ranks
+def part_elements(request: Request, pieces: Sequence[Piece]) -> int:
+    return sum(padded_elements(request, piece) for piece in pieces) // request.box.ranks
 
 
 def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
-    """parameter_offload.py, mark_persistent_parameters: small ones are gathered once and stay."""
+    """parameter_offload.py, mark_persistent_parameters: small ones are gathered once and stay, frozen or not."""
     found, total = [], 0
     for piece in pieces_of(request.shape):
         if piece.elements + total > settings.model_persistence_threshold:
@@ -182,7 +194,7 @@ def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
 def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
     """stage3.py, _create_fp16_sub_groups: elements of this rank's part in each."""
     groups, current = [], 0
-    for piece in pieces_of(request.shape):
+    for piece in trained_of(request.shape):
         current += math.ceil(piece.elements / request.box.ranks)
         if current >= settings.sub_group:
             groups.append(current)
@@ -191,7 +203,8 @@ def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
 
 
 def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
-    weight, part = weight_bytes(request), part_elements(request)
+    weight, part = weight_bytes(request), part_elements(request, trained_of(request.shape))
+    every = part_elements(request, pieces_of(request.shape))
     groups = sub_groups(request, settings)
     whole = sum(piece.elements for piece in kept_whole(request, settings)) * weight if request.box.ranks > 1 else 0
     moments = master_bytes(settings) + moments_bytes(request, settings)
@@ -205,14 +218,16 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
         staying = sum(groups[: int((1 - settings.optimizer.ratio) * len(groups))])
         grads_device, optimizer_device = float(staying * FP32_BYTES), staying * moments
         _offloaded_optimizer(request, settings, parts, part, groups, staying, kept)
-    params_device = float(part * weight + whole)
+    params_device = float(every * weight + whole)
     if copy := request.ranks_of_a_copy:
-        # zero_hpz_partition_size: a second part, of what the ranks of a machine share.
-        again = set(pieces_of(request.shape)) - set(kept_whole(request, settings))
+        # zero_hpz_partition_size: a second part, of what the ranks of a machine share. The optimizer's step drops that
+        # of what is kept whole, if it changes it.
+        dropped = {piece for piece in kept_whole(request, settings) if piece.trained}
+        again = set(pieces_of(request.shape)) - dropped
         params_device += sum(padded_elements(request, piece) // copy for piece in again) * weight
     if settings.parameters is not None:
         params_device = float(whole)
-        parts["params_host"] = float(part * weight)
+        parts["params_host"] = float(every * weight)
         if settings.parameters.device == "nvme":
             sizes = [math.ceil(piece.elements / request.box.ranks) * weight for piece in pieces_of(request.shape)]
             swapped = sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES)
@@ -238,7 +253,7 @@ def _offloaded_optimizer(
             parts["optimizer_nvme"] += aligned(elements * FP32_BYTES) * (moments // FP32_BYTES)
         else:
             parts["optimizer_host"] += elements * moments
-    sizes = [math.ceil(piece.elements / request.box.ranks) * FP32_BYTES for piece in pieces_of(request.shape)]
+    sizes = [math.ceil(piece.elements / request.box.ranks) * FP32_BYTES for piece in trained_of(request.shape)]
     parts["grads_nvme"] = float(sum(size for size in sizes if size >= SMALLEST_SWAPPED_BYTES))
 
 

@@ -62,8 +62,11 @@ _SCORE_PASSES = 18
 _LOGIT_BYTES = 30
 # torch's AdamW, one operation after another over lists: 80 bytes for a parameter, and clipping 12.
 _OPTIMIZER_BYTES = 92
-# What autocast reads and writes to make 16-bit copies of fp32 weights and fp32 gradients of 16-bit ones.
-_AUTOCAST_BYTES = 12
+# What autocast reads and writes to make 16-bit copies of fp32 weights, and fp32 gradients of 16-bit ones.
+_AUTOCAST_BYTES, _AUTOCAST_BYTES_FROZEN = 12, 6
+# Around an adapter, of the width that its layer puts out: scaled, added, scaled backward; of the width that comes in:
+# its gradient added to the layer's (peft/tuners/lora/layer.py, Linear.forward).
+_ADAPTER_PASSES_OUT, _ADAPTER_PASSES_IN = 2 + 3 + 2, 3
 # DeepSpeed's Adam on the host reads gradient, master and two moments, and writes three of them and the new weight.
 _CPU_ADAM_BYTES = 30
 
@@ -115,8 +118,8 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
 
 
 def _validated(request: Request, what: str, value: float) -> Estimate:
-    """Published times of offload are too few, and too far apart, for an interval."""
-    return Estimate(value) if request.strategy.offloads else estimate(what, value)
+    """Published times of offload are too few, and too far apart, for an interval; of LoRA there are hardly any."""
+    return Estimate(value) if request.strategy.offloads or request.shape.lora_rank else estimate(what, value)
 
 
 def _step_of(request: Request, constants: Constants) -> _Step:
@@ -150,7 +153,7 @@ def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
 def _layers_forward_s(step: _Step) -> float:
     matrices = sum(
         each.count * _product_s(step, step.tokens, each.inner, each.out)
-        for each in flops.products(step.request.shape)
+        for each in (*flops.products(step.request.shape), *flops.adapter_products(step.request.shape))
         if each.in_layer
     )
     return matrices + _attention_s(step) + _elementwise_s(step, 1 / 3)
@@ -161,15 +164,20 @@ def _forward_s(step: _Step) -> float:
 
 
 def _backward_s(step: _Step) -> float:
-    """Each product of the forward pass has two; what is computed again comes first."""
-    matrices = 0.0
-    for each in flops.products(step.request.shape):
-        if each.in_layer:
-            of_weights = _product_s(step, each.out, step.tokens, each.inner)
-            matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
+    """Each product of the forward pass has two, of a frozen matrix one; what is computed again comes first."""
+    matrices, shape = 0.0, step.request.shape
+    for is_frozen, found in ((bool(shape.lora_rank), flops.products(shape)), (False, flops.adapter_products(shape))):
+        for each in found:
+            if each.in_layer:
+                of_weights = 0.0 if is_frozen else _product_s(step, each.out, step.tokens, each.inner)
+                matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
     again = _layers_forward_s(step) / step.request.checkpoint_every if step.request.gradient_checkpointing else 0.0
     attention = _attention_s(step) * (2.0 if step.request.attention == "eager" else _FUSED_BACKWARD_OVER_FORWARD)
-    rest = _head_s(step, 2) + _logits_s(step) * 2 / 3 + _casts_s(step) / 2
+    rest = (
+        _head_s(step, 1 if shape.lora_rank and shape.family == "causal-lm" else 2)
+        + _logits_s(step) * 2 / 3
+        + _casts_s(step) / 2
+    )
     return matrices + attention + _elementwise_s(step, 2 / 3) + rest + again
 
 
@@ -203,6 +211,10 @@ def _elementwise_s(step: _Step, share: float) -> float:
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
     constants = step.constants
     more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
+    matrices = flops.adapter_products(shape)
+    # A and B by turns: A takes what the layer takes, and B puts out what it puts out.
+    widths += sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN
+    widths += sum(each.count * each.out for each in matrices[1::2]) * _ADAPTER_PASSES_OUT
     return share * more * step.tokens * _loose_bytes(step) * widths / step.bandwidth
 
 
@@ -223,12 +235,15 @@ def _logits_s(step: _Step) -> float:
 def _casts_s(step: _Step) -> float:
     """Autocast keeps its copies for one micro-batch."""
     casts = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
-    return _AUTOCAST_BYTES * step.request.shape.parameters / step.bandwidth if casts else 0.0
+    shape = step.request.shape
+    frozen = shape.parameters - shape.trained_parameters
+    moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * frozen
+    return moved / step.bandwidth if casts else 0.0
 
 
 def _optimizer_s(step: _Step) -> float:
     """On the device; what the host does of it is elsewhere."""
-    strategy, parameters = step.request.strategy, step.request.shape.parameters
+    strategy, parameters = step.request.strategy, step.request.shape.trained_parameters
     of_a_copy = step.request.ranks_of_a_copy if strategy.is_fsdp else None
     shards = of_a_copy or (step.ranks if strategy.is_fsdp or strategy.zero_stage else 1)
     on_host = _share_on_host(step.request) if strategy.offload_device("optimizer") else 0.0
@@ -253,10 +268,11 @@ def _offload_s(step: _Step) -> float:
     strategy = request.strategy
     link = (request.box.device.pcie_gb_per_s or request.box.device.memory_bandwidth_gb_per_s) * 1e9
     shard = request.shape.parameters * step.weight_bytes / step.ranks
+    trained = request.shape.trained_parameters * step.weight_bytes / step.ranks
     moved = 0.0
     if strategy.offload_device("optimizer"):
         # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
-        moved += _share_on_host(request) * shard * 2 * request.accumulation
+        moved += _share_on_host(request) * trained * 2 * request.accumulation
     if strategy.offload_device("param"):
         moved += 2 * request.accumulation * shard
     return moved / link
@@ -266,7 +282,7 @@ def _cpu_adam_s(step: _Step) -> float:
     request = step.request
     if not request.strategy.offload_device("optimizer"):
         return 0.0
-    on_node = request.shape.parameters / request.box.nodes * _share_on_host(request)
+    on_node = request.shape.trained_parameters / request.box.nodes * _share_on_host(request)
     rate = request.box.host_memory_gb_per_s or step.constants.host_gb_per_s
     return on_node * _CPU_ADAM_BYTES / (rate * 1e9)
 
@@ -277,11 +293,11 @@ def _nvme_s(step: _Step) -> float:
     state = state_bytes(request.strategy, request.precision, step.ranks)
     if not state.nvme:
         return 0.0
-    of_node = request.shape.parameters * box.gpus_per_node
     both = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
     passes = 2 * request.accumulation
-    moved = state.nvme_per_step * both + state.nvme_per_pass * (passes / box.nvme_read_gb_per_s)
-    return of_node * moved / 1e9
+    of_step = state.nvme_per_step * request.shape.trained_parameters * both
+    of_passes = state.nvme_per_pass * request.shape.parameters * (passes / box.nvme_read_gb_per_s)
+    return box.gpus_per_node * (of_step + of_passes) / 1e9
 
 
 def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
@@ -299,6 +315,8 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
         said.append(f"this does not fit: the time is that of a {device.name} with more memory")
     if (of_host := host_adam_note(request)) is not None:
         said.append(of_host)
+    if request.shape.lora_rank:
+        said.append(LORA_NOTE)
     if request.strategy.uses_nvme:
         said.append(
             f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"
@@ -306,6 +324,12 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
     if request.box.nodes > 1:
         said.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")
     return tuple(said)
+
+
+LORA_NOTE = (
+    "a time with LoRA is counted by the constants of full training and was held against none: no products for frozen"
+    " weights, the adapters' own, and no more of the processor's time for a layer"
+)
 
 
 def host_adam_note(request: Request) -> str | None:

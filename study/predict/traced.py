@@ -12,8 +12,10 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from study.models.adapters import add_adapters
 from study.predict.activations import is_fused
 from study.predict.request import ModelShape, Request
+from study.spec.config import RunConfig, Task
 
 if TYPE_CHECKING:
     import torch
@@ -80,11 +82,27 @@ def model_of(request: Request) -> Any:
     torch.set_default_dtype(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32)
     try:
         model = kind(settings).train()
+        _adapt(model, shape)
     finally:
         torch.set_default_dtype(usual)
     if request.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _adapt(model: Any, shape: ModelShape) -> None:
+    if shape.lora_rank is None:
+        return
+    import torch
+
+    # The adapters are made in the model's type and place. peft moves them once more, and a fake tensor cannot move.
+    moves = torch.nn.Module.to
+    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    try:
+        task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
+        add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
+    finally:
+        torch.nn.Module.to = moves  # type: ignore[method-assign]
 
 
 def _attention(request: Request) -> str:

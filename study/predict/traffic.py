@@ -7,7 +7,15 @@ import math
 from study.predict.gathers import gathers_of
 from study.predict.request import Request
 from study.predict.settings import engine_settings
-from study.predict.state import FP32_BYTES, flat_elements, kept_whole, part_elements, pieces_of, weight_bytes
+from study.predict.state import (
+    FP32_BYTES,
+    flat_elements,
+    kept_whole,
+    part_elements,
+    pieces_of,
+    trained_of,
+    weight_bytes,
+)
 
 
 def payload_of(request: Request) -> dict[str, float]:
@@ -15,7 +23,7 @@ def payload_of(request: Request) -> dict[str, float]:
     strategy, ranks = request.strategy, request.box.ranks
     if ranks == 1:
         return {}
-    weight, total = weight_bytes(request), request.shape.parameters
+    weight, total = weight_bytes(request), request.shape.trained_parameters
     if strategy.is_fsdp:
         return _fsdp(request)
     if strategy.zero_stage is None:
@@ -32,9 +40,10 @@ def payload_of(request: Request) -> dict[str, float]:
         reduced = float(total * weight * times)
         return {settings.gradients_by: reduced, "all_gather": float(flat_elements(request) * weight)}
     whole = sum(math.ceil(piece.elements / ranks) * ranks for piece in kept_whole(request, settings))
-    # What is kept whole is gathered once, after the optimizer has changed it.
+    # What is kept whole is gathered once, after the optimizer has changed it: frozen or not, since a step begins by
+    # letting go of all of it (stage3.py, _partition_all_parameters).
     gathered = gathers_of(request, settings).elements * request.accumulation + whole
-    scattered = part_elements(request) * ranks * request.accumulation
+    scattered = part_elements(request, trained_of(request.shape)) * ranks * request.accumulation
     return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
 
 
@@ -46,6 +55,7 @@ def _fsdp(request: Request) -> dict[str, float]:
     """Each layer is gathered again for its backward pass, and so is an untied embedding: it has a group of its own."""
     ranks, pieces = request.ranks_of_a_copy or request.box.ranks, pieces_of(request.shape)
     padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
+    reduced = sum(size for piece, size in zip(pieces, padded, strict=True) if piece.trained)
     again = sum(
         size
         for piece, size in zip(pieces, padded, strict=True)
@@ -53,10 +63,10 @@ def _fsdp(request: Request) -> dict[str, float]:
     )
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     found = {"all_gather": float((sum(padded) + again) * width * times),
-             "reduce_scatter": float(sum(padded) * width * times)}  # fmt: skip
+             "reduce_scatter": float(reduced * width * times)}  # fmt: skip
     if ranks < request.box.ranks:
         # Copies agree on the part of each rank.
-        found["all_reduce"] = float(sum(padded) / ranks * width * times)
+        found["all_reduce"] = float(reduced / ranks * width * times)
     return found
 
 
@@ -70,8 +80,12 @@ def sent_bytes(request: Request) -> float:
     if copy is not None and request.strategy.is_fsdp:
         gathering, summing = copy, ranks // copy
     elif copy is not None:
-        # Under hpz a step's first gather of a tensor takes all ranks, and later ones those of a machine.
-        again = payload["all_gather"] - part_elements(request) * ranks * weight_bytes(request)
+        # Under hpz a step's first gather of a tensor takes all ranks, and later ones those of a machine. What the
+        # optimizer does not change keeps its second copy; what is kept whole is not gathered from that.
+        whole = kept_whole(request, engine_settings(request.strategy, request.shape.hidden))
+        frozen = [piece for piece in whole if not piece.trained]
+        first = part_elements(request, [*trained_of(request.shape), *frozen])
+        again = payload["all_gather"] - first * ranks * weight_bytes(request)
         payload["all_gather"] -= again
         near = again * (copy - 1) / copy
     share = (gathering - 1) / gathering

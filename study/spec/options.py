@@ -20,5 +20,5 @@ def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[
 
 
 def has_known_state(config: RunConfig) -> bool:
-    """By the rules of study/predict, which have no frozen weights and no optimizer but AdamW."""
-    return config.peft == "none" and config.optimizer == "adamw"
+    """By the rules of study/predict, which have no optimizer but AdamW."""
+    return config.optimizer == "adamw"

@@ -10,6 +10,7 @@ from study.errors import UserError
 from study.host.box import Box as Host
 from study.host.memory import GIB
 from study.launch.cell import Cell
+from study.predict.adapters import trained_shape
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.floor import ANY_DEVICE
@@ -112,7 +113,7 @@ class Foresight:
         config, ranks = cell.config, cell.ranks
         if _unpredicted(cell):
             return None
-        shape, plan = model_shape(config.model_name_or_path), cell.plan
+        shape, plan = trained_shape(model_shape(config.model_name_or_path), config), cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
@@ -133,7 +134,7 @@ def _unpredicted(cell: Cell) -> str | None:
     if cell.strategy in WITH_TEAMS:
         return f"{cell.strategy}, whose ranks share their samples"
     if not has_known_state(cell.config):
-        return "LoRA" if cell.config.peft != "none" else cell.config.optimizer
+        return cell.config.optimizer
     try:
         model_shape(cell.config.model_name_or_path)
     except UserError:

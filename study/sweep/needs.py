@@ -6,6 +6,7 @@ import dataclasses
 
 from study.launch.cell import Cell
 from study.models.presets import find_preset
+from study.predict.adapters import trained_shape
 from study.predict.floor import ANY_DEVICE, least_activation_bytes, least_device_bytes, state_bytes
 from study.predict.request import Box, Request
 from study.predict.shape import shape_of_preset
@@ -32,9 +33,10 @@ def needs_of(cell: Cell) -> Needs | None:
     preset = find_preset(config.model_name_or_path)
     if preset is None or not has_known_state(config) or cell.strategy in WITH_TEAMS:
         return None
-    shape, plan = shape_of_preset(preset), cell.plan
+    shape, plan = trained_shape(shape_of_preset(preset), config), cell.plan
     strategy = read_strategy(cell.strategy).overridden(config)
     state = state_bytes(strategy, config.precision, cell.ranks)
+    frozen = state_bytes(strategy, config.precision, cell.ranks, trained=False)
     request = Request(
         shape=shape, strategy=strategy, box=Box(cell.strategy, ANY_DEVICE, cell.ranks),
         sequence_length=config.seq_length, micro_batch=plan.per_device_train_batch_size,
@@ -42,13 +44,14 @@ def needs_of(cell: Cell) -> Needs | None:
         gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
     )  # fmt: skip
     activations = least_activation_bytes(request)
-    processes, parameters = cell.world_size, shape.parameters
+    processes, parameters, trained = cell.world_size, shape.parameters, shape.trained_parameters
+    still = parameters - trained
     # Outside stage 3 every process makes the whole model in fp32 on the host first, and moves it from there.
     loaded = 4 * parameters if strategy.zero_stage != 3 else 0
     # The parameters pass forward and backward, for each micro-batch.
     passes = 2 * plan.gradient_accumulation_steps
     return Needs(
-        device_bytes=least_device_bytes(state, parameters, activations),
-        host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, parameters * state.host)),
-        nvme_bytes_per_step=processes * parameters * (state.nvme_per_step + passes * state.nvme_per_pass),
+        device_bytes=least_device_bytes(state, trained, activations) + still * frozen.device,
+        host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
+        nvme_bytes_per_step=processes * (trained * state.nvme_per_step + parameters * passes * state.nvme_per_pass),
     )

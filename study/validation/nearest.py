@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from study.predict.adapters import told as told_adapters
 from study.predict.request import Request
 from study.validation.measured import GIB, Measured, impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows
@@ -45,8 +46,10 @@ def nearest(request: Request, rows: Sequence[Measured], count: int = _SHOWN) -> 
 
 
 def told(request: Request) -> Iterator[str]:
-    """In lines for the reader: published measurements, then this project's own."""
-    yield from _published(request)
+    """In lines for the reader: published measurements, then this project's own. LoRA is held against LoRA alone, of
+    which nothing published is here."""
+    if not request.shape.lora_rank:
+        yield from _published(request)
     try:
         from study.report.records.predicted import request_of
         from study.validation import own
@@ -54,6 +57,7 @@ def told(request: Request) -> Iterator[str]:
         # Tables are read by pandas, which no prediction needs.
         return
     runs = [(run, request_of(run)) for run in own.runs().itertuples()]
+    runs = [(run, there) for run, there in runs if bool(there.shape.lora_rank) == bool(request.shape.lora_rank)]
     for label, is_virtual in (("a virtual rank", True), ("processes without a GPU", False)):
         some = [(run, there) for run, there in runs if bool(run.virtual) is is_virtual]
         run, there = min(some, key=lambda one: distance(request, one[1]))
@@ -62,7 +66,7 @@ def told(request: Request) -> Iterator[str]:
             f"{name} of {one.measured / GIB:.3g} GiB where {one.predicted / GIB:.3g} is predicted ({one.error:+.1%})"
             for name, one in (("state", found[own.ALL_STATE]), ("traffic", found[own.SENT])) if one.measured > 1000
         ]  # fmt: skip
-        what = f"{there.shape.name}, {there.strategy.name} on {there.box.ranks} ranks"
+        what = f"{there.shape.name}{told_adapters(there.shape)}, {there.strategy.name} on {there.box.ranks} ranks"
         yield f"own record near here, {label}: {what}: {'; '.join(said)} (reports/{run.suite})"
 
 

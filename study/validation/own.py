@@ -27,7 +27,7 @@ from study.validation.measured import GIB, Measured
 
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
-          "virtual_neighbours")  # fmt: skip
+          "virtual_neighbours", "virtual_lora")  # fmt: skip
 # Of GPUs, once there are any.
 GPU = "gpu"
 ALL_STATE, SENT = "state, all", "sent in a step"

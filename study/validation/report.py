@@ -46,7 +46,12 @@ def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
     """Published rows and own records apart: what is easy to say of one may be hard of the other."""
     lines = []
     for what in ("published", "own records"):
-        some = [row for row in rows if (row.source == tables.OWN) == (what == "own records") and not impossible(row)]
+        # No other estimator knows of adapters.
+        some = [
+            row for row in rows
+            if (row.source == tables.OWN) == (what == "own records")
+            and not impossible(row) and row.request.shape.lora_rank is None
+        ]  # fmt: skip
         if some:
             lines += [{"rows": what, **dataclasses.asdict(one)} for one in standings(some)]
     return pd.DataFrame(lines)

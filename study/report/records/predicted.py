@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from study.errors import UserError
+from study.predict.adapters import trained_shape
 from study.predict.boxes import box_of, box_of_devices
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request, box_of_ranks
@@ -72,9 +73,10 @@ def request_of(run: Any) -> Request:
         raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "leave it out")
     config = _options_of(run)
     if not has_known_state(config):
-        raise UserError(f"nobody predicts {'LoRA' if config.peft != 'none' else config.optimizer}", "leave it out")
+        raise UserError(f"nobody predicts {config.optimizer}", "leave it out")
     return Request(
-        shape=model_shape(run.model_name_or_path), strategy=strategy.overridden(config), box=_box_of(run),
+        shape=trained_shape(model_shape(run.model_name_or_path), config),
+        strategy=strategy.overridden(config), box=_box_of(run),
         sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
         accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
         gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
@@ -84,8 +86,10 @@ def request_of(run: Any) -> Request:
 
 def _options_of(run: Any) -> RunConfig:
     """Those that change what a rank holds. Older records have only the first."""
-    asked = {name: getattr(run, name) for name in ("peft", "optimizer", "bf16_states")}
+    asked = {name: getattr(run, name) for name in ("peft", "lora_rank", "optimizer", "bf16_states")}
     known = {name: value for name, value in asked.items() if not pd.isna(value)}
+    if "lora_rank" in known:
+        known["lora_rank"] = int(known["lora_rank"])
     return RunConfig(engine_override=tuple(json.loads(run.engine_override)), **known)
 
 
