@@ -122,6 +122,15 @@ def test_advice_for_lora_compares_it_with_nothing_else(capsys: pytest.CaptureFix
     assert best["fits"]
 
 
+def test_lora_on_one_gpu_is_advised_with_frozen_weights_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model_name_or_path", "gpt2-xl", "--hardware", "RTX4090", "--peft", "lora", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["recommended"] == "zero1"
+    rows = {row["strategy"]: row for row in said["strategies"]}
+    assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
+    assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == said["trained_parameters"]
+
+
 def _speed(option: Option) -> float:
     return option.tokens_per_s
 
