@@ -24,8 +24,8 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Box) -> Iterator[Strategy
     largest = _largest_trained(shape)
     layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
     small = min(_SMALL_BUCKET, shape.trained_parameters)
-    # A bucket between the two takes in no more of the large tensors' gradients than the small one. Adapters are all small:
-    # a bucket of one would be many calls.
+    # A bucket between the two takes in no more of the large tensors' gradients than the small one. Adapters are all
+    # small: a bucket of one would be many calls.
     for bucket in sorted({small} if shape.lora_rank else {small, largest}):
         base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
