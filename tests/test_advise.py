@@ -16,6 +16,7 @@ from engines import ROOT
 from study.cli import main
 from study.errors import UserError
 from study.predict import intervals
+from study.predict.adapters import with_adapters
 from study.predict.advise import (
     AS_FAST,
     SIMPLEST_FIRST,
@@ -129,6 +130,25 @@ def test_lora_on_one_gpu_is_advised_with_frozen_weights_in_16_bits(capsys: pytes
     rows = {row["strategy"]: row for row in said["strategies"]}
     assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
     assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == said["trained_parameters"]
+
+
+def test_a_drive_that_nothing_would_be_swapped_to_is_not_advised() -> None:
+    """A run would load the model and then fail: DeepSpeed swaps no part below a mebibyte."""
+    shape = with_adapters(model_shape("gpt2-xl"), 8)
+    drives = ("zero3_nvme", "zero3_nvme_optimizer")
+    for box, fit in (("A100", [True, True]), ("64x8xA100", [False, False])):
+        asked = Question(shape=shape, box=box_of(box), sequence_length=1024, precision="bf16")
+        found = {option.name: option for option in advise(asked, drives).options}
+        assert [found[name].fits for name in drives] == fit, box
+        assert all(("is swapped" in found[name].why) != fits for name, fits in zip(drives, fit, strict=True))
+
+
+def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
+    shape = with_adapters(model_shape("gpt2-xl"), 16)
+    asked = Question(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
+    best = advise(asked, ["zero2"]).best
+    assert best is not None
+    assert write_files(best, tmp_path, "drive").of_study.endswith("--peft lora --lora_rank 16")
 
 
 def _speed(option: Option) -> float:

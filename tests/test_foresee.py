@@ -107,11 +107,14 @@ def test_what_nobody_predicts_is_named_and_copies_are_predicted(
     assert sum(line.startswith("no memory for tp, whose ranks share") for line in said) == 1
     assert sum(" GiB a rank, " in line for line in said) == 2
     tiny = {**TINY, "model_name_or_path": "gpt-tiny"}
-    file = write_suite(tmp_path, {"strategy": ["ddp"], "peft": ["none", "lora"]}, tiny)
-    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
-    said = re.findall(r"predicted: ([\d.]+) GiB a rank", capsys.readouterr().out)
-    assert len(said) == 2
-    assert float(said[1]) < float(said[0])
+    # A rank above the model's width is peft's to take.
+    for rank in (8, 300):
+        lora = {"strategy": ["ddp"], "peft": ["none", "lora"]}
+        file = write_suite(tmp_path, lora, tiny | {"lora_rank": rank})
+        assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+        said = re.findall(r"predicted: ([\d.]+) GiB a rank", capsys.readouterr().out)
+        assert len(said) == 2
+        assert (float(said[1]) < float(said[0])) == (rank == 8)
     file = write_suite(tmp_path, {"strategy": ["ddp"]}, tiny | {"optimizer": "muon", "max_grad_norm": 0})
     assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
     assert "predicted: no memory for muon" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from study.cli import main
 from study.errors import UserError
 from study.measure.flops import model_flops_per_sample
 from study.predict import flops
+from study.predict.adapters import with_adapters
 from study.predict.boxes import BOX_NAMES, box_of
 from study.predict.exchange import exchange_of
 from study.predict.links import bus_bandwidth_gb_per_s, collective_s
@@ -279,3 +280,25 @@ def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -
     assert seconds[0] == pytest.approx(2 * seconds[1])
     assert main([*arguments, "--host_gb_per_s", "nan"]) == 2
     assert "'nan' is no number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("box", ["8xH100", "2x8xA100"])
+def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffic(box: str) -> None:
+    """DeepSpeed lets go of a recomputed layer's frozen weights before its backward pass has ended."""
+    given = {
+        "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": box_of(box),
+        "precision": "bf16-engine", "accumulation": 2,
+    }  # fmt: skip
+    kept, again = (asked(**given, gradient_checkpointing=recomputes) for recomputes in (False, True))
+    layer_bytes = 2 * sum(one.elements for one in kept.shape.tensors if one.in_layer and not one.trained)
+    calls = kept.accumulation * kept.shape.layers
+    gathered = [payload_of(request)["all_gather"] for request in (kept, again)]
+    # And the embedding and what reads its output, which have no backward pass where layers are not recomputed.
+    assert gathered[1] - gathered[0] == pytest.approx(calls * layer_bytes, rel=0.04)
+    # Nothing to hide behind: all of it is waited for.
+    waited = [exchange_of(request, 2, 0, 0).waited for request in (kept, again)]
+    each_s = collective_s(kept.box, "all_gather", layer_bytes)
+    assert waited[1] - waited[0] == pytest.approx(calls * each_s, rel=0.03)
+    cpu = read_strategy("zero3_cpu")
+    moved = [predict_time(dataclasses.replace(request, strategy=cpu)).parts["offload"] for request in (kept, again)]
+    assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)

@@ -24,7 +24,7 @@ from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
 from study.run.checkpoint import digests_of, find_checkpoint
-from study.run.checks import check_devices, check_launch_flags
+from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
 from study.run.copies import check_copies
 from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch
@@ -413,6 +413,15 @@ def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path
 
 def launch_of(strategy: str, ranks: int) -> Launch:
     return Launch(read_strategy(strategy), ranks, 0, 0, ranks)
+
+
+@pytest.mark.parametrize(("peft", "takes_gib"), [("none", 1343.8), ("lora", 268.8)])
+def test_a_drive_need_not_hold_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
+    if shutil.disk_usage(tmp_path).free > takes_gib * 2**30:
+        pytest.skip("the drive here is large enough")
+    config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
+    with pytest.raises(Unsupported, match=f" takes {takes_gib} GiB there"):
+        check_room_to_swap(resolved(config, accelerator_visible=False), launch_of("zero3_nvme", 2))
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "gpus"), [("zero3", 2, 1), ("ddp", 9, 8), ("fsdp2", 2, 1)])

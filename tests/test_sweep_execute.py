@@ -229,12 +229,19 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
     assert (status["state"], status["reason"]) == ("unsupported", "4 ranks, and this box has 1 GPU")
 
 
-def test_what_failed_before_is_run_last(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", False), ("timeout", True)]
+)
+def test_what_was_tried_before_is_run_last(tmp_path, capsys, state, retry):
     suite = write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]})
     box = Box((80.0,), 64.0)
     cells = plan_cells(read_suite(suite), box)
-    write_run(tmp_path / "runs", "ddp", name=cells[0].id, state="failed", seed=1)
-    run_cells(cells, tmp_path / "runs", box)
+    written = "ok" if state == "damaged" else state
+    tried = write_run(tmp_path / "runs", "ddp", name=cells[0].id, state=written, seed=1)
+    if state == "damaged":
+        (tried / "summary.json").write_text("{}")
+    assert cell_state(tmp_path / "runs" / cells[0].id).state == state
+    run_cells(cells, tmp_path / "runs", box, retry=retry)
     ran = re.findall(r"^\[\d/3\] (\S+)", capsys.readouterr().err, re.MULTILINE)
     assert ran == [cells[at].id for at in (1, 2, 0)]
 

@@ -14,9 +14,11 @@ import yaml
 from study import cli
 from study.errors import UserError
 from study.host.box import Box
+from study.launch.cell import Cell
 from study.report.questions import TABLES, remaining
 from study.report.records.frames import read_parquet, read_runs, write_parquet
 from study.report.records.remaining import remaining_of
+from study.sweep.command import in_order
 from study.sweep.notes import left_to_run
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
@@ -155,7 +157,12 @@ def test_what_was_cut_off_before_comes_after_all_that_nobody_tried(tmp_path, cap
     cli.main(started)
     assert "narrow:" in capsys.readouterr().err
     cli.main([*started, "--only", "seed=2"])
-    assert "wide seed=2:" in capsys.readouterr().err, "it is still to do"
+    assert "wide seed=2, tried before:" in capsys.readouterr().err, "it is still to do"
+    # `study weights` prepares what such a call begins with.
+    begun = in_order(plan_suite(str(file), CPU_BOX, tmp_path).slices, None)
+    assert [(cell.config.model_name, cell.config.seed) for cell, _ in begun if isinstance(cell, Cell)] == [
+        ("gpt-tiny-1layers", 1), ("gpt-tiny", 1), ("gpt-tiny", 2)
+    ]  # fmt: skip
 
 
 def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeypatch):

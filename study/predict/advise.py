@@ -11,6 +11,7 @@ from study.predict.fits import excess_bytes, fits, why
 from study.predict.intervals import slowest_offload
 from study.predict.memory import predict_memory
 from study.predict.request import Attention, Box, Memory, ModelShape, Request, Time
+from study.predict.state import unswapped
 from study.predict.time import predict_time
 from study.spec.config import Precision
 from study.spec.strategies import STUDIED_STRATEGIES, WITH_COPIES, Strategy, read_strategy
@@ -205,11 +206,13 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool, sur
     request, memory = _search(sizes, asked, box, surely)
     if surely and not fits(memory, box, at_upper_end=True):
         request, memory = _search(sizes, asked, box, False)
-    time = predict_time(request) if fits(memory, box) else None
+    unused_drive = unswapped(request)
+    time = predict_time(request) if fits(memory, box) and unused_drive is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
-    return Option(name, request, memory, time, why(memory, box), cost)
+    told = why(memory, box) if unused_drive is None else f"no part of the {unused_drive} has the 1 MiB that is swapped"
+    return Option(name, request, memory, time, told, cost)
 
 
 def _search(sizes: list[int], asked: Asked, box: Box, surely: bool) -> tuple[Request, Memory]:

@@ -124,7 +124,7 @@ def _document(advice: Advice, told: _Told) -> dict[str, Any]:
     question, best, other, files = advice.question, advice.best, advice.runner_up, told.files
     return {
         "model": question.shape.name, "parameters": question.shape.parameters,
-        "trained_parameters": question.shape.trained_parameters,
+        "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
         "hardware": question.box.name, "ranks": question.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from study.predict.request import Box, ModelShape
+from study.predict.settings import SMALLEST_SWAPPED_BYTES
+from study.predict.state import FP32_BYTES
 from study.spec.strategies import Strategy
 
 # Elements: 16-bit buckets of 100 MB keep a network busy.
@@ -21,12 +23,12 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Box) -> Iterator[Strategy
     if strategy.deepspeed is None or not strategy.zero_stage:
         yield strategy
         return
-    largest = _largest_trained(shape)
+    largest = shape.largest_trained
     layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
     small = min(_SMALL_BUCKET, shape.trained_parameters)
-    # A bucket between the two takes in no more of the large tensors' gradients than the small one. Adapters are all
-    # small: a bucket of one would be many calls.
-    for bucket in sorted({small} if shape.lora_rank else {small, largest}):
+    # A bucket between the two takes in no more of the large tensors' gradients than the small one. Where all are
+    # smaller a bucket of the largest would be many calls.
+    for bucket in sorted({small, max(small, largest)}):
         base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
         if strategy.zero_stage == 3:
             base = _with(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
@@ -41,10 +43,6 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Box) -> Iterator[Strategy
             yield _with(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
 
 
-def _largest_trained(shape: ModelShape) -> int:
-    return max(tensor.elements for tensor in shape.tensors if tensor.trained)
-
-
 def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
     """Buffers of the drive that hold the largest part, and sub-groups that leave room for some of them."""
     assert strategy.deepspeed is not None
@@ -55,8 +53,9 @@ def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strateg
         strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": size})
     if strategy.offload_device("optimizer") == "nvme":
         part = shape.trained_parameters // ranks // _SMALLEST_SUB_GROUPS
-        largest = _largest_trained(shape) // ranks
-        strategy = _with(strategy, sub_group_size=min(1_000_000_000, max(part, largest)))
+        swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES
+        size = min(1_000_000_000, max(part, shape.largest_trained // ranks, swapped))
+        strategy = _with(strategy, sub_group_size=size)
     return strategy
 
 

@@ -144,7 +144,7 @@ def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     part = flat_elements(request) // request.box.ranks
     # What this rank keeps is copied out of the bucket into one tensor, the last of its pieces whole.
     own = 0.0 if offloaded else float(sum(piece.elements for piece in own_pieces(request)) * weight)
-    staging = max(piece.elements for piece in trained_of(request.shape)) * weight if offloaded else 0
+    staging = request.shape.largest_trained * weight if offloaded else 0
     earlier = own if request.accumulation > 1 else 0.0
     if settings.accumulates_in_fp32 and not offloaded:
         own = earlier = float(part * FP32_BYTES)
@@ -175,7 +175,7 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
     width = FP32_BYTES if settings.accumulates_in_fp32 else weight
     offloaded = settings.optimizer is not None
     bucket, grads, small = _Bucket(request, settings, width), 0.0, 0.0
-    staging = max(piece.elements for piece in trained_of(request.shape)) * weight if offloaded else 0
+    staging = request.shape.largest_trained * weight if offloaded else 0
     for piece in reversed(trained_of(request.shape)):
         grads, small = grads + piece.elements * width, small + kept_by_c_library(piece.elements * width)
         held = float(total * width) + piece.elements * weight if request.accumulation > 1 else grads
@@ -238,7 +238,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         bucket.add(piece)
     yield Moment(BEFORE, grads + bucket.waiting * weight, reduced())
     if settings.optimizer is None:
-        largest = math.ceil(max(piece.elements for piece in trained_of(request.shape)) / ranks)
+        largest = math.ceil(request.shape.largest_trained / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)
         group = max(sub_groups(request, settings))
         stepped = master_bytes(settings)

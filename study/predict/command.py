@@ -171,9 +171,9 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
     request, memory = prediction.request, prediction.memory
     return {
         "model": request.shape.name, "parameters": request.shape.parameters,
-        "trained_parameters": request.shape.trained_parameters, "strategy": request.strategy.name,
-        "hardware": request.box.name, "ranks": request.box.ranks, "precision": request.precision,
-        "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
+        "trained_parameters": request.shape.trained_parameters, "lora_rank": request.shape.lora_rank,
+        "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
+        "precision": request.precision, "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
         "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": prediction.time and dataclasses.asdict(prediction.time),
@@ -210,9 +210,11 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     yield from _rows({_WHAT[name]: size for name, size in memory.host_parts.items() if name in _WHAT and size}, GIB)
     if memory.nvme:
         yield f"  {'on the drive':<26} {memory.nvme / GIB:>9.2f}"
-    yield from ("", "sent by one rank in a step, GB")
-    yield from _rows(payload_of(request), 1e9)
-    yield _line("leaves the rank", prediction.sent_bytes_per_step, 1e9)
+    # Of adapters it is thousandths of a GB.
+    name, unit = ("GB", 1e9) if prediction.sent_bytes_per_step.value >= 1e8 else ("MB", 1e6)
+    yield from ("", f"sent by one rank in a step, {name}")
+    yield from _rows(payload_of(request), unit)
+    yield _line("leaves the rank", prediction.sent_bytes_per_step, unit)
     if prediction.time is not None:
         time = prediction.time
         yield from ("", "time of a step, ms")

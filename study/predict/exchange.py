@@ -43,7 +43,7 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
 
 
 def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
-    """Each layer is gathered for both passes: by hsdp within a copy, by hpz the second time within its group."""
+    """Each layer is gathered for both passes: by hsdp within a copy, by hpz after the first time within its group."""
     strategy, times = request.strategy, request.accumulation
     width, shape = 2.0 if request.fsdp_gathers_16_bits else weight_bytes, request.shape
     total, grads = shape.parameters * width, shape.trained_parameters * width
@@ -51,6 +51,7 @@ def _sharded(request: Request, weight_bytes: float, forward: float, backward: fl
     inner = _within(request.box, request.ranks_of_a_copy)
     outer = inner if strategy.is_fsdp else request.box
     first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
+    second += _calls_s(inner, "all_gather", request.gathered_again * width, chunk)
     settings = None if strategy.is_fsdp else engine_settings(strategy, request.shape.hidden)
     scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     copies = request.box.ranks // outer.ranks

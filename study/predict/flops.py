@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from study.predict.adapters import NAME
+from study.predict.adapters import INFIX
 from study.predict.request import ModelShape, Request
 
 
@@ -40,7 +40,7 @@ def products(shape: ModelShape) -> tuple[Product, ...]:
 
 def adapter_products(shape: ModelShape) -> tuple[Product, ...]:
     """Of LoRA, two for each product of a layer."""
-    matrices = [one for one in shape.tensors if one.in_layer and NAME in one.name]
+    matrices = [one for one in shape.tensors if one.in_layer and INFIX in one.name]
     return tuple(Product(one.elements // one.rows, one.rows, one.count) for one in matrices)
 
 

@@ -51,7 +51,7 @@ def host_of(request: Request, state: State | None = None) -> tuple[dict[str, flo
         )
         locked: list[float] = []
         if settings.optimizer is not None and stage < 3:
-            staged = max(piece.elements for piece in trained) * weight
+            staged = request.shape.largest_trained * weight
             locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
             buffers += part * weight + staged
         elif settings.optimizer is not None:

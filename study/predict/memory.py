@@ -14,7 +14,7 @@ from study.predict.kept import kept_bytes, small_activations
 from study.predict.moments import has_tied_gradients
 from study.predict.request import Estimate, Memory, Request
 from study.predict.settings import engine_settings
-from study.predict.state import State, pieces_of, state_of, trained_of, weight_bytes
+from study.predict.state import State, pieces_of, state_of, trained_of, unswapped, weight_bytes
 
 # A CUDA context after one torch tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
 # and for more (https://github.com/NVIDIA/nccl/issues/964).
@@ -123,6 +123,8 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
         yield f"the gradient of {largest.name} ({largest.elements:,} numbers) is larger than the bucket and waits whole"
     if has_tied_gradients(shape):
         yield f"{pieces[0].name} is tied: the head's gradient waits, then both are there and their sum"
+    if (what := unswapped(request)) is not None:
+        yield f"no part of the {what} has the 1 MiB that DeepSpeed swaps to a drive: a run fails for it"
     if settings.stage == 3:
         most = gathers_of(request, settings).most
         yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
@@ -146,7 +148,7 @@ def _standing(request: Request, state: State) -> float:
     if stage == 3:
         standing = standing_bucket(request, settings)
     elif settings.optimizer is not None:
-        standing = max(piece.elements for piece in trained_of(request.shape)) * float(weight_bytes(request))
+        standing = request.shape.largest_trained * float(weight_bytes(request))
     return standing
 
 

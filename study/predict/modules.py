@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from study.predict.adapters import NAME
+from study.predict.adapters import INFIX
 from study.predict.request import ModelShape
 from study.predict.state import BEFORE, Piece, pieces_of
 
@@ -88,7 +88,7 @@ def calls_of(shape: ModelShape, recomputes: bool) -> tuple[tuple[Call, ...], tup
     def node(tree: str | _Tree, place: int) -> _Node:
         if isinstance(tree, str):
             own = _Node(Call(place, tuple(owned.get((place, tree), ()))))
-            adapters = [owned.get((place, f"{tree}{NAME}{letter}"), ()) for letter in "AB"]
+            adapters = [owned.get((place, f"{tree}{INFIX}{letter}"), ()) for letter in "AB"]
             if not all(adapters):
                 return own
             # peft's layer around the model's own; its dropout is a module, too.

@@ -62,6 +62,15 @@ class ModelShape:
     def trained_parameters(self) -> int:
         return sum(tensor.elements * tensor.count for tensor in self.tensors if tensor.trained)
 
+    @property
+    def frozen_parameters(self) -> int:
+        return self.parameters - self.trained_parameters
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of one tensor."""
+        return max(tensor.elements for tensor in self.tensors if tensor.trained)
+
 
 @dataclasses.dataclass(frozen=True)
 class Box:
@@ -137,6 +146,15 @@ class Request:
     @property
     def fsdp_gathers_16_bits(self) -> bool:
         return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
+
+    @property
+    def gathered_again(self) -> float:
+        """Parameters that stage 3 gathers a third time for a micro-batch: what is frozen of the layers that it
+        recomputes, and lets go of with them (_recomputing_frozen in modules.py)."""
+        if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
+            return 0.0
+        frozen = sum(tensor.elements for tensor in self.shape.tensors if tensor.in_layer and not tensor.trained)
+        return frozen * self.shape.layers / self.checkpoint_every
 
     @property
     def ranks_of_a_copy(self) -> int | None:

@@ -126,8 +126,7 @@ def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State
     weight, ranks = weight_bytes(request), request.box.ranks
     part = flat_elements(request) // ranks
     held = part * (master_bytes(settings) + moments_bytes(request, settings))
-    frozen = request.shape.parameters - request.shape.trained_parameters
-    params = float((flat_elements(request) + frozen) * weight)
+    params = float((flat_elements(request) + request.shape.frozen_parameters) * weight)
     if settings.optimizer is not None:
         return State(params, 0.0, 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
@@ -137,6 +136,18 @@ def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State
     late, last = last_bucket(request, settings) if waiting else (0, set())
     reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last) if waiting else 0
     return State(params, float(max(part * kept, (reduced + late) * weight)), held + STEP_BYTES)
+
+
+def unswapped(request: Request) -> str | None:
+    """What the strategy puts on a drive and DeepSpeed leaves in host memory, since no part of it is large enough. A run
+    fails for it (study/run/audit.py)."""
+    state = state_of(request)
+    for what, kind, swapped in (
+        ("optimizer", "optimizer", state.optimizer_nvme), ("parameters", "param", state.params_nvme)
+    ):  # fmt: skip
+        if request.strategy.offload_device(kind) == "nvme" and not swapped:
+            return what
+    return None
 
 
 def own_pieces(request: Request) -> list[Piece]:

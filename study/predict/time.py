@@ -118,7 +118,7 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
 
 
 def _validated(request: Request, what: str, value: float) -> Estimate:
-    """Published times of offload are too few, and too far apart, for an interval; of LoRA there are hardly any."""
+    """Published times of offload are too few, and too far apart, for an interval; of LoRA there are none."""
     return Estimate(value) if request.strategy.offloads or request.shape.lora_rank else estimate(what, value)
 
 
@@ -212,10 +212,11 @@ def _elementwise_s(step: _Step, share: float) -> float:
     constants = step.constants
     more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
     matrices = flops.adapter_products(shape)
-    # A and B by turns: A takes what the layer takes, and B puts out what it puts out.
-    widths += sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN
-    widths += sum(each.count * each.out for each in matrices[1::2]) * _ADAPTER_PASSES_OUT
-    return share * more * step.tokens * _loose_bytes(step) * widths / step.bandwidth
+    # A and B by turns: A takes what the layer takes, and B puts out what it puts out. They are counted pass by pass;
+    # the rest is what a fused kernel would move, and the constant what eager kernels move for it.
+    beside = sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN
+    beside += sum(each.count * each.out for each in matrices[1::2]) * _ADAPTER_PASSES_OUT
+    return share * step.tokens * _loose_bytes(step) * (more * widths + beside) / step.bandwidth
 
 
 def _loose_bytes(step: _Step) -> int:
@@ -236,8 +237,7 @@ def _casts_s(step: _Step) -> float:
     """Autocast keeps its copies for one micro-batch."""
     casts = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
     shape = step.request.shape
-    frozen = shape.parameters - shape.trained_parameters
-    moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * frozen
+    moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
     return moved / step.bandwidth if casts else 0.0
 
 
@@ -274,7 +274,8 @@ def _offload_s(step: _Step) -> float:
         # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
         moved += _share_on_host(request) * trained * 2 * request.accumulation
     if strategy.offload_device("param"):
-        moved += 2 * request.accumulation * shard
+        again = request.gathered_again * step.weight_bytes / step.ranks
+        moved += request.accumulation * (2 * shard + again)
     return moved / link
 
 
@@ -294,9 +295,9 @@ def _nvme_s(step: _Step) -> float:
     if not state.nvme:
         return 0.0
     both = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
-    passes = 2 * request.accumulation
+    passed = request.accumulation * (2 * request.shape.parameters + request.gathered_again)
     of_step = state.nvme_per_step * request.shape.trained_parameters * both
-    of_passes = state.nvme_per_pass * request.shape.parameters * (passes / box.nvme_read_gb_per_s)
+    of_passes = state.nvme_per_pass * passed / box.nvme_read_gb_per_s
     return box.gpus_per_node * (of_step + of_passes) / 1e9
 
 

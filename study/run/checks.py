@@ -221,11 +221,11 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
-    """For all ranks of this box."""
+    """For all ranks of this box. LoRA's adapters are small beside what is frozen."""
     from study.models.architecture import shape_of
 
-    parameters = shape_of(config).parameters
-    state = state_bytes(launch.strategy.overridden(config), config.precision, launch.world_size)
+    parameters, strategy = shape_of(config).parameters, launch.strategy.overridden(config)
+    state = state_bytes(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
     refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import shlex
 import subprocess
@@ -22,15 +21,16 @@ from study.launch.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.foresee import Foresight, foresight, warnings
 from study.sweep.notes import earlier_durations, estimate, left_to_run
-from study.sweep.search import Search, cell_states, one_of_each_model, was_begun
+from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, runs_left
 from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
 
 RESUME = """\
 Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
 again with --retry only; interrupted and failed ones are run again by every call. Ctrl-C or a crash loses at most the
-cell at work. A search chooses each probe from the records of those before it, and goes on from them. A suite that is
-made of others runs their slices in its own order, and keeps each record where its own suite would.
+cell at work. What was tried before comes after all that was not. A search chooses each probe from the records of those
+before it, and goes on from them. A suite that is made of others runs their slices in its own order, and keeps each
+record where its own suite would.
 ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less than it can have.
 """
 
@@ -97,19 +97,20 @@ def run(options: argparse.Namespace) -> int:
         return _dry_run(plan, options.retry, box, options.hardware)
     deadline = None if options.time_budget is None else time.monotonic() + options.time_budget
     parts = _runnable(plan, box)
+    passes = [("", part, part.cells) for part in parts]
     if plan.is_series:
-        parts = list(_left_of_series(parts, options.retry))
-        if not parts:
+        passes = list(_passes(parts, options.retry))
+        if not passes:
             print_tables(series_tables(plan.slices))
     not_all_was_run = False
-    for part in parts:
-        if plan.is_series:
-            print(f"{part.title}:", file=sys.stderr, flush=True)
-        to_do = [cell for cell, _ in left_to_run(part.cells, part.root, options.retry) if isinstance(cell, Cell)]
-        for warning in warnings(to_do, box):
+    for title, part, cells in passes:
+        if title:
+            print(f"{title}:", file=sys.stderr, flush=True)
+        runs = [cell for cell in cells if isinstance(cell, Cell)]
+        for warning in warnings([cell for cell in runs if any(runs_left(cell, part.root, options.retry))], box):
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
-        sweep = run_cells(part.cells, part.root, box, retry=options.retry, time_budget_s=budget)
+        sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
         print_tables(result_tables(part.cells, part.root))
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
         if len(counts) > 1:
@@ -121,13 +122,19 @@ def run(options: argparse.Namespace) -> int:
     return 1 if not_all_was_run or any(_any_failed(part) for part in plan.slices) else 0
 
 
-def _left_of_series(parts: Sequence[Slice], retry: bool) -> Iterator[Slice]:
-    """Slices with something left to run; what has failed or was cut off before comes after all of them."""
-    for again in (False, True):
-        for part in parts:
-            cells = [cell for cell in part.cells if was_begun(cell, part.root, retry) is again]
-            if any(left_to_run(cells, part.root, retry)):
-                yield dataclasses.replace(part, cells=cells)
+def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, list[Cell | Search]]]:
+    """Slices with something left to run; what was tried before comes after all of them.
+
+    A cell that hangs until a call is over would keep the others from it in every call.
+    """
+    second = []
+    for part in parts:
+        new, tried = new_and_tried(part.cells, part.root, retry)
+        if new:
+            yield part.title, part, [item for item in part.cells if item not in tried]
+        if tried:
+            second.append((f"{part.title}, tried before", part, tried))
+    yield from second
 
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:
@@ -185,7 +192,7 @@ def weights(options: argparse.Namespace) -> int:
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
-    for item, root in _within(parts, options.time_budget):
+    for item, root in in_order(parts, options.time_budget):
         for cell in one_of_each_model(item):
             config = cell.config
             if not config.virtual_world_size:
@@ -200,11 +207,11 @@ def weights(options: argparse.Namespace) -> int:
     return 1 if any(statuses) else 0
 
 
-def _within(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
+def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
     """What `study run` would start in this time, in its order."""
     spent = 0.0
-    for part in parts:
-        for cell, seconds in left_to_run(part.cells, part.root):
+    for _, part, cells in _passes(parts, retry=False):
+        for cell, seconds in left_to_run(cells, part.root):
             spent += seconds
             if time_budget_s is not None and spent > time_budget_s:
                 return

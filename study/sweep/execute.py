@@ -29,7 +29,7 @@ from study.record.outcome import Ending, raising_on
 from study.spec.strategies import REPOSITORY
 from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
 from study.sweep.progress import Progress, StepTail, show_duration
-from study.sweep.search import Search, runs_left, was_begun
+from study.sweep.search import Search, new_and_tried, runs_left
 
 # Ctrl-C, `kill` and a closed terminal all end the current run in order.
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +48,7 @@ def run_cells(
     time_budget_s: float | None = None,
     is_kept: bool = True,
 ) -> Sweep:
-    """Everything that is not answered yet, in the order given, and last what has failed or was cut off before.
+    """Everything that is not answered yet, in the order given, and last what was tried before.
 
     A cell that hangs until the call is over would keep the others from it in every call. `root` holds one directory per
     cell; where it is not kept, nobody can go on with what is left.
@@ -58,8 +58,8 @@ def run_cells(
         ended = end_leftovers(root)
         if (job := this_job()) is not None:
             refuse_unshared(job, root)
-        to_do = [item for item in cells if next(runs_left(item, root, retry), None)]
-        to_do.sort(key=lambda item: was_begun(item, root, retry))
+        new, tried = new_and_tried(cells, root, retry)
+        to_do = [*new, *tried]
         searches = sum(isinstance(item, Search) for item in to_do)
         with (
             Progress(len(to_do), len(cells) - len(to_do), searches) as progress,

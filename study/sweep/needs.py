@@ -44,14 +44,14 @@ def needs_of(cell: Cell) -> Needs | None:
         gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
     )  # fmt: skip
     activations = least_activation_bytes(request)
-    processes, parameters, trained = cell.world_size, shape.parameters, shape.trained_parameters
-    still = parameters - trained
+    processes, parameters = cell.world_size, shape.parameters
+    trained, still = shape.trained_parameters, shape.frozen_parameters
     # Outside stage 3 every process makes the whole model in fp32 on the host first, and moves it from there.
     loaded = 4 * parameters if strategy.zero_stage != 3 else 0
     # The parameters pass forward and backward, for each micro-batch.
-    passes = 2 * plan.gradient_accumulation_steps
+    passed = plan.gradient_accumulation_steps * (2 * parameters + request.gathered_again)
     return Needs(
         device_bytes=least_device_bytes(state, trained, activations) + still * frozen.device,
         host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
-        nvme_bytes_per_step=processes * (trained * state.nvme_per_step + parameters * passes * state.nvme_per_pass),
+        nvme_bytes_per_step=processes * (trained * state.nvme_per_step + passed * state.nvme_per_pass),
     )

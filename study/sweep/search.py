@@ -203,10 +203,18 @@ def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[
         yield item
 
 
-def was_begun(item: Cell | Search, root: Path, retry: bool = False) -> bool:
-    """What is left of it was tried before, and failed or was cut off."""
-    run = next(runs_left(item, root, retry), None)
-    return run is not None and cell_state(root / run.id).state in ("failed", "interrupted")
+def new_and_tried(
+    items: Iterable[Cell | Search], root: Path, retry: bool = False
+) -> tuple[list[Cell | Search], list[Cell | Search]]:
+    """What is left of them, and of that what a run is there of without an answer."""
+    new, tried = list[Cell | Search](), list[Cell | Search]()
+    for item in items:
+        if isinstance(item, Search) and not item.states(root):
+            # Which rung it begins at is a prediction, and takes its time.
+            new.append(item)
+        elif (run := next(runs_left(item, root, retry), None)) is not None:
+            (new if cell_state(root / run.id).state == "to do" else tried).append(item)
+    return new, tried
 
 
 def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:

@@ -74,7 +74,7 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight
     """What of this rank's state is in host memory where there is a GPU for the rest."""
     strategy, elements = launch.strategy, shape.parameters / launch.world_size
     per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
-    optimizer = strategy.offload_device("optimizer")
+    optimizer = strategy.offload_device("optimizer") if _trains_all(config) else None
     if optimizer is not None:
         # Gradients as they come, and in fp32 for the step.
         per_element += per_weight + 4
@@ -94,7 +94,6 @@ def _state_and_working_bytes(
     divided = _ranks_of_a_layer(strategy)
     elements, ranks = shape.parameters / divided, launch.world_size / divided
     if config.peft != "none" and strategy.zero_stage != 3:
-        # Frozen weights have no gradients and no states, and adapters are small.
         return built_bytes + per_weight * elements
     if divided > 1 and strategy.deepspeed is None:
         # Weights, gradients and two moments, and some copies of the largest, which is divided as well.
@@ -110,7 +109,7 @@ def _state_and_working_bytes(
     bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
     if strategy.zero_stage == 0:
         return bucket + (16 if per_weight == 4 else 20) * elements
-    shard = (per_weight + per_weight + 16) * elements / ranks
+    shard = (per_weight + _trains_all(config) * (per_weight + 16)) * elements / ranks
     shard += per_weight * elements / (launch.ranks_of_a_copy(config) or float("inf"))
     if strategy.zero_stage == 3:
         # Gloo scatters out of a copy, and group.py holds one as large.
@@ -118,6 +117,11 @@ def _state_and_working_bytes(
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + max(built_bytes, bucket + per_weight * (live + 3 * shape.largest_parameter))
     return shard + max(built_bytes + per_weight * elements, 2 * per_weight * elements + bucket)
+
+
+def _trains_all(config: RunConfig) -> bool:
+    """Frozen weights have no gradients and no states, and adapters are small."""
+    return config.peft == "none"
 
 
 def _ranks_of_a_layer(strategy: Strategy) -> int:
