@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -13,6 +14,15 @@ from study.spec.strategies import REPOSITORY
 @functools.cache
 def laptop() -> Records:
     return read_parquet(REPOSITORY / "reports" / "laptop")
+
+
+@functools.cache
+def few() -> Records:
+    """Of the laptop's records what has a loss to compare and an offload, where any report will do."""
+    records = laptop()
+    arms = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
+    runs = records.runs[arms & (records.runs["task"] == "gpt-wikitext")]
+    return dataclasses.replace(records, runs=runs, steps=records.steps[records.steps["run"].isin(runs["run"])])
 
 
 def committed(folder: Path) -> Path:

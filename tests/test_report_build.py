@@ -11,7 +11,7 @@ import nbformat
 import papermill
 import pytest
 
-from report_folders import committed, contents, laptop
+from report_folders import committed, contents, few, laptop
 from study import cli
 from study.errors import UserError
 from study.report.questions import QUESTIONS
@@ -112,7 +112,7 @@ def test_a_dead_kernel_is_told_with_its_cell(tmp_path):
 
 
 def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks, tmp_path):
-    failures = build(laptop(), "laptop", tmp_path / "report", notebooks=notebooks)
+    failures = build(few(), "laptop", tmp_path / "report", notebooks=notebooks)
     (failure,) = failures.items()
     assert failure[0] == "offload"
     assert "(cell-1, `before / 0`): ZeroDivisionError" in failure[1]
@@ -127,7 +127,7 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks
         "loss_1.png", "loss_1.svg", "loss_2.png", "loss_2.svg",
     ]  # fmt: skip
     # The same records give the same report, and nothing is left beside it.
-    build(laptop(), "laptop", tmp_path / "again", notebooks=notebooks)
+    build(few(), "laptop", tmp_path / "again", notebooks=notebooks)
     # A traceback has a random name in it, and the list has a digest of that.
     first, second = contents(tmp_path / "report"), contents(tmp_path / "again")
     assert set(first) == set(second)
@@ -137,13 +137,13 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks
 
 def test_a_place_that_cannot_be_written_is_refused_in_one_line():
     with pytest.raises(UserError, match="--output /proc/report is not writable"):
-        build(laptop(), "laptop", Path("/proc/report"))
+        build(few(), "laptop", Path("/proc/report"))
 
 
 def test_a_folder_with_anything_else_in_it_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match=r"holds thesis\.tex, and no files\.json of a report"):
-        build(laptop(), "laptop", tmp_path)
+        build(few(), "laptop", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -151,7 +151,7 @@ def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
     output = committed(tmp_path)
     before = contents(output)
     with pytest.raises(FileNotFoundError):
-        build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
+        build(few(), "laptop", output, notebooks=tmp_path / "nowhere")
     assert contents(output) == before
     assert [file.name for file in tmp_path.iterdir()] == ["report"]
 
@@ -161,7 +161,7 @@ def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
     mine = {"figures/my_own_figure.png"}
     (output / "figures" / "my_own_figure.png").write_text("mine")
     for _ in range(2):
-        build(laptop(), "laptop", output, notebooks=notebooks)
+        build(few(), "laptop", output, notebooks=notebooks)
         assert {name for name, content in contents(output).items() if content == b"mine"} == mine
         # What the earlier report made, and this one did not, is gone.
         assert sorted(file.name for file in (output / "figures").iterdir()) == [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from report_folders import committed, contents, laptop
+from report_folders import committed, contents, few, laptop
 from study import cli
 from study.errors import UserError
 from study.report.records.frames import write_parquet
@@ -45,7 +45,7 @@ def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_note
     (output / "loss_curves.html").write_text("my own words")
     before, outside = contents(output), contents(tmp_path)
     with pytest.raises(UserError, match=r"report holds loss_curves.html, which is not as a report wrote it"):
-        build(laptop(), "laptop", output, notebooks=tmp_path / "nowhere")
+        build(few(), "laptop", output, notebooks=tmp_path / "nowhere")
     assert (contents(output), contents(tmp_path)) == (before, outside)
 
 

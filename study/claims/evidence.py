@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Evidence:
         self.root = root
         self._records: dict[str, Records] = {}
         self._summaries: dict[str, list[Summary]] = {}
+        self._of_kind: dict[tuple[str, Callable[[Records], Records]], tuple[Records, pd.DataFrame]] = {}
         self._arms: pd.DataFrame | None = None
 
     def records(self, report: str) -> Records:
@@ -65,6 +66,14 @@ class Evidence:
                 raise NoRecords(f"there are no records of {report}")
             self._records[report] = read_parquet(self.root / report)
         return self._records[report]
+
+    def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
+        """Its runs of one kind that ended well."""
+        records = self.records(report)
+        if (known := self._of_kind.get((report, kind))) is None or known[0] is not records:
+            runs = kind(records).runs
+            known = self._of_kind[report, kind] = records, runs[runs["status_state"] == "ok"]
+        return known[1]
 
     def instead(self, report: str, records: Records) -> Evidence:
         """The same, with other records in one report."""
@@ -85,12 +94,11 @@ class Evidence:
 
     def runs_of(self, report: str, one: Summary) -> tuple[str, ...]:
         """The runs that a virtual rank was made of."""
-        runs = virtual(self.records(report)).runs
-        runs = runs[(runs["status_state"] == "ok") & (runs["precision"] == _PRECISION)]
-        runs = runs[(runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])]
+        runs = self._ended(report, virtual)
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
-        is_alike = pd.Series([setting_of(run) == one["setting"] for run in runs.to_dict("records")], runs.index, bool)
-        mine = runs[(models == one["model"]) & is_alike]
+        is_alike = (runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])
+        runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == one["model"])]
+        mine = runs[[setting_of(run) == one["setting"] for run in runs.to_dict("records")]]
         is_whole = mine["model_layers"] == mine["preset_layers"]
         mine = mine[is_whole] if one["extrapolated"] is None else mine[~is_whole].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])
@@ -104,8 +112,8 @@ class Evidence:
         Of one workload, the one that most of them share; or with `over_where` of two, which differ in nothing but what
         that says.
         """
-        runs = real(self.records(report)).runs
-        runs = runs[(runs["task"] == task) & (runs["status_state"] == "ok")]
+        runs = self._ended(report, real)
+        runs = runs[runs["task"] == task]
         confound = "confounded_loss" if is_loss else "confounded"
         if over_where:
             found = _across(runs, strategy, over, settings(where), settings(over_where), not is_loss)
@@ -121,8 +129,8 @@ class Evidence:
         least_pairs: int,
     ) -> Levels:  # fmt: skip
         """The pairs at each value of a setting, or of the model's size, the smallest first, that has enough seeds."""
-        runs = real(self.records(report)).runs
-        runs = _with(runs[(runs["task"] == task) & (runs["status_state"] == "ok")], settings(where))
+        runs = self._ended(report, real)
+        runs = _with(runs[runs["task"] == task], settings(where))
         found = {}
         for level in sorted(runs.loc[runs["strategy"].isin([strategy, over]), along].dropna().unique()):
             with contextlib.suppress(NotJudged):

@@ -23,6 +23,7 @@ from study.claims.evidence import Evidence
 from study.claims.ledger import LEDGER
 from study.claims.made import NOT_OF_RUNS, command, made
 from study.spec.strategies import REPOSITORY
+from study.spec.yaml_sections import read_own
 
 Order = Literal["before", "after", "cannot be told"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -95,7 +96,7 @@ def _ledger_at(commit: str, repository: Path) -> Written | None:
 @functools.cache
 def _checks_in(ledger: str) -> Written:
     try:
-        document = yaml.safe_load(ledger)
+        document = read_own(ledger)
         return {str(claim["id"]): list(claim["checks"]) for claim in document["claims"]}
     except (yaml.YAMLError, LookupError, TypeError):
         return {}

@@ -5,14 +5,13 @@ The engines' own order: the last parameter first, each gradient into the bucket,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
 from study.predict.fsdp import fsdp_moments
 from study.predict.kept import kept_by_c_library
 from study.predict.moments import Moment, has_tied_gradients, torch_step
-from study.predict.request import Request
+from study.predict.request import Request, same_for_any_micro_batch
 from study.predict.settings import EngineSettings, engine_settings
 from study.predict.state import (
     BEFORE,
@@ -70,6 +69,7 @@ def bucket_bytes(request: Request, settings: EngineSettings) -> float:
     return _Bucket(request, settings, weight_bytes(request)).bytes
 
 
+@same_for_any_micro_batch
 def standing_bucket(request: Request, settings: EngineSettings) -> float:
     """Stage 3's bucket is there from the start."""
     bucket = _Bucket(request, settings, weight_bytes(request))
@@ -80,6 +80,7 @@ def standing_bucket(request: Request, settings: EngineSettings) -> float:
     return bucket.bytes
 
 
+@same_for_any_micro_batch
 def moments_of(request: Request) -> list[Moment]:
     """Of the last micro-batch of a step: with accumulation gradients of the earlier ones are there already."""
     stage = request.strategy.zero_stage
@@ -105,9 +106,7 @@ def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
         if moment.piece is embedding:
             extra, waits = (2 * size if moment.arrival else 0.0), False
         small = kept_by_c_library(size) * (extra > 0)
-        yield dataclasses.replace(
-            moment, grads=moment.grads + (0.0 if moment.step else extra), small=moment.small + small
-        )
+        yield moment._replace(grads=moment.grads + (0.0 if moment.step else extra), small=moment.small + small)
 
 
 def _whole(request: Request) -> Iterator[Moment]:

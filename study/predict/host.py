@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from study.host.memory import GIB
-from study.predict.request import Request
+from study.predict.request import Request, same_for_any_micro_batch
 from study.predict.settings import engine_settings
 from study.predict.state import (
     FP32_BYTES,
-    State,
     part_elements,
     state_of,
     sub_groups,
@@ -35,9 +34,10 @@ def libraries_bytes(request: Request) -> float:
     return CPU_LIBRARIES_BYTES + (CPU_ENGINE_BYTES if request.strategy.deepspeed else 0.0)
 
 
-def host_of(request: Request, state: State | None = None) -> tuple[dict[str, float], float]:
+@same_for_any_micro_batch
+def host_of(request: Request) -> tuple[dict[str, float], float]:
     """By part, of all ranks of one node, and the drive's bytes."""
-    state = state or state_of(request)
+    state = state_of(request)
     strategy, ranks = request.strategy, request.box.gpus_per_node
     weight, parameters = weight_bytes(request), request.shape.parameters
     stage = strategy.zero_stage

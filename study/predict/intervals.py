@@ -7,16 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from study.predict.request import Estimate
+from study.spec.yaml_sections import read_own
 
 FILE = Path(__file__).with_name("intervals.yaml")
 
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    return yaml.safe_load(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    return read_own(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
 
 
 def slowest_offload() -> float:

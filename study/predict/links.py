@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 import study.theory
 from study.predict.request import Box
+from study.spec.yaml_sections import read_own
 
 Collective = Literal["all_reduce", "all_gather", "reduce", "reduce_scatter"]
 
@@ -72,4 +71,4 @@ def _interpolated(table: Mapping[float, float], place: float) -> float:
 
 @functools.cache
 def _tables() -> dict[str, Any]:
-    return dict(yaml.safe_load(Path(study.theory.__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
+    return dict(read_own(Path(study.theory.__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import moments_of, standing_bucket
@@ -11,8 +11,8 @@ from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
 from study.predict.kept import kept_bytes, small_activations
-from study.predict.moments import has_tied_gradients
-from study.predict.request import Estimate, Memory, Request
+from study.predict.moments import Moment, has_tied_gradients
+from study.predict.request import Estimate, Memory, Request, same_for_any_micro_batch
 from study.predict.settings import engine_settings
 from study.predict.state import State, pieces_of, state_of, trained_of, unswapped, weight_bytes
 
@@ -23,8 +23,7 @@ CONTEXT_BYTES, COMMUNICATOR_OF_TWO_BYTES, COMMUNICATOR_BYTES = 723 * 2**20, 544 
 RESERVED_SHARE = 0.04
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A moment of a step with all that is on the device then, and how much of it lies in small blocks."""
 
     parts: dict[str, float]
@@ -36,6 +35,9 @@ class Point:
     def total(self) -> float:
         return sum(self.parts.values())
 
+    def without(self, *names: str) -> float:
+        return self.total - sum(self.parts[name] for name in names)
+
 
 def predict_memory(request: Request) -> Memory:
     state = state_of(request)
@@ -44,10 +46,11 @@ def predict_memory(request: Request) -> Memory:
         # Where `ratio` leaves sub-groups on the device, the fp32 gradients that they are stepped with are made at the
         # start and stay (initialize_optimizer_states).
         always["optimizer"] += state_of(request, waiting=False).grads_device
-    points = [dataclasses.replace(point, parts={**always, **point.parts}) for point in points_of(request)]
-    peak = max(points, key=lambda point: point.total)
+    points = points_of(request)
+    highest = max(points, key=lambda point: point.total)
+    peak = Point({**always, **highest.parts}, highest.small, highest.step)
     steady = _steady(request, state)
-    host_parts, nvme = host_of(request, state)
+    host_parts, nvme = host_of(request)
     # Weights and the optimizer have no error.
     certain = sum(always.values())
     in_host_memory, process = request.box.in_host_memory, None
@@ -90,16 +93,15 @@ def _pool_with_room(request: Request, points: Sequence[Point], always: float, ne
     if not request.box.device.memory_gib:
         return needed
     passing = [point for point in points if not point.step]
-    steps = max((point.total for point in points if point.step), default=always)
-    other_streams = 0.0
+    steps = max((point.total for point in points if point.step), default=0.0)
+    other_streams, apart = 0.0, tuple[str, ...]()
     if request.box.ranks > 1 and (request.strategy.is_fsdp or request.strategy.zero_stage == 3):
-        other_streams = max(point.parts["buffers"] for point in passing)
-        passing = [dataclasses.replace(point, parts={**point.parts, "buffers": 0.0}) for point in passing]
+        other_streams, apart = max(point.parts["buffers"] for point in passing), ("buffers",)
     if request.expandable_segments:
-        return max(needed, other_streams + max(steps, *(point.total for point in passing)))
-    passes = other_streams + max(point.total - point.parts["gradients"] for point in passing)
+        return max(needed, always + other_streams + max(steps, *(point.without(*apart) for point in passing)))
+    passes = other_streams + max(point.without("gradients", *apart) for point in passing)
     room = request.box.device.visible_gib * 2**30 - _outside_torch(request.box.ranks)
-    return max(needed, min(passes + steps - always, room))
+    return max(needed, min(always + passes + steps, room))
 
 
 def _outside_torch(ranks: int) -> float:
@@ -188,19 +190,44 @@ def points_of(request: Request) -> list[Point]:
              "logits": kept.logits + kept.logits_backward}, small * weight,
         ),
     ]  # fmt: skip
-    for moment in moments:
-        if moment.step:
-            parts = {"gradients": moment.grads, "buffers": max(standing, moment.buffers)}
-            points.append(Point(parts, moment.small, step=True))
-            continue
-        live, small = gathers.live_at.get(id(moment.piece), gathers.live_backward.get(moment.place, (0, 0)))
-        stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
-        if moment.place < layers:
-            # The head's gradient is there by then, and autograd has let go of autocast's copy.
-            stored["activations"] -= kept.cast_head
-        parts = {**stored, "gradients": moment.grads, "buffers": max(standing, moment.buffers) + live * weight}
-        points.append(Point(parts, moment.small + small * weight))
+    for moment in _telling(request):
+        parts = {"gradients": moment.grads, "buffers": moment.buffers}
+        if not moment.step:
+            stored = _stored(request, kept, min(layers, moment.place + 1), working=0 <= moment.place < layers)
+            if moment.place < layers:
+                # The head's gradient is there by then, and autograd has let go of autocast's copy.
+                stored["activations"] -= kept.cast_head
+            parts = {**stored, **parts}
+        points.append(Point(parts, moment.small, moment.step))
     return points
+
+
+_RESPECTS: tuple[Callable[[Moment], float], ...] = (
+    lambda moment: moment.grads + moment.buffers,
+    lambda moment: moment.grads,
+    lambda moment: moment.buffers,
+    lambda moment: moment.small,
+)
+
+
+@same_for_any_micro_batch
+def _telling(request: Request) -> list[Moment]:
+    """With all buffers. Of each layer, and of the step, what holds most in some respect: the rest of what is there then
+    is the same for all moments of it, so the others cannot be the largest, and there are thousands."""
+    standing, gathers = _standing(request, state_of(request)), Gathers()
+    if request.strategy.zero_stage == 3:
+        gathers = gathers_of(request, engine_settings(request.strategy, request.shape.hidden))
+    weight, whole = weight_bytes(request), list[Moment]()
+    for moment in moments_of(request):
+        at_place = (0, 0) if moment.step else gathers.live_backward.get(moment.place, (0, 0))
+        live, small = gathers.live_at.get(id(moment.piece), at_place)
+        buffers = max(standing, moment.buffers) + live * weight
+        whole.append(moment._replace(buffers=buffers, small=moment.small + small * weight))
+    by_layer: dict[int | None, list[Moment]] = {}
+    for moment in whole:
+        by_layer.setdefault(None if moment.step else moment.place, []).append(moment)
+    kept = {id(max(several, key=respect)) for several in by_layer.values() for respect in _RESPECTS}
+    return [moment for moment in whole if id(moment) in kept]
 
 
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:

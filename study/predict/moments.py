@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from study.predict.request import ModelShape, Request
 from study.predict.state import BEFORE, FP32_BYTES, Piece, weight_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """While the gradient of a tensor comes, or of a layer; `step`: after the backward pass."""
 
     # As in Piece.

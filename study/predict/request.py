@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+import functools
+import operator
+from collections.abc import Callable, Hashable, Mapping
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from study.models.presets import Family
 from study.spec.config import Precision
@@ -161,6 +163,34 @@ class Request:
         """As in Strategy, on this box. A virtual rank is alone on it, and the machines of its job have eight."""
         per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
         return self.strategy.ranks_of_a_copy(self.box.ranks, per_machine)
+
+
+_BY_IDENTITY = ("shape", "strategy", "box")
+_settings_of = operator.attrgetter(
+    *(field.name for field in dataclasses.fields(Request)
+      if field.name not in (*_BY_IDENTITY, "micro_batch", "accumulation"))
+)  # fmt: skip
+_KEPT = 64
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def same_for_any_micro_batch(answer: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
+    """A search over micro-batches asks it once. Of the accumulation it counts whether there is any."""
+    known: dict[Hashable, tuple[Request, _R]] = {}
+
+    @functools.wraps(answer)
+    def asked(request: Request, *given: _P.args, **named: _P.kwargs) -> _R:
+        same = tuple(id(getattr(request, name)) for name in _BY_IDENTITY)
+        key = (same, _settings_of(request), request.accumulation > 1, given, tuple(named.items()))
+        if key not in known:
+            if len(known) >= _KEPT:
+                known.clear()
+            # With the request, so that no other object takes the place of one of its own.
+            known[key] = request, answer(request, *given, **named)
+        return known[key][1]
+
+    return asked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-from study.predict.request import ModelShape, Request
+from study.predict.request import ModelShape, Request, same_for_any_micro_batch
 from study.predict.settings import SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES, EngineSettings, engine_settings
 
 FP32_BYTES = 4
@@ -33,12 +33,13 @@ class Piece:
     trained: bool = True
 
 
-@functools.lru_cache(maxsize=64)
+# For good: gathers and moments know a piece by its identity.
+@functools.cache
 def pieces_of(shape: ModelShape) -> tuple[Piece, ...]:
     return tuple(_pieces(shape))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def trained_of(shape: ModelShape) -> tuple[Piece, ...]:
     """Those that have gradients and an optimizer: frozen ones are in no engine's groups (study/run/optimizer.py)."""
     return tuple(piece for piece in pieces_of(shape) if piece.trained)
@@ -95,6 +96,7 @@ def moments_bytes(request: Request, settings: EngineSettings | None) -> float:
     return 4.0 if request.pure or (settings is not None and settings.bf16_moments) else 8.0
 
 
+@same_for_any_micro_batch
 def state_of(request: Request, *, waiting: bool = True) -> State:
     """With or without gradients that still wait for their reduction when the backward pass has ended."""
     strategy = request.strategy
@@ -141,6 +143,8 @@ def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State
 def unswapped(request: Request) -> str | None:
     """What the strategy puts on a drive and DeepSpeed leaves in host memory, since no part of it is large enough. A run
     fails for it (study/run/audit.py)."""
+    if not request.strategy.uses_nvme:
+        return None
     state = state_of(request)
     for what, kind, swapped in (
         ("optimizer", "optimizer", state.optimizer_nvme), ("parameters", "param", state.params_nvme)

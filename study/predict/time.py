@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import yaml
-
 from study.predict import flops
 from study.predict.exchange import exchange_of
 from study.predict.floor import state_bytes
 from study.predict.intervals import estimate
 from study.predict.request import Estimate, Memory, Request, Time
+from study.spec.yaml_sections import read_own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Constants:
 
 def _fitted() -> Constants:
     """As `python -m study.validation fit` wrote them."""
-    document = yaml.safe_load(Path(__file__).with_name("fitted.yaml").read_text(encoding="utf-8"))
+    document = read_own(Path(__file__).with_name("fitted.yaml").read_text(encoding="utf-8"))
     return Constants(**document["constants"])
 
 

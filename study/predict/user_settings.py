@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from study.errors import UserError, brief
 from study.host.folders import folder_named
 from study.predict.user_document import read_document
+from study.spec.yaml_sections import read_own
 
 Kind = Literal["refused", "conflict", "ignored", "nothing", "filled", "missing", "noted"]
 ZERO = "zero_optimization"
@@ -60,7 +59,7 @@ class UserFile:
 @functools.cache
 def known_settings() -> dict[str, Any]:
     text = Path(__file__).with_name("known_settings.yaml").read_text(encoding="utf-8")
-    document: dict[str, Any] = yaml.safe_load(text)
+    document: dict[str, Any] = read_own(text)
     return document
 
 

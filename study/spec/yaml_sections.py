@@ -38,12 +38,14 @@ class Section(dict[str, Any]):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-class _Loader(yaml.SafeLoader):
+class _Sections:
+    """What a loader makes of mappings."""
+
     file: Path
     kind: type[Section]
     most: int
 
-    def checked_data(self) -> Any:
+    def checked_data(self: Any) -> Any:
         """What the file holds, unless its aliases make more of it than any such file has."""
         node = self.get_single_node()
         if node is None:
@@ -52,8 +54,8 @@ class _Loader(yaml.SafeLoader):
             raise UserError(f"{self.file} holds more than {self.most} values, its aliases written out", "fix the file")
         return self.construct_document(node)
 
-    def section(self, node: yaml.MappingNode) -> Section:
-        section = self.kind(f"{self.file}:{node.start_mark.line + 1}")
+    def section(self: Any, node: yaml.MappingNode) -> Section:
+        section: Section = self.kind(f"{self.file}:{node.start_mark.line + 1}")
         for key_node, value_node in node.value:
             key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
             if not isinstance(key, str):
@@ -74,15 +76,36 @@ def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     return known[node]
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _Loader.section)
-# YAML 1.1 reads 1e-5 as a word; who writes it means the number.
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
+class _Loader(_Sections, yaml.SafeLoader):
+    """Of anybody's files."""
+
+
+# libyaml is ten times as fast, and what nests too deep crashes it: it reads this package's own files alone.
+_Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class _OwnLoader(_Sections, _Fast):
+    pass
+
+
+_loader: Any
+for _loader in (_Loader, _OwnLoader):
+    _loader.add_constructor("tag:yaml.org,2002:map", _loader.section)
+    # YAML 1.1 reads 1e-5 as a word; who writes it means the number.
+    _loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
+
+
+def read_own(text: str) -> Any:
+    """Of a file of this package."""
+    return yaml.load(text, _Fast)
 
 
 def read_document(file: Path, kind: type[Section], most: int) -> Any:
     """All of a file; its mappings are sections of this kind, and it holds no more than so many values."""
     try:
-        loader = _Loader(file.read_text(encoding="utf-8"))
+        own = file.resolve().is_relative_to(_PACKAGE)
+        loader = (_OwnLoader if own else _Loader)(file.read_text(encoding="utf-8"))
         loader.file, loader.kind, loader.most = file, kind, most
         return loader.checked_data()
     except (OSError, ValueError, RecursionError) as error:

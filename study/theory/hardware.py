@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 from typing import get_args
 
-import yaml
-
 from study.spec.config import Precision
+from study.spec.yaml_sections import read_own
 
 # Where nobody said what the driver shows: as of A100 and V100.
 _SHOWN = 0.985
@@ -39,7 +38,7 @@ class Device:
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
-    entries = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
+    entries = read_own(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
     return tuple(Device(**entry) for entry in entries)
 
 

@@ -18,6 +18,7 @@ from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.predict.time import Constants
 from study.spec.strategies import read_strategy
+from study.spec.yaml_sections import read_own
 from study.validation.measured import Measured, impossible, predicted_step_s
 from study.validation.published import published_rows
 
@@ -33,7 +34,7 @@ KEPT_FILE = Path(__file__).with_name("kept.yaml")
 
 def kept_fit() -> tuple[float, float]:
     """GAPS and COPIES of study/predict/kept.py."""
-    document = yaml.safe_load(KEPT_FILE.read_text(encoding="utf-8"))
+    document = read_own(KEPT_FILE.read_text(encoding="utf-8"))
     box = Box("processes", dataclasses.replace(ANY_DEVICE, memory_gib=0.0), document["ranks"], gathers_into_copies=True)
     parts = []
     for row in document["rows"]:

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from study.errors import UserError
 from study.predict.boxes import box_of
 from study.predict.flops import model_flops
@@ -27,6 +25,7 @@ from study.predict.request import Request
 from study.predict.shape import model_shape
 from study.spec.overrides import override
 from study.spec.strategies import read_strategy
+from study.spec.yaml_sections import read_own
 from study.validation.measured import GIB, Measured
 
 FILE = Path(__file__).with_name("published.yaml")
@@ -67,7 +66,7 @@ def published_rows() -> list[Measured]:
 
 
 def _document() -> dict[str, Any]:
-    return dict(yaml.safe_load(FILE.read_text(encoding="utf-8")))
+    return dict(read_own(FILE.read_text(encoding="utf-8")))
 
 
 def _measured(group: Mapping[str, Any], number: int, row: Mapping[str, Any], models: Mapping[str, str]) -> Measured:

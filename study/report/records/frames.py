@@ -83,7 +83,12 @@ def _tables(found: list[Found]) -> tuple[pd.DataFrame, pd.DataFrame]:
     named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(named, key=_place)
     columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
-    return pd.DataFrame(columns), _steps(blocks)
+    return _in_one_block(pd.DataFrame(columns)), _steps(blocks)
+
+
+def _in_one_block(runs: pd.DataFrame) -> pd.DataFrame:
+    """All text as objects: pandas takes rows of each string column by itself, and there are sixty of them."""
+    return runs.astype({key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}).copy()
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -142,7 +147,7 @@ def _chosen(records: Records, mask: pd.Series) -> Records:
 
 def write_parquet(records: Records, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    runs = pa.Table.from_pandas(records.runs, preserve_index=False)
+    runs = pa.Table.from_pandas(records.runs.astype(RUN_COLUMNS), preserve_index=False)
     metadata = {
         **(runs.schema.metadata or {}),
         _REFUSED: json.dumps(records.refused).encode(),
@@ -168,7 +173,7 @@ def read_parquet(folder: Path) -> Records:
     for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], folder / STEPS_FILE)):
         if len(twice := table.loc[table.duplicated(columns), "run"]):
             raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
-    return Records(runs, steps, refused, remaining)
+    return Records(_in_one_block(runs), steps, refused, remaining)
 
 
 # What every row has, what every row has whose run ended well, and what is JSON where it is there at all.
