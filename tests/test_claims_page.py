@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -70,11 +72,14 @@ def visible(page: Page) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
-def test_the_scoreboard_has_the_counts_of_the_json(
-    shown: Page, made: Board, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["claims", "--json"]) == 0
-    counts = json.loads(capsys.readouterr().out)["counts"]
+@pytest.fixture(scope="module")
+def counts() -> dict[str, dict[str, int]]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["claims", "--json"]) == 0
+    return dict(json.loads(said.getvalue())["counts"])
+
+
+def test_the_scoreboard_has_the_counts_of_the_json(shown: Page, counts: dict[str, dict[str, int]]) -> None:
     head, *rows = shown.eval_on_selector_all(
         ".scoreboard tr", "all => all.map(row => [...row.cells].map(cell => cell.textContent))"
     )

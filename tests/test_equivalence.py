@@ -34,7 +34,9 @@ def baseline(run_of: RunFactory, task: str, *flags: str):
 
 
 # Of each kind of engine one runs in micro-steps, and the others in one piece.
-IN_ONE_PIECE = ("zero3_cpu_optimizer", "zero3_nvme_optimizer", "zero3_cpu_nvme", "hsdp", "zero3_hpz")
+IN_ONE_PIECE = (
+    "zero0", "zero3_cpu", "zero3_cpu_optimizer", "zero3_nvme_optimizer", "zero3_cpu_nvme", "hsdp", "zero3_hpz"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_fp16_is_autocast_over_fp32_weights_in_every_engine_that_has_it(run_of: 
 
 
 @needs_fp16
-@pytest.mark.parametrize("strategy", ["zero3", "zero2_cpu"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2_cpu", marks=pytest.mark.long)])
 def test_fp16_engine_is_one_training_under_every_stage_that_has_it(run_of: RunFactory, strategy: str) -> None:
     stage1, arm = run_of("zero1", *GPT, *ENGINE), run_of(strategy, *GPT, *ENGINE)
     assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16-engine", "float16")
@@ -66,8 +66,9 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
 @needs_fp16
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, FP16) for strategy in ("single", "ddp", "zero0", "fsdp2")]
-    + [(strategy, ENGINE) for strategy in ("zero1", "zero3", "zero2_cpu")],
+    [(strategy, FP16) for strategy in ("single", "zero0", "fsdp2")]
+    + [(strategy, ENGINE) for strategy in ("zero1", "zero3")]
+    + [pytest.param(*case, marks=pytest.mark.long) for case in (("ddp", FP16), ("zero2_cpu", ENGINE))],
 )
 def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
     run_of: RunFactory, strategy: str, precision: tuple[str, str]

@@ -28,7 +28,13 @@ GPT = ("--task", "gpt-wikitext")
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "zero2_cpu", "zero3", "ulysses_zero1", "zero3_tp", pytest.param("fsdp2", marks=pytest.mark.long)],
+    [
+        "ddp",
+        "zero2_cpu",
+        "zero3",
+        "ulysses_zero1",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "zero3_tp")),
+    ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy):
     # Dropout on: its random streams have to be put back as well.

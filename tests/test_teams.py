@@ -34,7 +34,7 @@ def assert_same_training(arm: Run, single: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("flags", [pytest.param(GPT, marks=pytest.mark.long), LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=FOUR_RANKS)])
 @pytest.mark.parametrize("strategy", ZERO_WITH_TEAMS)
 def test_a_team_trains_what_one_rank_does(run_of: RunFactory, strategy: str, ranks: int, flags: tuple[str]) -> None:

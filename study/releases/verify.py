@@ -178,7 +178,7 @@ class Matrix:
 
     def _run(self, cells: Sequence[Cell]) -> None:
         """What has no record yet."""
-        if run_cells(cells, self.root, self.box, is_kept=self.is_kept).stopped:
+        if run_cells(cells, self.root, self.box, is_kept=self.is_kept, only_computes=True).stopped:
             raise KeyboardInterrupt
 
     def _trace(self, cell: Cell) -> Trace:

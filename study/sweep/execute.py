@@ -47,11 +47,13 @@ def run_cells(
     retry: bool = False,
     time_budget_s: float | None = None,
     is_kept: bool = True,
+    only_computes: bool = False,
 ) -> Sweep:
     """Everything that is not answered yet, in the order given, and last what was tried before.
 
     A cell that hangs until the call is over would keep the others from it in every call. `root` holds one directory per
-    cell; where it is not kept, nobody can go on with what is left.
+    cell; where it is not kept, nobody can go on with what is left. Where all that is asked is what runs compute, not
+    what they hold and take, they may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root):
@@ -67,7 +69,7 @@ def run_cells(
         ):
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
-            sweep = Sweep(root, box, progress, retry, deadline)
+            sweep = Sweep(root, box, progress, retry, deadline, only_computes)
             try:
                 sweep.run(to_do)
             except Stopped as why:
@@ -95,6 +97,7 @@ class Sweep:
     progress: Progress
     retry: bool
     deadline: float | None
+    only_computes: bool
     finished: int = 0
     left: int = 0
     stopped: bool = False
@@ -164,7 +167,8 @@ class Sweep:
         rates, nodes = matmul_rates(self.box), self._nodes(cell)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
-        forks = self.forks if cell.stack and not self.box.gpus and not is_in_job() else None
+        may_fork = (cell.stack is not None or self.only_computes) and not self.box.gpus and not is_in_job()
+        forks = self.forks if may_fork else None
         ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()), forks=forks)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)

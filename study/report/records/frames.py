@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,15 @@ def _tables(found: list[Found]) -> tuple[pd.DataFrame, pd.DataFrame]:
     plain, probing = ([entry.row for entry in found if bool(entry.row["probe"]) is asks] for asks in (False, True))
     named = [row for group in (plain, probing) for row in label_confounds(name_workloads(group), blocks)]
     rows = sorted(named, key=_place)
-    columns = {key: pd.array([row[key] for row in rows], dtype=kind) for key, kind in RUN_COLUMNS.items()}
-    return _in_one_block(pd.DataFrame(columns)), _steps(blocks)
+    columns = {key: _column([row[key] for row in rows], kind) for key, kind in RUN_COLUMNS.items()}
+    return pd.DataFrame(columns), _steps(blocks)
 
 
-def _in_one_block(runs: pd.DataFrame) -> pd.DataFrame:
-    """All text as objects: pandas takes rows of each string column by itself, and there are sixty of them."""
-    return runs.astype({key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}).copy()
+def _column(values: list[Any], kind: str) -> Any:
+    """Text as objects: pandas takes rows of each string column by itself, and there are sixty of them."""
+    if kind == "str":
+        return pd.Series([math.nan if value is None else value for value in values], dtype=object)
+    return pd.array(values, dtype=kind)
 
 
 def _place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -173,7 +176,8 @@ def read_parquet(folder: Path) -> Records:
     for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], folder / STEPS_FILE)):
         if len(twice := table.loc[table.duplicated(columns), "run"]):
             raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
-    return Records(_in_one_block(runs), steps, refused, remaining)
+    text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
+    return Records(runs.astype(text).copy(), steps, refused, remaining)
 
 
 # What every row has, what every row has whose run ended well, and what is JSON where it is there at all.
