@@ -5,27 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 import time
-from typing import Any
 
 from study.errors import UserError, brief
-from study.host.box import matmul_rates, this_box, visible_gpus
+from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates, this_box
 from study.host.cgroups import available_cores
 from study.host.memory import host_memory
 from study.predict.request import Box
-from study.spec.strategies import REPOSITORY
 from study.theory.hardware import Device, find_device, known_devices
-
-try:
-    import pynvml
-except ModuleNotFoundError:
-    pynvml = None
 
 # What people call the devices of hardware.yaml, and the network of one device to other nodes where several are common,
 # GB/s: eight cards of 400 Gbit/s for eight H100, of 200 for eight A100 (DGX), four of 100 for eight V100 (DGX-1).
@@ -158,11 +147,10 @@ def _unknown(name: str) -> UserError:
 def _this() -> Box:
     """The GPUs that a run would see, or, without any, its cores: a core is a device there, as `study` trains."""
     host_gib = host_memory().total_gib
-    if gpus := visible_gpus():
-        names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in gpus}
-        if len(names) > 1:
-            raise UserError(f"this box has several kinds of GPU: {', '.join(sorted(names))}", "name one, as 2xA100-40")
-        device = _measured(names.pop(), this_box().gpu_memory_gib[0])
+    if gpus := gpu_names():
+        if len(names := sorted(set(gpus))) > 1:
+            raise UserError(f"this box has several kinds of GPU: {', '.join(names)}", "name one, as 2xA100-40")
+        device = _measured(gpus[0], this_box().gpu_memory_gib[0])
         return Box("this", device, len(gpus), host_gib_per_node=host_gib, host_memory_gb_per_s=_copy_gb_per_s())
     cores, copied = available_cores(), _copy_gb_per_s()
     rates = _rates_of_a_core()
@@ -185,20 +173,10 @@ def _measured(name: str, memory_gib: float) -> Device:
     return dataclasses.replace(device, memory_gib=memory_gib, matmul_tflops=device.matmul_tflops | rates)
 
 
-def _text(name: Any) -> str:
-    return name.decode() if isinstance(name, bytes) else str(name)
-
-
 def _rates_of_a_core() -> dict[str, float]:
-    """Measured in a process of its own, as `study doctor` does, on one thread."""
-    command = [sys.executable, "-m", "study.measure.matmul"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        answer = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        return dict(json.loads(answer.stdout.splitlines()[-1])["tflops"])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        return dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
+    except NOT_MEASURED as error:
         raise UserError(
             f"this box's rate could not be measured ({type(error).__name__})", "run `study doctor`, or name a box"
         ) from error
