@@ -61,11 +61,10 @@ def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, prec
 
 @form("arithmetic")
 def state_ratio(
-    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, precision: str = MIXED,
-    over_precision: str = MIXED,
-) -> Figure:  # fmt: skip
+    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
+) -> Figure:
     """Model state on one device, of two ways to train one model."""
-    return Figure(held_bytes(strategy, gpus, precision).device / held_bytes(over, over_gpus, over_precision).device)
+    return Figure(held_bytes(strategy, gpus).device / held_bytes(over, over_gpus, over_precision).device)
 
 
 @form("arithmetic")

@@ -65,11 +65,6 @@ class _Bucket:
         return float(elements * self.width)
 
 
-def bucket_bytes(request: Request, settings: EngineSettings) -> float:
-    """What is reserved for it, full or not."""
-    return _Bucket(request, settings, weight_bytes(request)).bytes
-
-
 def standing_bucket(request: Request, settings: EngineSettings) -> float:
     """Stage 3's bucket is there from the start."""
     bucket = _Bucket(request, settings, weight_bytes(request))

@@ -15,13 +15,11 @@ _LIBRARIES_BYTES = 1.2 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The device's of one rank; the host's and what goes through the drive, of all processes."""
+    """The device's of one rank, the host's of all processes."""
 
     processes: int
     device_bytes: float
     host_bytes: float
-    # In each optimizer step.
-    nvme_bytes_per_step: float
 
 
 def needs_of(cell: Cell, on_gpu: bool = True) -> Needs | None:
@@ -41,11 +39,8 @@ def needs_of(cell: Cell, on_gpu: bool = True) -> Needs | None:
     trained, still = shape.trained_parameters, shape.frozen_parameters
     # Outside stage 3 every process makes the whole model in fp32 on the host first, and moves it from there.
     loaded = 4 * parameters if strategy.zero_stage != 3 else 0
-    # The parameters pass forward and backward, for each micro-batch.
-    passed = plan.gradient_accumulation_steps * (2 * parameters + request.gathered_again)
     return Needs(
         processes=processes,
         device_bytes=least_device_bytes(state, trained, activations) + still * frozen.device,
         host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
-        nvme_bytes_per_step=processes * (trained * state.nvme_per_step + passed * state.nvme_per_pass),
     )
