@@ -100,6 +100,19 @@ def one_value(values: pd.Series) -> Any:
     return known.iloc[0] if len(known) else None
 
 
+def moves_state(arm: Arm) -> bool:
+    return any(one_value(arm.runs[f"offload_{what}"]) for what in ("optimizer", "param"))
+
+
+def same_stage(arm: Arm) -> str | None:
+    """The arm of the same stage and ranks that keeps its state on the device."""
+    stage, world = one_value(arm.runs["zero_stage"]), one_value(arm.runs["world_size"])
+    beside = arm.beside[(arm.beside["status_state"] == "ok") & (arm.beside["world_size"] == world)]
+    kept = beside["offload_optimizer"].isna() & beside["offload_param"].isna()
+    plain = beside.loc[kept & (beside["zero_stage"] == stage), "arm"]
+    return None if stage is None or plain.empty else str(plain.iloc[0])
+
+
 def has_no_gpu(beside: pd.DataFrame) -> bool:
     return bool((beside["devices"].dropna() == "[]").any())
 
