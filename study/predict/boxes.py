@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import time
@@ -13,6 +14,7 @@ from study.errors import UserError, brief
 from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates, this_box
 from study.host.cgroups import available_cores
 from study.host.memory import host_memory
+from study.predict.numbers import real
 from study.predict.request import Box
 from study.theory.hardware import Device, find_device, known_devices
 
@@ -49,6 +51,7 @@ _NAMES: dict[str, tuple[str, float]] = {
     "B200": ("B200 SXM", 50.0),
 }
 BOX_NAMES = (*_NAMES, "this")
+_SPEED = functools.partial(real, below=1e6)
 _LARGEST_COUNT = 65536
 _COUNT = r"([0-9]{1,99}) *x *"
 
@@ -88,7 +91,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what a node's drives do; by default {Box.nvme_read_gb_per_s:g},{Box.nvme_write_gb_per_s:g}",
     )
     parser.add_argument(
-        "--host_gb_per_s", type=_speed, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
+        "--host_gb_per_s", type=_SPEED, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
     )
 
 
@@ -99,19 +102,9 @@ def box_asked(options: argparse.Namespace) -> Box:
     return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write, host_memory_gb_per_s=host)
 
 
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = math.nan
-    if not 0 < speed < 1e6:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
-    return speed
-
-
 def _two_speeds(text: str) -> tuple[float, float]:
     try:
-        read, write = map(_speed, text.split(","))
+        read, write = map(_SPEED, text.split(","))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2") from None
     return read, write
