@@ -17,6 +17,7 @@ from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
 from study.errors import UserError
+from study.host.memory import GIB
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import differences_between
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
@@ -38,7 +39,6 @@ _PRECISION = "bf16-engine"
 KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
-GIB = 2**30
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that a changed setting breaks and is meant to.
 _MEANT = {

@@ -27,9 +27,8 @@ from study.predict.state import (
     trained_of,
     weight_bytes,
 )
+from study.virtual.thresholds import STAGE0_BUCKET
 
-# deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
-STAGE0_BUCKET = 500_000_000
 # runtime/zero/utils.py, get_norm_dtype: each gradient is made fp64 for its norm.
 NORM_BYTES = 8
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.host.memory import LIBRARIES_BYTES
 from study.launch.cell import Cell
 from study.predict.floor import ANY_DEVICE, least_activation_bytes, least_device_bytes, state_bytes
 from study.predict.request import Box
 from study.predict.runs import request_for, unpredicted
-
-# Interpreter, torch and the engine, of each process.
-_LIBRARIES_BYTES = 1.2 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,5 +40,5 @@ def needs_of(cell: Cell, on_gpu: bool = True) -> Needs | None:
     return Needs(
         processes=processes,
         device_bytes=least_device_bytes(state, trained, activations) + still * frozen.device,
-        host_bytes=processes * (_LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
+        host_bytes=processes * (LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
     )

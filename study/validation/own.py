@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from study.host.memory import GIB
 from study.predict.memory import predict_memory
 from study.predict.request import Request
 from study.predict.state import state_of
@@ -23,7 +24,7 @@ from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import RUNS_FILE, read_parquet
 from study.report.records.predicted import request_if_any, request_of
 from study.spec.strategies import REPOSITORY
-from study.validation.measured import GIB, Measured
+from study.validation.measured import Measured
 
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",

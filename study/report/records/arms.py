@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from study.host.memory import MIB
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import Interval, middle, paired_ratio
 
-MIB = 2**20
 NAN = float("nan")
 Row = dict[str, Any]
 
