@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
@@ -37,6 +38,15 @@ class UserError(Exception):
 
 class Unsupported(UserError):
     """A request that is right, and that this box cannot serve: a library, a device or a drive is missing."""
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """What is imported within is of one of pyproject.toml's extras."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed here", f"run: pip install -e '.[{name}]'") from None
 
 
 class CannotBeHeld(Unsupported):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from study.cli import main
 from study.host.box import Box
 from study.launch.cell import Cell
+from study.predict.floor import ANY_DEVICE
+from study.predict.memory import predict_memory
+from study.predict.request import Box as Ranks
+from study.predict.runs import request_for
 from study.spec.strategies import WITH_TEAMS
 from study.sweep.foresee import Foresight, foresight, is_certain_to_run_out, warnings
 from study.sweep.needs import needs_of
@@ -74,7 +79,7 @@ def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(
     for cell in cells_of(suite):
         device = cell.config.device_memory_cap_gib or suite.requires.gpu_memory_gib
         nodes = box.nodes_for(cell.world_size) or 1
-        is_certain = is_certain_to_run_out(cell, device, suite.requires.host_memory_gib, nodes)
+        is_certain = is_certain_to_run_out(needs_of(cell), device, suite.requires.host_memory_gib, nodes)
         assert is_certain == (cell.expect == "oom"), cell.id
     assert not list(warnings(cells_of(suite), box))
 
@@ -130,6 +135,21 @@ def test_a_prediction_is_never_below_what_is_certain(suite: Suite) -> None:
             continue
         predicted = float(ahead.told(cell).removeprefix("predicted: ").split(" GiB")[0])
         assert predicted >= 0.99 * needs.device_bytes / GIB, cell.id
+
+
+@pytest.mark.parametrize("device_gib", [0.0, 16.0])
+def test_nor_is_it_of_what_is_compiled_drops_out_or_has_no_gpu(tmp_path: Path, device_gib: float) -> None:
+    axes = {"model_name_or_path": ["gpt2-xl", "llama-tiny"], "torch_compile": [False, True], "dropout": [0.0, 0.1]}
+    fixed = {**TINY, "strategy": "zero3", "precision": "bf16", "global_batch_size": 32, "seq_length": 1024}
+    suite = read_suite(write_suite(tmp_path, {**axes, "gradient_checkpointing": [False, True]}, fixed))
+    device = replace(ANY_DEVICE, memory_gib=device_gib)
+    for cell in plan_cells(suite, Box((), 16.0)):
+        assert isinstance(cell, Cell)
+        batch = cell.plan.per_device_train_batch_size, cell.plan.gradient_accumulation_steps
+        memory = predict_memory(request_for(cell.strategy, cell.config, Ranks("any", device, cell.ranks), *batch))
+        needs = needs_of(cell, on_gpu=device_gib > 0)
+        assert needs is not None
+        assert memory.peak_allocated.value >= needs.device_bytes, cell.id
 
 
 def test_a_sweep_warns_of_what_cannot_fit_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

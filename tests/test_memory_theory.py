@@ -10,7 +10,10 @@ from study.cli import main
 from study.host.box import Box
 from study.models.architecture import shape_of
 from study.models.presets import PRESETS
+from study.predict.boxes import box_of
+from study.predict.runs import request_for
 from study.predict.shape import shape_of_preset
+from study.predict.time import predict_time
 from study.record.directory import RunWriter
 from study.spec.config import RunConfig, resolved
 from study.sweep.needs import needs_of
@@ -22,7 +25,7 @@ from sweeps import write_suite
 
 GIB = 2**30
 # A common drive's, in each direction.
-DRIVE_BYTES_PER_S = 2e9
+DRIVE_GB_PER_S = 2.0
 # What a card of 80 GB shows, in whole GiB.
 CARD_OF_80_GB_GIB = 79
 
@@ -74,9 +77,12 @@ def test_what_cannot_fit_on_the_box_that_a_suite_asks_for_is_there_to_show_that(
 def test_what_goes_through_a_drive_ends_within_its_time_limit(suite):
     for cell in cells_of(suite):
         steps = cell.total_steps or cell.config.total_steps(800)
-        needs = needs_of(cell)
-        assert needs is not None
-        seconds = steps * needs.nvme_bytes_per_step / DRIVE_BYTES_PER_S
+        box = replace(
+            box_of(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
+            nvme_write_gb_per_s=DRIVE_GB_PER_S,
+        )  # fmt: skip
+        batch = cell.plan.per_device_train_batch_size, cell.plan.gradient_accumulation_steps
+        seconds = steps * predict_time(request_for(cell.strategy, cell.config, box, *batch)).parts["nvme"]
         assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
 
 

@@ -224,9 +224,9 @@ def test_what_is_timed_is_what_is_sent(name: str, setting: str) -> None:
                 "use_multi_rank_bucket_allreduce=false": {"zero3": "reduce_scatter"}.get(name, "reduce")}  # fmt: skip
     assert how == expected[setting]
     assert set(payload_of(request)) == {how, "all_gather"}
-    waited, total = exchange_of(request, 2.0, 0.0, 0.0).waited, request.shape.parameters * 2
+    waited, total = exchange_of(request, 0.0, 0.0).waited, request.shape.parameters * 2
     if name == "zero3":
-        scattering = exchange_of(dataclasses.replace(request, strategy=_with(name)), 2.0, 0.0, 0.0).waited
+        scattering = exchange_of(dataclasses.replace(request, strategy=_with(name)), 0.0, 0.0).waited
         assert (waited > scattering) == (how == "all_reduce")
     else:
         reduced = {"zero1": 1, "zero2": 3}[name] * collective_s(request.box, how, total)
@@ -237,7 +237,7 @@ def test_what_is_timed_is_what_is_sent(name: str, setting: str) -> None:
 @pytest.mark.parametrize("box", ["4x4090", "8xT4", "2xA100-PCIE-80", "4xH100"])
 def test_nothing_leaves_a_rank_faster_than_its_link(name: str, box: str) -> None:
     request = asked(strategy=read_strategy(name), box=box_of(box), accumulation=16, precision="fp32")
-    exchange = exchange_of(request, 4.0, 1.0, 2.0)
+    exchange = exchange_of(request, 1.0, 2.0)
     device = request.box.device
     link = (device.nvlink_gb_per_s or device.pcie_gb_per_s or 0.0) * 1e9
     assert sent_bytes(request) <= link * (exchange.hidden + exchange.waited)
@@ -296,7 +296,7 @@ def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffi
     # And the embedding and what reads its output, which have no backward pass where layers are not recomputed.
     assert gathered[1] - gathered[0] == pytest.approx(calls * layer_bytes, rel=0.04)
     # Nothing to hide behind: all of it is waited for.
-    waited = [exchange_of(request, 2, 0, 0).waited for request in (kept, again)]
+    waited = [exchange_of(request, 0, 0).waited for request in (kept, again)]
     each_s = collective_s(kept.box, "all_gather", layer_bytes)
     assert waited[1] - waited[0] == pytest.approx(calls * each_s, rel=0.03)
     cpu = read_strategy("zero3_cpu")

@@ -9,12 +9,13 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.host.memory import GIB
 from study.measure.estimators import accelerate_bytes, deepspeed_bytes
 from study.predict.kept import COPIES, GAPS
 from study.predict.time import FITTED
 from study.spec.strategies import REPOSITORY
 from study.validation import fit, league, own, report, saving, tables
-from study.validation.measured import GIB, impossible, predicted_peak, predicted_step_s
+from study.validation.measured import impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows, refused_sources, sources
 
 ROWS = published_rows()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from study.autopsy.design import SCALES, plan
 from study.autopsy.run import check_box, open_folder, run_sessions
-from study.errors import UserError
+from study.errors import extra
 from study.host.folders import folder_argument
 
 REPORT = Path("reports") / "autopsy"
@@ -37,9 +37,7 @@ def run(options: argparse.Namespace) -> int:
             failed = run_sessions(folder, scale, plan(scale), lambda line: print(line, flush=True), options.retry)
         print(f"to see it: study autopsy report{'' if folder == RUNS else f' --runs {folder}'}")
         return 1 if failed else 0
-    try:
+    with extra("report"):
         from study.autopsy.page import build
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
     print(build(options.runs or RUNS, options.output, runs_named=options.runs is not None))
     return 0

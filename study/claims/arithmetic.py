@@ -7,13 +7,7 @@ from study.claims.form import form
 from study.claims.verdicts import Figure, NotJudged
 from study.predict.floor import StateBytes, state_bytes
 from study.spec.strategies import read_strategy
-from study.theory.paper import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
-    PARAMETER_BYTES,
-    papers_state_bytes,
-    papers_traffic,
-)
+from study.theory.paper import KINDS, papers_state_bytes, papers_traffic, split_by
 
 GB = 1e9
 MIXED = "bf16-engine"
@@ -61,11 +55,10 @@ def state_gb(_: Evidence, *, parameters_b: float, strategy: str, gpus: int, prec
 
 @form("arithmetic")
 def state_ratio(
-    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, precision: str = MIXED,
-    over_precision: str = MIXED,
-) -> Figure:  # fmt: skip
+    _: Evidence, *, strategy: str, gpus: int, over: str, over_gpus: int, over_precision: str = MIXED
+) -> Figure:
     """Model state on one device, of two ways to train one model."""
-    return Figure(held_bytes(strategy, gpus, precision).device / held_bytes(over, over_gpus, over_precision).device)
+    return Figure(held_bytes(strategy, gpus).device / held_bytes(over, over_gpus, over_precision).device)
 
 
 @form("arithmetic")
@@ -97,8 +90,8 @@ def solved_bytes(
 @form("arithmetic")
 def shares_gb(_: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: float, stage: int, gpus: int) -> Figure:
     """Three sizes, split as the stage says."""
-    first_split = ((optimizer_gb, 1), (grads_gb, 2), (params_gb, 3))
-    return Figure(sum(size / (gpus if stage >= least else 1) for size, least in first_split))
+    sizes = {"optimizer": optimizer_gb, "grads": grads_gb, "params": params_gb}
+    return Figure(sum(size / split_by(kind, stage, gpus) for kind, size in sizes.items()))
 
 
 @form("consistency")
@@ -111,17 +104,10 @@ def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
 
 def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> float:
     """The ZeRO paper's, in mixed precision."""
-    weights = parameters * PARAMETER_BYTES
     if figure == "state":
         return papers_state_bytes(parameters, stage, ranks)
     if figure == "sent":
-        return weights * papers_traffic(stage, ranks)
-    kinds = {
-        "params": (weights, 3),
-        "grads": (parameters * GRADIENT_BYTES, 2),
-        "optimizer": (parameters * OPTIMIZER_BYTES, 1),
-    }
-    if figure not in kinds:
+        return parameters * KINDS["params"][0] * papers_traffic(stage, ranks)
+    if figure not in KINDS:
         raise NotJudged(f"the paper has no formula for {figure}")
-    whole, first_split = kinds[figure]
-    return whole / (ranks if stage >= first_split else 1)
+    return parameters * KINDS[figure][0] / split_by(figure, stage, ranks)

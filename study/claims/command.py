@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.errors import UserError
+from study.errors import UserError, extra
 
 if TYPE_CHECKING:
     from study.report.questions.claims import Resting
@@ -31,14 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
+    with extra("report"):
         if options.page:
             return _page(options)
         if options.action == "check-table":
             return _check_table(options)
         from study.claims.board import board
-    except ModuleNotFoundError as error:
-        raise _not_installed(error) from None
     made = board()
     print(json.dumps(made.document(), indent=1) if options.json else "\n".join(made.lines()))
     return 0
@@ -69,13 +67,11 @@ def _check_table(options: argparse.Namespace) -> int:
 
 def resting(records: Records, report: str, output: Path) -> list[Resting]:
     """For a report at this place: the claims that rest on its records. A ledger that cannot be read costs no report."""
-    try:
+    with extra("report"):
         from study.claims.board import resting_on
         from study.claims.ledger import read_ledger
         from study.claims.page import address
         from study.report.questions.claims import Resting
-    except ModuleNotFoundError as error:
-        raise _not_installed(error) from None
     try:
         found = resting_on(report, records, read_ledger())
     except UserError as error:
@@ -87,7 +83,3 @@ def resting(records: Records, report: str, output: Path) -> list[Resting]:
         said = f"{findings[0].sentence}.{more}"
         rows.append(Resting(claim.id, address(claim.id, output), judged.verdict, claim.says, said))
     return rows
-
-
-def _not_installed(error: ModuleNotFoundError) -> UserError:
-    return UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'")

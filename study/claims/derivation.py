@@ -8,6 +8,7 @@ from typing import Any
 from study.claims.arithmetic import MIXED, held_bytes
 from study.claims.ledger import Check
 from study.claims.verdicts import number
+from study.theory.paper import KINDS, split_by
 
 _FORMS = {
     "stated": "{value}",
@@ -42,8 +43,7 @@ def _values(check: Check) -> Mapping[str, Any]:
             numbers["over"], numbers.get("over_gpus", gpus), numbers.get("over_precision", MIXED)
         )
     if "stage" in numbers:
-        for least, kind in enumerate(("optimizer", "grads", "params"), 1):
-            numbers[f"{kind}_by"] = gpus if numbers["stage"] >= least else 1
+        numbers |= {f"{kind}_by": split_by(kind, numbers["stage"], gpus) for kind in KINDS}
     return numbers
 
 

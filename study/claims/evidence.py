@@ -17,20 +17,14 @@ from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
 from study.errors import UserError
+from study.host.memory import GIB
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import differences_between
 from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
 from study.report.records.searches import Fit, fits
 from study.report.records.statistics import Interval, by_seed, paired_ratio
-from study.report.records.virtual_ranks import (
-    Summary,
-    held,
-    known,
-    sent_bytes,
-    setting_of,
-    state_bytes,
-    summaries,
-)
+from study.report.records.virtual_ranks import Summary, held, known, setting_of, state_bytes, summaries
+from study.virtual.summary import wire_bytes
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
@@ -38,7 +32,6 @@ _PRECISION = "bf16-engine"
 KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
-GIB = 2**30
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
 # The invariants that a changed setting breaks and is meant to.
 _MEANT = {
@@ -290,7 +283,7 @@ def counted_bytes(run: pd.Series, figure: str) -> float:
             return math.nan
         counted = json.loads(run["collectives"])
         kept = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
-        return sent_bytes(json.dumps(kept))
+        return float(wire_bytes(kept))
     if figure == "calls":
         return float(run["comm_calls_per_step"])
     if figure == "tokens":

@@ -113,8 +113,7 @@ class Check:
             answer = "disputed"
         text = number(figure.value, self.unit)
         if figure.low is not None and figure.high is not None:
-            spread = f" [{number(figure.low)}, {number(figure.high)}]" if figure.low < figure.high else ""
-            text += f"{spread}, n = {figure.n}"
+            text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
         return Finding(self.kind, answer, _capital(sentence), figure, self.unit)

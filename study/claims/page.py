@@ -8,10 +8,12 @@ import textwrap
 from pathlib import Path
 from typing import get_args
 
+import pandas as pd
+
 from study.claims.board import Board, Judged, board
 from study.claims.published import PublishedTable, published_tables
 from study.claims.verdicts import Verdict
-from study.report.site.page import markdown_text
+from study.report.site.page import table_markdown
 from study.spec.strategies import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "claims.md"
@@ -72,11 +74,8 @@ def anchor(claim: str) -> str:
 
 def page(made: Board) -> str:
     verdicts = get_args(Verdict)
-    lines = ["| document | " + " | ".join(verdicts) + " | claims |", "| --- " * (len(verdicts) + 2) + "|"]
-    for name, counts in made.counts():
-        lines.append(f"| {name} | " + " | ".join(str(counts[each] or "-") for each in verdicts)
-                     + f" | {counts.total()} |")  # fmt: skip
-    text = _HEAD + "\n".join(lines) + "\n" + _RULE
+    rows = [[name, *(counts[each] or "-" for each in verdicts), counts.total()] for name, counts in made.counts()]
+    text = _HEAD + table_markdown(pd.DataFrame(rows, columns=["document", *verdicts, "claims"])) + _RULE
     for document in made.ledger.documents:
         text += f"\n## {document.code}: {document.title}\n\n{document.scale}.\n"
         text += "".join(_claim(each, made) for each in made.judged if each.claim.document == document.code)
@@ -114,13 +113,12 @@ def _corrections(made: Board) -> str:
 
 
 def _table(table: PublishedTable) -> str:
-    lines = [f"\n### {table.title}\n", f"{table.address}. {table.note}\n",
-             "| model | GPUs | strategy | trains | on one GPU | verdict | why |", "| --- " * 7 + "|"]  # fmt: skip
-    for each in table.rows:
-        row = each.row
-        cells = [row.model, str(row.gpus), row.strategy, row.trains, row.said_gb, each.plausibility, each.why]
-        lines.append("| " + " | ".join(map(markdown_text, cells)) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        {"model": row.model, "GPUs": str(row.gpus), "strategy": row.strategy, "trains": row.trains,
+         "on one GPU": row.said_gb, "verdict": each.plausibility, "why": each.why}
+        for each in table.rows for row in (each.row,)
+    ]  # fmt: skip
+    return f"\n### {table.title}\n\n{table.address}. {table.note}\n\n{table_markdown(pd.DataFrame(rows))}"
 
 
 def front_page(made: Board) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 from study.claims.arithmetic import GB, held_bytes
 from study.claims.verdicts import number
 from study.errors import UserError
+from study.host.memory import GIB
 from study.models.presets import find_preset
 from study.predict.shape import shape_of_preset
 from study.spec.strategies import STRATEGY_NAMES
@@ -32,7 +33,6 @@ _FROZEN_BITS = {"all": None, "adapters": 16, "adapters, 8-bit": 8, "adapters, 4-
 TABLES = Path(__file__).with_name("tables")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 # Whoever writes GB may have read GiB: a row gets the benefit of that.
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def check(row: Row) -> Checked:
     if bits is not None:
         least = adam = row.parameters * per_parameter.params_device * bits / 16 / GB
         needs = f"frozen {bits}-bit weights alone"
-    most = (row.gb + row.rounding_gb) * _GIB / GB
+    most = (row.gb + row.rounding_gb) * GIB / GB
     said = f"{number(row.gb)} GB"
     verdict: Plausibility = "possible"
     if most < least:

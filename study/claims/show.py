@@ -127,11 +127,9 @@ def _rule(name: str, code: str, verdict: str) -> Markup:
 def _figure(finding: Finding | None) -> str:
     if finding is None or finding.figure is None:
         return ""
-    figure, spread = finding.figure, ""
-    if figure.low is not None and figure.high is not None and figure.low < figure.high:
-        spread = f" [{number(figure.low)}, {number(figure.high)}]"
+    figure = finding.figure
     count = f", n = {figure.n}" if figure.n else ", exact"
-    return f"{number(figure.value, finding.unit)}{spread}{count}"
+    return f"{number(figure.value, finding.unit)}{figure.spread}{count}"
 
 
 def _table(frame: pd.DataFrame) -> None:

@@ -37,6 +37,13 @@ class Figure:
     records: tuple[str, ...] = ()
     note: str = ""
 
+    @property
+    def spread(self) -> str:
+        """As text behind the value; nothing where both ends are one."""
+        if self.low is not None and self.high is not None and self.low < self.high:
+            return f" [{number(self.low)}, {number(self.high)}]"
+        return ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:

@@ -19,7 +19,7 @@ import psutil
 from study.errors import UserError
 from study.host.box import visible_gpus
 from study.host.folders import refuse_unwritable
-from study.host.memory import GIB, can_lock, host_memory, locked_bytes
+from study.host.memory import GIB, MIB, can_lock, host_memory, locked_bytes
 from study.host.releases import VERIFIED, package_version, pair_fix, unverified_pair
 from study.releases.causes import PACKAGES, known_faults
 from study.spec.strategies import (
@@ -33,7 +33,6 @@ from study.spec.strategies import (
 
 INSTALL = "make -B install"
 INSTALL_ALL = "python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
-MIB = 2**20
 
 # Two ranks of 2.6 GiB each (host_peak_rss_gib of the laptop suite) where parameters are on NVMe; 0.8 elsewhere.
 LAPTOP_MEMORY_GIB = 6

@@ -17,11 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from study.doctor.checks import INSTALL, MIB, Check, needed, shown
+from study.doctor.checks import INSTALL, Check, needed, shown
 from study.errors import Unsupported, UserError, first_line
 from study.host.devices import refuse_useless_gpus
 from study.host.folders import cache_directory
-from study.host.memory import GIB
+from study.host.memory import GIB, MIB
 from study.host.operators import (
     build_folder,
     builders,

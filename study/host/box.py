@@ -24,6 +24,8 @@ except ModuleNotFoundError:
     pynvml = None
 
 _MATMUL_LIMIT_S = 120
+# What `measured_rates` may end with.
+NOT_MEASURED = (OSError, subprocess.SubprocessError, ValueError, LookupError)
 Answer = TypeVar("Answer")
 
 
@@ -98,20 +100,22 @@ def gpu_processes() -> list[dict[str, Any]]:
 
 @functools.cache
 def matmul_rates(box: Box) -> dict[str, Any]:
-    """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU.
-
-    Measured in a process of its own, which is gone before the first cell begins.
-    """
+    """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU."""
     if not box.gpus:
         return {}
-    command = [sys.executable, "-m", "study.measure.matmul"]
     try:
-        answer = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True
-        )
-        return dict(json.loads(answer.stdout.splitlines()[-1]))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return measured_rates()
+    except NOT_MEASURED as error:
         return {"error": f"not measured ({type(error).__name__})"}
+
+
+def measured_rates(**environment: str) -> dict[str, Any]:
+    """Measured in a process of its own, which is gone before the first cell begins."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "study.measure.matmul"], cwd=REPOSITORY, env=os.environ | environment,
+        capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
+    )  # fmt: skip
+    return dict(json.loads(answer.stdout.splitlines()[-1]))
 
 
 def driver_version() -> str | None:

@@ -12,11 +12,12 @@ from study.errors import Unsupported
 from study.host.box import driver_cuda, driver_version, visible_gpus
 from study.host.cgroups import available_cores
 from study.host.imports import importing
+from study.host.memory import LARGEST_KEPT_BYTES
 from study.spec.launched import Launch
 
-# malloc.h's numbers for these, and the largest threshold that glibc takes.
+# malloc.h's numbers for these.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED = 32 * 2**20, 64 * 2**10
+_SMALLEST_BLOCK_RETURNED = 64 * 2**10
 
 
 def prepare_devices(launch: Launch) -> int:
@@ -102,5 +103,5 @@ def _keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -20,7 +20,11 @@ from study.spec.strategies import Strategy
 
 # Overrides how much memory the box seems to have.
 HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+# Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
+LIBRARIES_BYTES = 1.2 * GIB
+# Blocks below this stay with the C library of a process when they are freed (glibc's largest threshold of mmap).
+LARGEST_KEPT_BYTES = 32 * MIB
 _MLOCK_ONFAULT = 1
 _FP32_BYTES = 4
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from study.errors import Unsupported
 from study.host.folders import free_bytes
+from study.host.memory import GIB
 from study.record.folder import SWAP_PREFIX
 from study.record.lock import HOST, FileLock, Held, read_holder
 
 _MARKER = "made-by-zero-study.lock"
-_GIB = 2**30
 
 
 def refuse_full_drive(drive: Path, wanted_bytes: float, what: str) -> None:
@@ -27,7 +27,7 @@ def refuse_full_drive(drive: Path, wanted_bytes: float, what: str) -> None:
     free = free_bytes(drive)
     if free < wanted_bytes:
         raise Unsupported(
-            f"--nvme_path {drive} has {free / _GIB:.1f} GiB free, and {what} takes {wanted_bytes / _GIB:.1f} GiB there",
+            f"--nvme_path {drive} has {free / GIB:.1f} GiB free, and {what} takes {wanted_bytes / GIB:.1f} GiB there",
             "name a folder on a larger drive, or make room",
         )
 

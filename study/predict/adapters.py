@@ -35,11 +35,6 @@ def with_adapters(shape: ModelShape, rank: int) -> ModelShape:
     return dataclasses.replace(shape, tensors=tuple(_tensors(shape, rank)), lora_rank=rank)
 
 
-def trained_shape(shape: ModelShape, config: RunConfig) -> ModelShape:
-    """What a run with these options trains."""
-    return shape if config.peft == "none" else with_adapters(shape, config.lora_rank)
-
-
 def _tensors(shape: ModelShape, rank: int) -> Iterator[Tensor]:
     """Each layer's adapters come behind its own tensors."""
     modules = [tensor.name.rpartition(".")[0] for tensor in shape.tensors]

@@ -19,6 +19,7 @@ from study.predict.advise_words import changes, count_text, how_sure, unchecked,
 from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.command import known_optimizer
 from study.predict.fits import device_bytes
+from study.predict.numbers import real, whole
 from study.predict.request import Request
 from study.predict.shape import model_shape, sequence_length
 from study.predict.time import LORA_NOTE, host_adam_note
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=_positive, metavar="T", help="tokens of a sample; by default 2048, or all that it takes")
+    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or all that it takes")
     add(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
@@ -60,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
-    add("--global_batch_size", type=_positive, metavar="B", help="samples of a step; by default 64, or one a rank")
-    add("--host-memory", type=_gib, metavar="GIB", help="host memory of each node; without it the host is not checked")
-    add("--price-per-gpu-hour", type=_gib, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
+    add("--global_batch_size", type=whole, metavar="B", help="samples of a step; by default 64, or one a rank")
+    add("--host-memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
+    add("--price-per-gpu-hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
     add_speed_arguments(parser)
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
@@ -70,22 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 10_000_000):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no whole number from 1 to 10000000")
-    return int(text)
-
-
-def _gib(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
-    return number
 
 
 def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:

@@ -5,27 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import json
+import functools
 import math
-import os
 import re
-import subprocess
-import sys
 import time
-from typing import Any
 
 from study.errors import UserError, brief
-from study.host.box import matmul_rates, this_box, visible_gpus
+from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates, this_box
 from study.host.cgroups import available_cores
 from study.host.memory import host_memory
+from study.predict.numbers import real
 from study.predict.request import Box
-from study.spec.strategies import REPOSITORY
 from study.theory.hardware import Device, find_device, known_devices
-
-try:
-    import pynvml
-except ModuleNotFoundError:
-    pynvml = None
 
 # What people call the devices of hardware.yaml, and the network of one device to other nodes where several are common,
 # GB/s: eight cards of 400 Gbit/s for eight H100, of 200 for eight A100 (DGX), four of 100 for eight V100 (DGX-1).
@@ -60,6 +51,7 @@ _NAMES: dict[str, tuple[str, float]] = {
     "B200": ("B200 SXM", 50.0),
 }
 BOX_NAMES = (*_NAMES, "this")
+_SPEED = functools.partial(real, below=1e6)
 _LARGEST_COUNT = 65536
 _COUNT = r"([0-9]{1,99}) *x *"
 
@@ -99,7 +91,7 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what a node's drives do; by default {Box.nvme_read_gb_per_s:g},{Box.nvme_write_gb_per_s:g}",
     )
     parser.add_argument(
-        "--host_gb_per_s", type=_speed, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
+        "--host_gb_per_s", type=_SPEED, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
     )
 
 
@@ -110,19 +102,9 @@ def box_asked(options: argparse.Namespace) -> Box:
     return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write, host_memory_gb_per_s=host)
 
 
-def _speed(text: str) -> float:
-    try:
-        speed = float(text)
-    except ValueError:
-        speed = math.nan
-    if not 0 < speed < 1e6:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number above 0")
-    return speed
-
-
 def _two_speeds(text: str) -> tuple[float, float]:
     try:
-        read, write = map(_speed, text.split(","))
+        read, write = map(_SPEED, text.split(","))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is no two numbers above 0, such as 3.5,2") from None
     return read, write
@@ -158,11 +140,10 @@ def _unknown(name: str) -> UserError:
 def _this() -> Box:
     """The GPUs that a run would see, or, without any, its cores: a core is a device there, as `study` trains."""
     host_gib = host_memory().total_gib
-    if gpus := visible_gpus():
-        names = {_text(pynvml.nvmlDeviceGetName(handle)) for handle in gpus}
-        if len(names) > 1:
-            raise UserError(f"this box has several kinds of GPU: {', '.join(sorted(names))}", "name one, as 2xA100-40")
-        device = _measured(names.pop(), this_box().gpu_memory_gib[0])
+    if gpus := gpu_names():
+        if len(names := sorted(set(gpus))) > 1:
+            raise UserError(f"this box has several kinds of GPU: {', '.join(names)}", "name one, as 2xA100-40")
+        device = _measured(gpus[0], this_box().gpu_memory_gib[0])
         return Box("this", device, len(gpus), host_gib_per_node=host_gib, host_memory_gb_per_s=_copy_gb_per_s())
     cores, copied = available_cores(), _copy_gb_per_s()
     rates = _rates_of_a_core()
@@ -185,20 +166,10 @@ def _measured(name: str, memory_gib: float) -> Device:
     return dataclasses.replace(device, memory_gib=memory_gib, matmul_tflops=device.matmul_tflops | rates)
 
 
-def _text(name: Any) -> str:
-    return name.decode() if isinstance(name, bytes) else str(name)
-
-
 def _rates_of_a_core() -> dict[str, float]:
-    """Measured in a process of its own, as `study doctor` does, on one thread."""
-    command = [sys.executable, "-m", "study.measure.matmul"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        answer = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=True
-        )
-        return dict(json.loads(answer.stdout.splitlines()[-1])["tflops"])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        return dict(measured_rates(OMP_NUM_THREADS="1")["tflops"])
+    except NOT_MEASURED as error:
         raise UserError(
             f"this box's rate could not be measured ({type(error).__name__})", "run `study doctor`, or name a box"
         ) from error

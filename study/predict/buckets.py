@@ -26,9 +26,8 @@ from study.predict.state import (
     trained_of,
     weight_bytes,
 )
+from study.virtual.thresholds import STAGE0_BUCKET
 
-# deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
-STAGE0_BUCKET = 500_000_000
 # runtime/zero/utils.py, get_norm_dtype: each gradient is made fp64 for its norm.
 NORM_BYTES = 8
 
@@ -62,11 +61,6 @@ class _Bucket:
             return 0.0
         elements = self.written if self.lazily else self.settings.reduce_bucket * self.copies
         return float(elements * self.width)
-
-
-def bucket_bytes(request: Request, settings: EngineSettings) -> float:
-    """What is reserved for it, full or not."""
-    return _Bucket(request, settings, weight_bytes(request)).bytes
 
 
 @same_for_any_micro_batch

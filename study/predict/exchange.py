@@ -7,6 +7,7 @@ import dataclasses
 from study.predict.links import Collective, collective_s
 from study.predict.request import Box, Request
 from study.predict.settings import engine_settings
+from study.predict.state import weight_bytes
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 
@@ -20,19 +21,19 @@ class Exchange:
         return Exchange(self.hidden + other.hidden, self.waited + other.waited)
 
 
-def exchange_of(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
+def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
     """`forward` and `backward` are the seconds of one micro-batch's passes, behind which there is room."""
     strategy, stage = request.strategy, request.strategy.zero_stage
     if request.box.ranks == 1 or strategy.name == "single":
         return Exchange(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
-        return _sharded(request, weight_bytes, forward, backward)
-    total = request.shape.trained_parameters * weight_bytes
+        return _sharded(request, forward, backward)
+    total = request.shape.trained_parameters * weight_bytes(request)
     if stage is None:
         last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
     settings = engine_settings(strategy, request.shape.hidden)
-    bucket = settings.reduce_bucket * weight_bytes
+    bucket = settings.reduce_bucket * weight_bytes(request)
     if stage == 0:
         return Exchange(0.0, _calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
@@ -42,10 +43,10 @@ def exchange_of(request: Request, weight_bytes: float, forward: float, backward:
     return _overlap(reduced, room, 0.0) + Exchange(0.0, collective_s(request.box, "all_gather", total))
 
 
-def _sharded(request: Request, weight_bytes: float, forward: float, backward: float) -> Exchange:
+def _sharded(request: Request, forward: float, backward: float) -> Exchange:
     """Each layer is gathered for both passes: by hsdp within a copy, by hpz after the first time within its group."""
     strategy, times = request.strategy, request.accumulation
-    width, shape = 2.0 if request.fsdp_gathers_16_bits else weight_bytes, request.shape
+    width, shape = 2.0 if request.fsdp_gathers_16_bits else float(weight_bytes(request)), request.shape
     total, grads = shape.parameters * width, shape.trained_parameters * width
     chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
     inner = _within(request.box, request.ranks_of_a_copy)

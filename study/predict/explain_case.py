@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from study.errors import UserError
 from study.predict.floor import ANY_DEVICE
 from study.predict.request import Box, ModelShape, Request, Tensor, box_of_ranks
-from study.predict.settings import EngineSettings, engine_settings
+from study.predict.settings import EngineSettings, engine_settings, sizes_of_width
 from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
-
-# Accelerate fills these in from the model's width.
-_FROM_THE_WIDTH: dict[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda hidden: hidden * hidden,
-    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +200,7 @@ def _precision(file: UserFile, asked: str | None, findings: list[Finding]) -> Pr
 
 
 def _filled(file: UserFile, shape: ModelShape, key: str, name: str, findings: list[Finding]) -> Any:
-    rule = _FROM_THE_WIDTH.get(name)
-    if rule is not None:
-        value = rule(shape.hidden)
+    if (value := sizes_of_width(shape.hidden).get(name)) is not None:
         says = f"auto: Accelerate and the Trainer make it {value}, from a width of {shape.hidden}"
         if file.launcher == "deepspeed":
             says += "; deepspeed.initialize alone drops it and takes its default"

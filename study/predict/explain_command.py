@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,12 @@ from study.predict.explain_case import Case, Workload, settle
 from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers, gib
 from study.predict.memory import predict_memory
+from study.predict.numbers import whole
 from study.predict.request import Memory
 from study.predict.shape import model_shape, sequence_length
 from study.predict.user_settings import ZERO, read_user_file
 
-_LARGEST_WORLD = 1_000_000
+_COUNT = functools.partial(whole, most=1_000_000, what="number")
 EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
@@ -28,24 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
     add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
-    add("--world-size", type=_count, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
+    add("--world-size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
     add("--precision", choices=("no", "bf16", "fp16"), help="what mixed precision is where the file leaves it open")
-    add("--micro-batch", type=_count, default=1, metavar="B", help="samples of one pass, where the file says auto")
+    add("--micro-batch", type=_COUNT, default=1, metavar="B", help="samples of one pass, where the file says auto")
     add(
         "--seq-length",
-        type=_count,
+        type=_COUNT,
         metavar="T",
         help="tokens of a sample; by default 1024, or all that it takes",
     )
     add("--gradient-checkpointing", action="store_true", help="the program makes activations again")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= _LARGEST_WORLD):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number from 1 to {_LARGEST_WORLD}")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,13 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from study.host.memory import LARGEST_KEPT_BYTES
 from study.predict.modules import Call, calls_of
 from study.predict.request import Request
 from study.predict.settings import EngineSettings
 from study.predict.state import Piece, kept_whole, weight_bytes
-
-# Blocks below this stay with the C library of a process when they are freed (malloc's largest mmap threshold).
-LARGEST_KEPT_BYTES = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from study.host.memory import GIB
+from study.host.memory import GIB, LIBRARIES_BYTES
 from study.predict.request import Request, same_for_any_micro_batch
 from study.predict.settings import engine_settings
 from study.predict.state import (
@@ -14,10 +14,8 @@ from study.predict.state import (
     weight_bytes,
 )
 
-# Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
-LIBRARIES_BYTES = 1.2 * GIB
-# The same where torch is built for processors: resident memory after three steps of a model of 16 by 1, measured with
-# torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48.
+# LIBRARIES_BYTES where torch is built for processors: resident memory after three steps of a model of 16 by 1, measured
+# with torch 2.13, transformers 5.17 and deepspeed 0.19.8; with DeepSpeed it is 0.48.
 CPU_LIBRARIES_BYTES, CPU_ENGINE_BYTES = 0.402 * GIB, 0.007 * GIB
 # What the first evaluation imports, `evaluate` and `datasets`, and keeps.
 EVALUATION_BYTES = 0.09 * GIB

@@ -6,7 +6,7 @@ smaller ones it keeps what there ever was, with gaps between.
 
 from __future__ import annotations
 
-from study.predict.gathers import LARGEST_KEPT_BYTES
+from study.host.memory import LARGEST_KEPT_BYTES
 from study.predict.request import Request
 from study.predict.state import weight_bytes
 

@@ -22,8 +22,6 @@ class Offload:
     buffer_size: int
     # Of the optimizer's: the share of it that goes to the host.
     ratio: float
-    # Elements of parameters that stay in host memory beside the drive.
-    max_in_cpu: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +60,20 @@ class EngineSettings:
         return "all_reduce" if self.reduces_to_all else "reduce"
 
 
-def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
-    """Accelerate fills three `auto` sizes from the width of the model; any other `auto` is the engine's default."""
-    assert strategy.deepspeed is not None
-    zero = strategy.deepspeed["zero_optimization"]
-    auto = {
+def sizes_of_width(hidden: int) -> dict[str, int]:
+    """What Accelerate makes of three sizes that are `auto`."""
+    return {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
+
+
+def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
+    """Any other `auto` is the engine's default."""
+    assert strategy.deepspeed is not None
+    zero = strategy.deepspeed["zero_optimization"]
+    auto = sizes_of_width(hidden)
 
     def number(name: str, default: float) -> int:
         value = zero.get(name, default)
@@ -118,5 +121,4 @@ def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:
         buffers=int(section.get("buffer_count", buffers)),
         buffer_size=int(section.get("buffer_size", 1e8)),
         ratio=float(section.get("ratio", 1.0)),
-        max_in_cpu=int(section.get("max_in_cpu", 1e9)),
     )

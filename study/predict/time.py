@@ -6,10 +6,14 @@ import dataclasses
 from pathlib import Path
 
 from study.predict import flops
+from study.predict.activations import computing_bytes
 from study.predict.exchange import exchange_of
+from study.predict.fits import device_bytes, usable_bytes
 from study.predict.floor import state_bytes
 from study.predict.intervals import estimate
 from study.predict.request import Estimate, Memory, Request, Time
+from study.predict.settings import engine_settings
+from study.predict.state import weight_bytes
 from study.spec.yaml_sections import read_own
 
 
@@ -76,8 +80,6 @@ class _Step:
 
     request: Request
     constants: Constants
-    weight_bytes: float
-    activation_bytes: int
     rate: float
     bandwidth: float
 
@@ -97,7 +99,7 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
     pieces = request.accumulation
     floor = _launched_s(step)
     compute = pieces * max(forward + backward, floor) + _optimizer_s(step)
-    exchange = exchange_of(request, step.weight_bytes, forward, backward)
+    exchange = exchange_of(request, forward, backward)
     parts = {
         "compute": compute, "communication_exposed": exchange.waited + constants.hidden_share * exchange.hidden,
         "communication_overlapped": exchange.hidden,
@@ -127,8 +129,6 @@ def _step_of(request: Request, constants: Constants) -> _Step:
     return _Step(
         request,
         constants,
-        weight_bytes=2 if request.precision.endswith("-engine") else 4,
-        activation_bytes=4 if request.precision == "fp32" else 2,
         rate=constants.sustained * best * 1e12,
         bandwidth=device.memory_bandwidth_gb_per_s * 1e9,
     )
@@ -145,7 +145,7 @@ def _slowest(request: Request) -> float:
 
 
 def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
-    moved = step.activation_bytes * (rows * inner + inner * out + rows * out)
+    moved = computing_bytes(step.request) * (rows * inner + inner * out + rows * out)
     return max(2 * rows * inner * out / step.rate, moved / step.bandwidth)
 
 
@@ -221,14 +221,14 @@ def _elementwise_s(step: _Step, share: float) -> float:
 def _loose_bytes(step: _Step) -> int:
     """Autocast computes norms, softmax and what follows them in fp32."""
     autocast = step.request.precision in ("bf16", "fp16") and step.request.autocast
-    return 4 if autocast else step.activation_bytes
+    return 4 if autocast else computing_bytes(step.request)
 
 
 def _logits_s(step: _Step) -> float:
     shape = step.request.shape
     if shape.family != "causal-lm":
         return 0.0
-    each = 3 * step.activation_bytes if step.request.fused_loss else _LOGIT_BYTES
+    each = 3 * computing_bytes(step.request) if step.request.fused_loss else _LOGIT_BYTES
     return each * step.tokens * shape.vocabulary / step.bandwidth
 
 
@@ -245,13 +245,12 @@ def _optimizer_s(step: _Step) -> float:
     strategy, parameters = step.request.strategy, step.request.shape.trained_parameters
     of_a_copy = step.request.ranks_of_a_copy if strategy.is_fsdp else None
     shards = of_a_copy or (step.ranks if strategy.is_fsdp or strategy.zero_stage else 1)
-    on_host = _share_on_host(step.request) if strategy.offload_device("optimizer") else 0.0
-    return (1 - on_host) * _OPTIMIZER_BYTES * parameters / shards / step.bandwidth
+    return (1 - _share_on_host(step.request)) * _OPTIMIZER_BYTES * parameters / shards / step.bandwidth
 
 
 def _share_on_host(request: Request) -> float:
-    sections = request.strategy.deepspeed or {}
-    return float(sections["zero_optimization"]["offload_optimizer"].get("ratio", 1.0))
+    settings = engine_settings(request.strategy, request.shape.hidden) if request.strategy.deepspeed else None
+    return settings.optimizer.ratio if settings and settings.optimizer else 0.0
 
 
 def _launched_s(step: _Step) -> float:
@@ -264,24 +263,17 @@ def _launched_s(step: _Step) -> float:
 def _offload_s(step: _Step) -> float:
     """Over PCIe: gradients to the host, new weights back, and weights for every pass where they wait there."""
     request = step.request
-    strategy = request.strategy
     link = (request.box.device.pcie_gb_per_s or request.box.device.memory_bandwidth_gb_per_s) * 1e9
-    shard = request.shape.parameters * step.weight_bytes / step.ranks
-    trained = request.shape.trained_parameters * step.weight_bytes / step.ranks
-    moved = 0.0
-    if strategy.offload_device("optimizer"):
-        # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
-        moved += _share_on_host(request) * trained * 2 * request.accumulation
-    if strategy.offload_device("param"):
-        again = request.gathered_again * step.weight_bytes / step.ranks
-        moved += request.accumulation * (2 * shard + again)
-    return moved / link
+    shape, part = request.shape, weight_bytes(request) / step.ranks
+    # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
+    moved = _share_on_host(request) * shape.trained_parameters * 2
+    if request.strategy.offload_device("param"):
+        moved += 2 * shape.parameters + request.gathered_again
+    return request.accumulation * moved * part / link
 
 
 def _cpu_adam_s(step: _Step) -> float:
     request = step.request
-    if not request.strategy.offload_device("optimizer"):
-        return 0.0
     on_node = request.shape.trained_parameters / request.box.nodes * _share_on_host(request)
     rate = request.box.host_memory_gb_per_s or step.constants.host_gb_per_s
     return on_node * _CPU_ADAM_BYTES / (rate * 1e9)
@@ -310,8 +302,7 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
         said.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
     elif name not in device.matmul_tflops:
         said.append(f"nobody published {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak")
-    held = 0.0 if memory is None else memory.peak_reserved.value + memory.device_parts["context"]
-    if device.memory_gib and held > device.visible_gib * 2**30:
+    if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
         said.append(f"this does not fit: the time is that of a {device.name} with more memory")
     if (of_host := host_adam_note(request)) is not None:
         said.append(of_host)

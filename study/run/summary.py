@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from study.host.memory import GIB
 from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE
 from study.spec.config import RunConfig
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from study.record.directory import RunWriter
     from study.run.open import OpenRun
     from study.run.steps import StepLog
-
-GIB = 2**30
 
 
 def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:

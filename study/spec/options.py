@@ -17,8 +17,3 @@ def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[
         # DeepSpeed refuses Muon beside it.
         found["zero_optimization"] = {**settings["zero_optimization"], "reduce_scatter": False}
     return found
-
-
-def has_known_state(config: RunConfig) -> bool:
-    """By the rules of study/predict, which have no optimizer but AdamW."""
-    return config.optimizer == "adamw"

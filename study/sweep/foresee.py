@@ -6,21 +6,17 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from study.errors import UserError
 from study.host.box import Box as Host
 from study.host.memory import GIB
 from study.launch.cell import Cell
-from study.predict.adapters import trained_shape
 from study.predict.boxes import box_of
 from study.predict.fits import device_bytes
 from study.predict.floor import ANY_DEVICE
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Memory, Request
-from study.predict.shape import model_shape
+from study.predict.runs import request_for, unpredicted
 from study.predict.time import predict_time
-from study.spec.options import has_known_state
-from study.spec.strategies import WITH_TEAMS, read_strategy
-from study.sweep.needs import needs_of
+from study.sweep.needs import Needs, needs_of
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
 from study.sweep.suite_file import Suite
@@ -66,14 +62,14 @@ class Foresight:
             said.append(f"{cell.world_size} ranks need as many GPUs, of which {self.box.name} has {self.box.ranks}")
         device, fits = self.device_gib(cell), None
         if request is None:
-            said.append(f"no memory for {_unpredicted(cell)}")
+            said.append(f"no memory for {unpredicted(cell.strategy, cell.config)}")
         if request is not None:
             memory = predict_memory(request)
             said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
             said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
             fits = self._fits(cell, memory)
         said.append(self._time(cell, request))
-        if is_certain_to_run_out(cell, device, self.host_gib, self.nodes(cell)):
+        if is_certain_to_run_out(needs_of(cell, device is not None), device, self.host_gib, self.nodes(cell)):
             said.append("certain to run out of memory")
         elif fits is not None:
             said.append("fits" if fits else "runs out of memory")
@@ -109,37 +105,19 @@ class Foresight:
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
     def _request(self, cell: Cell) -> Request | None:
-        """None for what `_unpredicted` says."""
-        config, ranks = cell.config, cell.ranks
-        if _unpredicted(cell):
+        """None for what `unpredicted` says."""
+        if unpredicted(cell.strategy, cell.config):
             return None
-        shape, plan = trained_shape(model_shape(config.model_name_or_path), config), cell.plan
+        plan = cell.plan
         # A virtual rank stands alone on its box, whatever the size of its job.
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
         device = dataclasses.replace(ANY_DEVICE, memory_gib=self.device_gib(cell) or 0.0)
         box = self.box or Box("any", device, per_node)
-        return Request(
-            shape=shape, strategy=read_strategy(cell.strategy).overridden(config),
-            box=dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-ranks // per_node)),
-            sequence_length=config.seq_length, micro_batch=plan.per_device_train_batch_size,
-            accumulation=plan.gradient_accumulation_steps, precision=config.precision,
-            gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
-            dropout=config.dropout != 0, compiled=config.torch_compile,
-        )  # fmt: skip
-
-
-def _unpredicted(cell: Cell) -> str | None:
-    """What nobody has arithmetic for; None where there is."""
-    if cell.strategy in WITH_TEAMS:
-        return f"{cell.strategy}, whose ranks share their samples"
-    if not has_known_state(cell.config):
-        return cell.config.optimizer
-    try:
-        model_shape(cell.config.model_name_or_path)
-    except UserError:
-        return f"{cell.config.model_name_or_path}, of which only the name is known"
-    return None
+        box = dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-cell.ranks // per_node))
+        return request_for(
+            cell.strategy, cell.config, box, plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+        )
 
 
 def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Foresight:
@@ -147,12 +125,11 @@ def foresight(suite: Suite, host: Host, durations: Durations, hardware: str | No
     return Foresight(suite, host, durations, None if name is None else box_of(name))
 
 
-def is_certain_to_run_out(cell: Cell, device_gib: float | None, host_gib: float, nodes: int = 1) -> bool:
+def is_certain_to_run_out(needs: Needs | None, device_gib: float | None, host_gib: float, nodes: int = 1) -> bool:
     """By what no run of it can do without: never said of a cell that fits. Without a GPU the host is the device."""
-    needs = needs_of(cell)
     if needs is None:
         return False
-    on_host = needs.host_bytes if device_gib is not None else cell.world_size * needs.device_bytes
+    on_host = needs.host_bytes if device_gib is not None else needs.processes * needs.device_bytes
     return on_host / nodes > host_gib * GIB or (device_gib is not None and needs.device_bytes > device_gib * GIB)
 
 
@@ -161,9 +138,8 @@ def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
     for cell in cells:
         device = cell.config.device_memory_cap_gib or (min(host.gpu_memory_gib) if host.gpus else None)
         nodes = host.nodes_for(cell.world_size) or 1
-        if cell.expect != "oom" and is_certain_to_run_out(cell, device, host.host_memory_gib, nodes):
-            needs = needs_of(cell)
-            assert needs is not None
+        needs = needs_of(cell, device is not None) if cell.expect != "oom" else None
+        if needs is not None and is_certain_to_run_out(needs, device, host.host_memory_gib, nodes):
             yield (
                 f"warning: {cell.id} is certain to run out of memory: a rank needs at least"
                 f" {needs.device_bytes / GIB:.1f} GiB, and the host {needs.host_bytes / GIB:.1f}."

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from study.host.memory import MIB
 from study.launch.cell import Cell
 from study.launch.verdict import CellState
 from study.record.directory import Run, read_run
@@ -21,7 +22,6 @@ from study.sweep.progress import show_duration
 from study.sweep.search import Search, cell_states
 from study.sweep.slices import Slice
 
-_MIB = 2**20
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "sent MiB/step",
@@ -140,8 +140,8 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
         (summary.get("step_time_s_median"), "{:.0f}", 1000),
         (summary.get("peak_memory_gib_device"), "{:.2f}", 1),
         (summary.get("host_peak_rss_gib"), "{:.2f}", 1),
-        (sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / _MIB),
-        (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / _MIB),
+        (sum(state_bytes) if state_bytes else None, "{:.1f}", 1 / MIB),
+        (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / MIB),
     ]
     texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
     return [cell.arm, cell.config.task, cell.config.model_name, str(cell.ranks), run.state, *texts]

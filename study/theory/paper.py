@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-PARAMETER_BYTES = 2
-GRADIENT_BYTES = 2
-# fp32 weights, momentum and variance: the paper's K.
-OPTIMIZER_BYTES = 12
+# Bytes of a parameter, the optimizer's being fp32 weights, momentum and variance (the paper's K); and the first stage
+# that splits them.
+KINDS = {"params": (2, 3), "grads": (2, 2), "optimizer": (12, 1)}
+
+
+def split_by(kind: str, stage: int, ranks: int) -> int:
+    return ranks if stage >= KINDS[kind][1] else 1
 
 
 def papers_state_bytes(parameters: float, stage: int, ranks: int) -> float:
     """Model state per device under mixed-precision Adam; stage 0 is plain data parallelism."""
-    held = (
-        PARAMETER_BYTES / (ranks if stage >= 3 else 1),
-        GRADIENT_BYTES / (ranks if stage >= 2 else 1),
-        OPTIMIZER_BYTES / (ranks if stage >= 1 else 1),
-    )
-    return parameters * sum(held)
+    return parameters * sum(size / split_by(kind, stage, ranks) for kind, (size, _) in KINDS.items())
 
 
 def papers_traffic(stage: int, ranks: int) -> float:

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from study.errors import RunFailed, first_line
+from study.host.memory import GIB
 from study.predict.memory import predict_memory
 from study.predict.request import Request
 from study.spec.strategies import REPOSITORY
-from study.validation.measured import GIB, Measured, predicted_fit, predicted_peak
+from study.validation.measured import Measured, predicted_fit, predicted_peak
 
 OURS = "study predict"
 ACCELERATE = "accelerate estimate-memory"

@@ -6,6 +6,8 @@ import dataclasses
 import statistics
 from typing import Literal, get_args
 
+from study.host.memory import GIB
+from study.predict.fits import device_bytes, usable_bytes
 from study.predict.flops import model_flops
 from study.predict.host import EVALUATION_BYTES
 from study.predict.memory import predict_memory
@@ -17,7 +19,6 @@ from study.predict.time import FITTED, Constants, predict_time
 # GPU, the process itself: one that kept what it freed, or one that gave it back.
 Process = Literal["resident", "resident_returned"]
 Kind = Literal["allocated", "reserved", "device"] | Process
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,7 @@ def _recomputing(row: Measured) -> Request:
 
 def predicted_fit(row: Measured) -> bool:
     memory = predict_memory(_recomputing(row))
-    needed = memory.peak_reserved.value + memory.device_parts["context"]
-    return needed <= row.request.box.device.visible_gib * GIB
+    return device_bytes(memory) <= usable_bytes(row.request.box)
 
 
 def predicted_step_s(row: Measured, constants: Constants = FITTED) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from study.host.memory import GIB
 from study.predict.adapters import told as told_adapters
 from study.predict.request import Request
-from study.validation.measured import GIB, Measured, impossible, predicted_peak, predicted_step_s
+from study.validation.measured import Measured, impossible, predicted_peak, predicted_step_s
 from study.validation.published import published_rows
 
 _SHOWN = 3

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from study.host.memory import GIB
 from study.predict.memory import predict_memory
 from study.predict.request import Request
 from study.predict.state import state_of
@@ -23,7 +24,8 @@ from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.frames import RUNS_FILE, read_parquet
 from study.report.records.predicted import request_if_any, request_of
 from study.spec.strategies import REPOSITORY
-from study.validation.measured import GIB, Measured
+from study.validation.measured import Measured
+from study.virtual.summary import wire_bytes
 
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
@@ -131,9 +133,7 @@ def compared_of(run: Any) -> Iterator[Compared]:
             if measured or predicted:
                 yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
     yield Compared(run.suite, run.run, ALL_STATE, **total)
-    collectives = json.loads(run.collectives)
-    sent = sum(each["wire_bytes_per_rank"] for each in collectives.values())
-    yield Compared(run.suite, run.run, SENT, sent, sent_bytes(request))
+    yield Compared(run.suite, run.run, SENT, wire_bytes(json.loads(run.collectives)), sent_bytes(request))
 
 
 def table() -> pd.DataFrame:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from study.errors import UserError
+from study.host.memory import GIB
 from study.predict.boxes import box_of
 from study.predict.flops import model_flops
 from study.predict.request import Request
@@ -26,7 +27,7 @@ from study.predict.shape import model_shape
 from study.spec.overrides import override
 from study.spec.strategies import read_strategy
 from study.spec.yaml_sections import read_own
-from study.validation.measured import GIB, Measured
+from study.validation.measured import Measured
 
 FILE = Path(__file__).with_name("published.yaml")
 # Of the trainer, by the names that Request has for them.

@@ -6,12 +6,12 @@ import json
 
 import pandas as pd
 
+from study.host.memory import GIB
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.shape import model_shape
 from study.report.records.predicted import PROCESSOR
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, read_strategy
-from study.validation.measured import GIB
 
 FILE = REPOSITORY / "reports" / "checkpoints" / "memory.json"
 

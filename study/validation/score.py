@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.host.memory import GIB
 from study.predict.request import Request
 from study.predict.state import state_of
-from study.validation.measured import GIB, Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
+from study.validation.measured import Measured, impossible, predicted_fit, predicted_peak, predicted_step_s
 
 
 @dataclasses.dataclass(frozen=True)

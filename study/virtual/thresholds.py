@@ -14,6 +14,8 @@ _REDUCED = ("collective.all_reduce.calls", "collective.reduce*.calls", "comm_cal
 _GATHERED = (
     "collective.all_gather.*", "comm_*", "sent_bytes_per_step", "buffer.gathered_parameters*", *_MEMORY, *STEP_TIMES,
 )  # fmt: skip
+# deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
+STAGE0_BUCKET = 500_000_000
 # Just beyond a threshold the figures are not on their new line yet.
 _SETTLED_AT = 1.25
 
@@ -43,7 +45,7 @@ _IN_BUCKETS = _Threshold(
 # torch gathers into one tensor, nor for those that look at one parameter at a time.
 _THRESHOLDS: dict[str, tuple[_Threshold, ...]] = {
     "ddp": (_Threshold("ddp_bucket_bytes", bends=(), steps=_REDUCED, bytes_per_element=4),),
-    "zero0": (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=500_000_000),),
+    "zero0": (_Threshold("MEMORY_OPT_ALLREDUCE_SIZE", bends=_MEMORY, steps=_REDUCED, constant=STAGE0_BUCKET),),
     # Stage 1 keeps its gradients outside the bucket.
     "zero1": (_Threshold("reduce_bucket_size", bends=_MEMORY, steps=_REDUCED),),
     "zero2": (_IN_BUCKETS,),

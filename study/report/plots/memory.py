@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from study.host.memory import GIB
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.plots.canvas import (
     Drawing,
@@ -33,7 +34,6 @@ _DEVICE_PEAKS = {
     "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
 }  # fmt: skip
 _HOST_PEAK = {"rest": "host_peak_rss_gib"}
-_GIB = 2**30
 
 
 def model_state(records: Records) -> list[Drawing]:
@@ -104,7 +104,7 @@ def _peak(workload: str, runs: pd.DataFrame) -> Drawing | None:
     for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
         # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
         parts = pd.DataFrame({
-            kind: held[[f"{kind}_bytes_{place}" for place in places]].sum(axis="columns") / _GIB for kind in STATE_KINDS
+            kind: held[[f"{kind}_bytes_{place}" for place in places]].sum(axis="columns") / GIB for kind in STATE_KINDS
         })  # fmt: skip
         for kind, column in peaks.items():
             parts[kind] = (held[column] - parts.sum(axis="columns")).clip(lower=0)

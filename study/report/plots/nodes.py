@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.host.memory import MIB
 from study.report.plots.canvas import Drawing, EndLabel, drawings, finish, label_beside, number, sheet
 from study.report.plots.palette import GUIDE, QUIET, style_of
 from study.report.records.frames import Records
@@ -30,7 +31,7 @@ def _lines(subject: str, rows: pd.DataFrame) -> Drawing:
             of_it.sort_values("world_size").drop_duplicates("machines", keep="last"),
         )
         # What each rank sends in groups that span machines, or how much of its speed it keeps.
-        height = of_it["across"] / 2**20 if is_planned else 100 * of_it["efficiency"]
+        height = of_it["across"] / MIB if is_planned else 100 * of_it["efficiency"]
         axes.plot(of_it["machines"], height, markersize=8, **style.line)
         ends.append(
             EndLabel(

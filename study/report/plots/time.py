@@ -33,14 +33,12 @@ from study.report.plots.canvas import (
     unit_for,
 )
 from study.report.plots.palette import GUIDE, INK, OTHER, TRAFFIC, style_of
-from study.report.records.arms import fast_memory
+from study.report.records.arms import arms, fast_memory, moves_state, same_stage
 from study.report.records.frames import Records, without_probes
 from study.report.records.statistics import SHOWN_BELOW
 
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120
-_KEPT = {"zero2_cpu": "zero2", "zero3_cpu_optimizer": "zero3", "zero3_cpu": "zero3", "zero3_nvme_optimizer": "zero3",
-         "zero3_nvme": "zero3", "zero3_cpu_nvme": "zero3"}  # fmt: skip
 
 
 def step_time(records: Records) -> list[Drawing]:
@@ -175,12 +173,8 @@ def offload(records: Records) -> list[Drawing]:
 def _offload(workload: str, runs: pd.DataFrame) -> Drawing | None:
     strategies, notes = arms_of(runs), notes_of(runs)
     # From an arm with offload to the one without it, on as many ranks.
-    moves = {}
-    for arm, strategy in strategies.items():
-        world = runs.loc[runs["arm"] == arm, "world_size"].iloc[0]
-        kept = runs.loc[(runs["strategy"] == _KEPT.get(strategy)) & (runs["world_size"] == world), "arm"]
-        if not kept.empty:
-            moves[arm] = str(kept.iloc[0])
+    moved = {arm.name: kept for arm in arms(runs) if moves_state(arm) and (kept := same_stage(arm))}
+    moves = {arm: moved[arm] for arm in strategies if arm in moved}
     if not moves:
         return None
     places = fast_memory(runs)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from study.report.questions.cells import NOT_MEASURED, cell_text, known, names
 from study.report.questions.question import Answer
-from study.report.records.arms import Arm, Row, arms, comparable, frame, one_value
+from study.report.records.arms import Arm, Row, arms, comparable, frame, moves_state, one_value, same_stage
 from study.report.records.frames import Records, real
 from study.report.records.statistics import (
     NOT_TOLD_APART,
@@ -67,19 +67,6 @@ def compared_with(base: Arm, found: Iterable[Arm]) -> list[Arm]:
 
 def ranks(arm: Arm) -> int:
     return int(one_value(arm.runs["world_size"]) or 0)
-
-
-def moves_state(arm: Arm) -> bool:
-    return any(one_value(arm.runs[f"offload_{what}"]) for what in ("optimizer", "param"))
-
-
-def same_stage(arm: Arm) -> str | None:
-    """The arm of the same stage and ranks that keeps its state on the device."""
-    stage, world = one_value(arm.runs["zero_stage"]), one_value(arm.runs["world_size"])
-    beside = arm.beside[(arm.beside["status_state"] == "ok") & (arm.beside["world_size"] == world)]
-    kept = beside["offload_optimizer"].isna() & beside["offload_param"].isna()
-    plain = beside.loc[kept & (beside["zero_stage"] == stage), "arm"]
-    return None if stage is None or plain.empty else str(plain.iloc[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from study.host.memory import MIB
 from study.report.questions.comparing import Columns, ranks, side_by_side, table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import by_collective, sent_mib
-from study.report.records.arms import MIB, Arm, arms, one_value, state_mib
+from study.report.records.arms import Arm, arms, one_value, state_mib
 from study.report.records.frames import Records, real, virtual
 from study.spec.strategies import WITH_COPIES, WITH_TEAMS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.host.memory import MIB
 from study.report.plots.nodes import efficiency
 from study.report.questions.cells import names, span
 from study.report.questions.question import Answer, Question
@@ -11,8 +12,6 @@ from study.report.records.frames import Records
 from study.report.records.nodes import STRONG, WEAK, over_nodes
 from study.report.records.predicted import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
 from study.report.records.statistics import percent
-
-_MIB = 2**20
 
 
 def answer(records: Records) -> Answer | None:
@@ -59,9 +58,9 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
         "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"],
         "Tokens/s, predicted": rows["predicted_tokens_per_s"], "Efficiency": rows["efficiency"],
         "Efficiency, predicted": rows["predicted_efficiency"],
-        "State per rank, MiB": rows["state"] / _MIB, "State, predicted": rows["predicted_state"] / _MIB,
-        "Sent per rank, MiB": rows["sent"] / _MIB, "Sent, predicted": rows["predicted_sent"] / _MIB,
-        "Of it across machines, MiB": rows["across"] / _MIB,
+        "State per rank, MiB": rows["state"] / MIB, "State, predicted": rows["predicted_state"] / MIB,
+        "Sent per rank, MiB": rows["sent"] / MIB, "Sent, predicted": rows["predicted_sent"] / MIB,
+        "Of it across machines, MiB": rows["across"] / MIB,
         "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
     }  # fmt: skip
     return pd.DataFrame(shown).dropna(axis="columns", how="all")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from study.host.memory import MIB
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import Interval, middle, paired_ratio
 
-MIB = 2**20
 NAN = float("nan")
 Row = dict[str, Any]
 
@@ -98,6 +98,19 @@ def one_value(values: pd.Series) -> Any:
     """The first known value, for what all runs of an arm share; None where no run says it."""
     known = values.dropna()
     return known.iloc[0] if len(known) else None
+
+
+def moves_state(arm: Arm) -> bool:
+    return any(one_value(arm.runs[f"offload_{what}"]) for what in ("optimizer", "param"))
+
+
+def same_stage(arm: Arm) -> str | None:
+    """The arm of the same stage and ranks that keeps its state on the device."""
+    stage, world = one_value(arm.runs["zero_stage"]), one_value(arm.runs["world_size"])
+    beside = arm.beside[(arm.beside["status_state"] == "ok") & (arm.beside["world_size"] == world)]
+    kept = beside["offload_optimizer"].isna() & beside["offload_param"].isna()
+    plain = beside.loc[kept & (beside["zero_stage"] == stage), "arm"]
+    return None if stage is None or plain.empty else str(plain.iloc[0])
 
 
 def has_no_gpu(beside: pd.DataFrame) -> bool:

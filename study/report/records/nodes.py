@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.host.memory import GIB
 from study.report.records.arms import NAN, state_bytes
 from study.report.records.frames import Records, real, virtual
 from study.report.records.predicted import predicted
@@ -60,7 +61,7 @@ def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]
                 "state": state_bytes(some), "sent": some["collectives"].map(sent_bytes).median(),
                 "across": some["across_machines_bytes_per_step"].fillna(0.0).median(),
                 "peak": some["peak_memory_gib_allocated"].median(), "predicted_state": said.state_bytes,
-                "predicted_sent": said.sent_bytes, "predicted_peak": said.peak_bytes / 2**30,
+                "predicted_sent": said.sent_bytes, "predicted_peak": said.peak_bytes / GIB,
                 "predicted_tokens_per_s": said.tokens_per_s, "predicted_efficiency": said.tokens_per_s / ranks / told,
             })  # fmt: skip
     return rows

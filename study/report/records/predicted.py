@@ -10,17 +10,16 @@ from typing import Any
 import pandas as pd
 
 from study.errors import UserError
-from study.predict.adapters import trained_shape
 from study.predict.boxes import box_of, box_of_devices
 from study.predict.memory import predict_memory
 from study.predict.request import Box, Request, box_of_ranks
-from study.predict.shape import model_shape, sequence_length
+from study.predict.runs import request_for
+from study.predict.shape import sequence_length
 from study.predict.state import state_of
 from study.predict.time import predict_time
 from study.predict.traffic import sent_bytes
 from study.spec.config import RunConfig
-from study.spec.options import has_known_state
-from study.spec.strategies import RANKS_OF_A_MACHINE, read_strategy
+from study.spec.strategies import RANKS_OF_A_MACHINE
 from study.theory.hardware import Device
 
 # Virtual ranks of these commits did not make the copies that gloo makes yet (3b78753).
@@ -28,6 +27,11 @@ WITHOUT_COPIES = ("1f63150", "771d7fe")
 PROCESSOR = Device(
     name="CPU core", pattern="CPU core", peak_tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16")),
     memory_bandwidth_gb_per_s=0.0, memory_gib=0.0,
+)  # fmt: skip
+# Options that change what a rank holds. Older records lack some.
+_OPTIONS = (
+    "model_name_or_path", "seq_length", "precision", "gradient_checkpointing", "attn_implementation", "dropout",
+    "torch_compile", "peft", "lora_rank", "optimizer", "bf16_states",
 )  # fmt: skip
 # What a virtual job is planned for.
 PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH = "H100", 1024, 2
@@ -68,29 +72,13 @@ def request_if_any(run: Any) -> Request | None:
 
 def request_of(run: Any) -> Request:
     """Refuses a model and settings that nobody has arithmetic for."""
-    strategy = read_strategy(run.strategy)
-    if strategy.team is not None:
-        raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "leave it out")
-    config = _options_of(run)
-    if not has_known_state(config):
-        raise UserError(f"nobody predicts {config.optimizer}", "leave it out")
-    return Request(
-        shape=trained_shape(model_shape(run.model_name_or_path), config),
-        strategy=strategy.overridden(config), box=_box_of(run),
-        sequence_length=int(run.seq_length), micro_batch=int(run.micro_batch_size),
-        accumulation=int(run.gradient_accumulation_steps), precision=run.precision,
-        gradient_checkpointing=bool(run.gradient_checkpointing), attention=run.attn_implementation,
-        dropout=run.dropout != 0, compiled=bool(run.torch_compile),
-    )  # fmt: skip
-
-
-def _options_of(run: Any) -> RunConfig:
-    """Those that change what a rank holds. Older records have only the first."""
-    asked = {name: getattr(run, name) for name in ("peft", "lora_rank", "optimizer", "bf16_states")}
-    known = {name: value for name, value in asked.items() if not pd.isna(value)}
-    if "lora_rank" in known:
-        known["lora_rank"] = int(known["lora_rank"])
-    return RunConfig(engine_override=tuple(json.loads(run.engine_override)), **known)
+    known = {name: value for name in _OPTIONS if not pd.isna(value := getattr(run, name))}
+    # A column in which some are missing is one of floats.
+    known |= {name: int(known[name]) for name in ("seq_length", "lora_rank") if name in known}
+    config = RunConfig(engine_override=tuple(json.loads(run.engine_override)), **known)
+    return request_for(
+        run.strategy, config, _box_of(run), int(run.micro_batch_size), int(run.gradient_accumulation_steps)
+    )
 
 
 def _box_of(run: Any) -> Box:

@@ -21,7 +21,7 @@ from study.report.records.statistics import percent
 from study.report.records.workloads import options_of
 from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
-from study.virtual.summary import RankSummary
+from study.virtual.summary import RankSummary, wire_bytes
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -118,7 +118,7 @@ def sent_bytes(collectives: Any) -> float:
     """On the wire, as a row of the table of runs has them; NaN where no step was watched."""
     if not isinstance(collectives, str):
         return math.nan
-    return float(sum(counts["wire_bytes_per_rank"] for counts in json.loads(collectives).values()))
+    return float(wire_bytes(json.loads(collectives)))
 
 
 def sent(summary: Summary) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.errors import UserError
+from study.errors import UserError, extra
 from study.host.box import this_box
 from study.host.folders import folder_argument
 from study.spec.strategies import REPOSITORY
@@ -38,12 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
     """`resting` tells the published claims that rest on the records of a report, at the place where it will be."""
-    try:
+    with extra("report"):
         from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.records.remaining import remaining_of
         from study.report.site.build import build
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error.name} is not installed here", "run: pip install -e '.[report]'") from None
     runs_dir: Path = options.runs_dir or Path("runs")
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from study.host.memory import GIB
+from study.host.memory import GIB, MIB
 from study.predict.advise import advise
 from study.predict.advise_command import add_arguments, question_of
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.table1 import state_beside_paper
-from study.report.records.arms import MIB
 from study.report.records.frames import Records, only_virtual, read_parquet
 from study.report.records.virtual_ranks import sent_bytes, table1_rows
 from study.report.site.page import table_markdown

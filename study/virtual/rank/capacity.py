@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from study.errors import CannotBeHeld
-from study.host.memory import GIB, host_memory, locked_bytes
+from study.host.memory import GIB, LIBRARIES_BYTES, host_memory, locked_bytes
 from study.models.architecture import Shape, shape_of
 from study.models.presets import LARGEST_LAYERS, find_preset
 from study.spec.config import RunConfig
@@ -17,8 +17,6 @@ from study.spec.launched import Launch
 from study.spec.overrides import override
 from study.spec.strategies import Strategy
 
-# Interpreter, torch, DeepSpeed and their libraries.
-LIBRARIES_BYTES = 1.2 * GIB
 # What is left to the rest of the box.
 USABLE_SHARE = 0.85
 

@@ -16,10 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from study.host.memory import LARGEST_KEPT_BYTES
 from study.spec.launched import Launch
-
-# Smaller blocks may stay with the C library when they are freed; study/host/memory.py.
-LARGEST_KEPT_BYTES = 32 * 2**20
 
 
 def join_virtual_group(launch: Launch) -> None:
