@@ -32,7 +32,6 @@ _COLUMNS = {
 _FROZEN_BITS = {"all": None, "adapters": 16, "adapters, 8-bit": 8, "adapters, 4-bit": 4}
 TABLES = Path(__file__).with_name("tables")
 _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-# Whoever writes GB may have read GiB: a row gets the benefit of that.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +98,7 @@ def check(row: Row) -> Checked:
     if bits is not None:
         least = adam = row.parameters * per_parameter.params_device * bits / 16 / GB
         needs = f"frozen {bits}-bit weights alone"
+    # Whoever writes GB may have read GiB: a row gets the benefit of that.
     most = (row.gb + row.rounding_gb) * GIB / GB
     said = f"{number(row.gb)} GB"
     verdict: Plausibility = "possible"

@@ -206,7 +206,7 @@ def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[
 def new_and_tried(
     items: Iterable[Cell | Search], root: Path, retry: bool = False
 ) -> tuple[list[Cell | Search], list[Cell | Search]]:
-    """What is left of them, and of that what a run is there of without an answer."""
+    """What is left of them: what nobody tried, and what has a run without an answer."""
     new, tried = list[Cell | Search](), list[Cell | Search]()
     for item in items:
         if isinstance(item, Search) and not item.states(root):
