@@ -315,6 +315,19 @@ def test_the_command_prints_parts_that_add_up(capsys):
     assert "allocated at the peak" in capsys.readouterr().out
 
 
+def test_this_study_s_fsdp_gathers_twice_the_bytes_and_keeps_16_bit_copies(capsys):
+    arguments = ["predict", "--model_name_or_path", "gpt-7.5b", "--hardware", "8xH100", "--strategy", "fsdp2", "--json"]
+    said = []
+    for flags in ([], ["--autocast"]):
+        assert main([*arguments, *flags]) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    usual, autocast = said
+    sent = [each["sent_bytes_per_step"]["value"] for each in (autocast, usual)]
+    assert sent[0] / sent[1] == pytest.approx(2, rel=0.001)
+    kept = [each["memory"]["device_parts"]["activations"] for each in (autocast, usual)]
+    assert kept[0] - kept[1] > 0.9 * 2 * usual["parameters"]
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_has_a_prediction(name):
     request = Request(

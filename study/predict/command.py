@@ -58,13 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="by default bf16, or what the device has; under DeepSpeed its own",
     )
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    add(
-        "--checkpoint_every",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with it: recompute one layer of N, keep the others",
-    )
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
     adapters.add_arguments(parser)
@@ -115,7 +108,7 @@ def predict(request: Request) -> Prediction:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("seq_length", "micro_batch", "accumulation", "checkpoint_every"):
+    for name in ("seq_length", "micro_batch", "accumulation"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) <= 10_000_000:
             raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
     strategy = read_strategy(options.strategy)
@@ -144,7 +137,7 @@ def _request(options: argparse.Namespace) -> Request:
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
-        checkpoint_every=options.checkpoint_every, autocast=options.autocast or not strategy.is_fsdp,
+        autocast=options.autocast or not strategy.is_fsdp,
     )  # fmt: skip
 
 
