@@ -120,6 +120,8 @@ def test_the_floors_are_the_papers(tmp_path: Path) -> None:
         ("10B,8,ddp,160,80 GB", "impossible"),
         ("10B,8,ddp,160 (OOM),80 GB", "possible"),
         ("10B,8,zero3,21,T4", "impossible"),
+        # A name that begins another's: the RTX 3080 Ti has 12.
+        ("10B,8,zero3,11,RTX 3080", "impossible"),
         ("10B,8,zero3,21,H100 SXM", "possible"),
         ("10B,8,zero3,4,", "impossible"),
         ("10B,8,zero3_cpu,1,", "possible"),

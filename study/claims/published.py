@@ -209,7 +209,8 @@ def _device_gb(text: str, place: str) -> float:
         return float(size[1])
     # Whole words: an A100 is no A10, and a GH200 no H200.
     words = set(text.lower().split())
-    sizes = {device.memory_gib for device in known_devices() if words <= set(device.name.lower().split())}
+    named = [(set(device.name.lower().split()), device.memory_gib) for device in known_devices()]
+    sizes = {gib for name, gib in named if words == name} or {gib for name, gib in named if words <= name}
     if len(sizes) != 1:
         raise UserError(f"{place}: {text!r} is no device of one size", "write its memory, such as 80 GB")
     return sizes.pop()
