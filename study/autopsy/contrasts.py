@@ -15,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
-from statsmodels.stats.multitest import multipletests
 
 from study.autopsy.design import (
     AA,
@@ -34,7 +32,7 @@ from study.autopsy.run import SESSIONS
 from study.errors import UserError
 from study.record.directory import read_json
 from study.report.records.equivalence import Equivalence, equivalence
-from study.report.records.statistics import CONFIDENCE, Interval, interval
+from study.report.records.statistics import CONFIDENCE, Interval, holm, interval, t_quantile
 
 FILE = "arms.parquet"
 # Of a session, beside what its arms read.
@@ -204,10 +202,10 @@ def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
     if made.terms.empty:
         return []
     values = {letter: made.effect(letter) for letter in LETTERS}
-    ps = multipletests([sign_flip_p(value) for value in values.values()], method="holm")[1]
+    ps = holm(sign_flip_p(value) for value in values.values())
     margin = margin_of(arms, response)
     return [
-        Effect(letter, response, ratio(values[letter]), ratio(made.average_effect(letter)), float(p),
+        Effect(letter, response, ratio(values[letter]), ratio(made.average_effect(letter)), p,
                EXPECTED[letter][response.name], margin)
         for letter, p in zip(LETTERS, ps, strict=True)
     ]  # fmt: skip
@@ -233,7 +231,7 @@ def detectable(arms: pd.DataFrame, response: Response) -> float:
     if len(equal) < 2:
         return math.nan
     deviation, n = float(np.std(equal, ddof=1)), len(equal)
-    t = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) + stats.t.ppf(0.8, n - 1)
+    t = t_quantile((1 + CONFIDENCE) / 2, n - 1) + t_quantile(0.8, n - 1)
     return float(t * deviation * math.sqrt(2 / 4 / n))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from study.autopsy.contrasts import corrected_ratio, engine_was_on, is_as_printed
 from study.claims.arithmetic import GB, formula_bytes
@@ -228,7 +227,7 @@ def _by_level(pairs: Levels, figure: Callable[[Pair], pd.Series]) -> pd.DataFram
 
 
 def _slopes(table: pd.DataFrame, scale: Callable[[Any], Any]) -> np.ndarray:
-    return np.array([stats.linregress(scale(list(table)), row).slope for row in table.to_numpy(dtype=float)])
+    return np.array([np.polyfit(scale(list(table)), row, 1)[0] for row in table.to_numpy(dtype=float)])
 
 
 def _of_levels(pairs: Levels) -> tuple[tuple[str, ...], str]:

@@ -6,7 +6,6 @@ import functools
 
 import numpy as np
 import pandas as pd
-from scipy.stats import gmean
 
 from study.report.plots.canvas import (
     MOST_WORKLOADS,
@@ -27,6 +26,7 @@ from study.report.plots.canvas import (
 from study.report.plots.palette import GUIDE, QUIET, style_of
 from study.report.records.frames import Records
 from study.report.records.speed import speed_beside_baseline
+from study.report.records.statistics import geometric_mean
 
 
 def scaling(records: Records) -> list[Drawing]:
@@ -41,7 +41,7 @@ def _scaling(workload: str, runs: pd.DataFrame) -> Drawing | None:
     # One line per arm whatever its ranks; an override or another trainer is another line.
     timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
     speed = timed.groupby(["line", "strategy", "world_size"])[["tokens_per_s", "fair"]].agg(
-        {"tokens_per_s": gmean, "fair": "min"}
+        {"tokens_per_s": geometric_mean, "fair": "min"}
     ).reset_index()  # fmt: skip
     fair = speed[speed["fair"]] if speed["fair"].any() else speed
     start = fair[fair["world_size"] == fair["world_size"].min()].sort_values("tokens_per_s").iloc[-1]

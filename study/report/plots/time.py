@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from scipy.stats import gmean
 
 from study.record.schema import STATE_KINDS
 from study.report.plots.canvas import (
@@ -35,7 +34,7 @@ from study.report.plots.canvas import (
 from study.report.plots.palette import GUIDE, INK, OTHER, TRAFFIC, style_of
 from study.report.records.arms import arms, fast_memory, moves_state, same_stage
 from study.report.records.frames import Records, without_probes
-from study.report.records.statistics import SHOWN_BELOW
+from study.report.records.statistics import SHOWN_BELOW, geometric_mean
 
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120
@@ -49,7 +48,8 @@ def step_time(records: Records) -> list[Drawing]:
 
 def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing:
     arms, notes = arms_of(runs), notes_of(runs)
-    figures = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]].agg(gmean) * 1e3
+    times = runs.groupby("arm")[["step_time_s_median", "step_time_s_p10", "step_time_s_p90"]]
+    figures = times.agg(geometric_mean) * 1e3
     single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
     figure, (axes,) = sheet_of_rows(len(arms))
     wobble = np.random.default_rng(0)
@@ -121,7 +121,7 @@ def frontier(records: Records) -> list[Drawing]:
 def _frontier(workload: str, runs: pd.DataFrame) -> Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
-    points = runs.groupby("arm")[[memory, "tokens_per_s"]].agg(gmean).dropna()
+    points = runs.groupby("arm")[[memory, "tokens_per_s"]].agg(geometric_mean).dropna()
     if len(points) < 2:
         return None
     notes = notes_of(runs)
@@ -183,7 +183,7 @@ def _offload(workload: str, runs: pd.DataFrame) -> Drawing | None:
     unit, size = unit_for(points["state"].max())
     points["state"] /= size
     single = points.set_index("arm")
-    points = points.groupby("arm").agg({"state": "median", "ms": gmean})
+    points = points.groupby("arm").agg({"state": "median", "ms": geometric_mean})
     figure, (axes,) = sheet(3.9)
     for arm, kept in moves.items():
         axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[kept]), arrowprops={

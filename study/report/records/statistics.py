@@ -1,7 +1,8 @@
 """What repeats and seeds allow to be said: intervals, noise, differences that survive it.
 
-The arithmetic is that of scipy and statsmodels. Times and losses are compared as ratios, so on a log scale, seed by
-seed: repeats of one seed are averaged first. A figure that rests on too few runs says so and has no interval.
+Times and losses are compared as ratios, so on a log scale, seed by seed: repeats of one seed are averaged first. A
+figure that rests on too few runs says so and has no interval. Student's t is that of scipy.special: scipy.stats takes a
+second to import, and every notebook is a process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy import special
 
 CONFIDENCE = 0.95
 SMALLEST_SAMPLE = 3
@@ -64,8 +65,25 @@ def interval(values: Iterable[float]) -> Interval:
     center = float(np.exp(logs.mean()))
     if len(points) < SMALLEST_SAMPLE:
         return Interval(center, None, None, points)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(points) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    reach = float(t_quantile((1 + CONFIDENCE) / 2, len(points) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
     return Interval(center, center * math.exp(-reach), center * math.exp(reach), points)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return float(np.exp(np.log(np.asarray(values, dtype=float)).mean()))
+
+
+def t_quantile(share: float, df: float) -> float:
+    return float(special.stdtrit(df, share))
+
+
+def holm(ps: Iterable[float]) -> list[float]:
+    """Corrected so that in a family without any difference one is found no more often than by a single test."""
+    found = np.fromiter(ps, dtype=float)
+    order = np.argsort(found)
+    corrected = np.empty(len(found))
+    corrected[order] = np.minimum(np.maximum.accumulate(found[order] * np.arange(len(found), 0, -1)), 1)
+    return [float(p) for p in corrected]
 
 
 def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
@@ -125,8 +143,8 @@ class Noise:
             return None
         # As `differences` judges them, where all arms are equally noisy.
         df = 4 / (1 / (samples - 1) + 1 / self.df)
-        t = stats.t.ppf(1 - SIGNIFICANCE / max(comparisons, 1) / 2, df)
-        return math.expm1(float(t) * self.share * math.sqrt(2 / samples))
+        t = t_quantile(1 - SIGNIFICANCE / max(comparisons, 1) / 2, df)
+        return math.expm1(t * self.share * math.sqrt(2 / samples))
 
 
 def noise(runs: pd.DataFrame, figure: str) -> Noise | None:
@@ -213,8 +231,6 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
 
 def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
     """Of the pairs of columns that have enough rows in common."""
-    from statsmodels.stats.multitest import multipletests
-
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
     own = {arm: _own_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places}
     tested = {}
@@ -227,8 +243,7 @@ def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
     if not tested:
         return {}
     t, df = np.array(list(tested.values())).reshape(-1, 2, 2).transpose(2, 0, 1)
-    corrected = multipletests((2 * stats.t.sf(t, df)).max(axis=1), method="holm")[1]
-    return dict(zip(tested, map(float, corrected), strict=True))
+    return dict(zip(tested, holm((2 * special.stdtr(df, -t)).max(axis=1)), strict=True))
 
 
 class _OwnNoise(NamedTuple):
