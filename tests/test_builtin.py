@@ -268,6 +268,7 @@ def test_the_bound_catches_a_model_that_has_seen_the_evaluation(language: TaskDa
     assert memorized < least_loss(language.floor.oracle_eval_loss, len(following))
 
 
+@pytest.mark.long
 def test_a_trained_bert_approaches_the_floor_and_does_not_beat_it(reviews: TaskData) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 

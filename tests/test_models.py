@@ -375,7 +375,7 @@ print("held")
 """
 
 
-@pytest.mark.parametrize("task", TINY)
+@pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=pytest.mark.long)])
 def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_path: Path) -> None:
     alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     ran = subprocess.run(

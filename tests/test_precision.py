@@ -66,9 +66,9 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
 @needs_fp16
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, FP16) for strategy in ("single", "zero0", "fsdp2")]
-    + [(strategy, ENGINE) for strategy in ("zero1", "zero3")]
-    + [pytest.param(*case, marks=pytest.mark.long) for case in (("ddp", FP16), ("zero2_cpu", ENGINE))],
+    [("single", FP16), ("zero0", FP16), ("zero3", ENGINE)]
+    + [pytest.param(strategy, FP16, marks=pytest.mark.long) for strategy in ("ddp", "fsdp2")]
+    + [pytest.param(strategy, ENGINE, marks=pytest.mark.long) for strategy in ("zero1", "zero2_cpu")],
 )
 def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
     run_of: RunFactory, strategy: str, precision: tuple[str, str]
@@ -87,7 +87,9 @@ def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
 
 
 @needs_fp16
-@pytest.mark.parametrize(("strategy", "precision"), [("zero0", FP16), ("fsdp2", FP16), ("zero1", ENGINE)])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("zero0", FP16), ("zero1", ENGINE), pytest.param("fsdp2", FP16, marks=pytest.mark.long)]
+)
 def test_a_resumed_run_goes_on_with_its_loss_scale(
     run_of: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
 ) -> None:

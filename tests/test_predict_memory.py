@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -76,8 +77,14 @@ def test_mpt_has_no_bias_and_ties_its_head():
     assert [(piece.elements, piece.rows) for piece in pieces_of(shape)] == real
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
+@pytest.mark.parametrize(
+    ("precision", "attention"),
+    [
+        *itertools.product(("fp32", "bf16", "bf16-engine"), ["sdpa"]),
+        ("bf16", "eager"),
+        *(pytest.param(precision, "eager", marks=pytest.mark.long) for precision in ("fp32", "bf16-engine")),
+    ],
+)
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
 def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, precision, attention):
     for checkpointing in (False, True):

@@ -159,7 +159,7 @@ FAMILIES = 800
 MOST_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
 
 
-@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("seeds", [3, pytest.param(5, marks=pytest.mark.long)])
 @pytest.mark.parametrize("scatter", NOISES)
 def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: int, scatter: str) -> None:
     """One noise of all arms finds something in 11 % of families with a noisy arm, in 23 % with a noisy baseline."""

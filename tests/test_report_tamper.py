@@ -145,14 +145,9 @@ def _survives(tmp_path: Path, count: int, seed: int) -> int:
     return unharmed
 
 
-def test_a_thousand_mutations_of_a_sealed_record_never_change_a_number(tmp_path: Path) -> None:
-    assert _survives(tmp_path, 1000, seed=1) < 60
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_ten_thousand_mutations_of_a_sealed_record_never_change_a_number(tmp_path: Path) -> None:
-    assert _survives(tmp_path, 10_000, seed=20260301) < 600
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_mutations_of_a_sealed_record_never_change_a_number(count: int, tmp_path: Path) -> None:
+    assert _survives(tmp_path, count, seed=1) < 0.06 * count
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])

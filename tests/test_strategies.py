@@ -280,7 +280,10 @@ def test_an_empty_directory_lacks_every_strategy(tmp_path: Path) -> None:
     assert all(any(line.startswith(f"{name}.yaml") for line in lines) for name in STRATEGY_NAMES)
 
 
-LAUNCHES = [("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2), ("zero3_nvme", 1)]
+LAUNCHES = [
+    ("single", 1), ("ddp", 2), ("zero3_nvme", 1),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("ddp", 1), ("fsdp2", 2), ("hsdp", 4), ("zero0", 2))),
+]  # fmt: skip
 
 
 @functools.cache

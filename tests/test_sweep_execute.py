@@ -106,6 +106,7 @@ def test_the_log_holds_the_ranks_noise_and_the_launchers(swept):
     assert "zero2 on 2 ranks" in log
 
 
+@pytest.mark.long
 def test_a_suite_can_have_another_trainer_s_loop_run_its_cells(swept, tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single", "trainer": "hf_trainer"})
     assert run(suite, tmp_path / "runs").returncode == 0

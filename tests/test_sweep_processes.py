@@ -138,6 +138,7 @@ def test_ctrl_c_ends_the_run_in_order_and_says_what_is_left(tmp_path):
     assert processes_of(runs) == []
 
 
+@pytest.mark.long
 def test_a_supervisor_that_is_killed_leaves_no_orphan(tmp_path):
     runs = tmp_path / "runs"
     process = start(write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS), runs)
@@ -180,6 +181,7 @@ def test_a_sweep_killed_together_with_its_supervisor_leaves_nothing_to_the_next(
     assert read_status(only_cell(runs))["attempt"] == 2
 
 
+@pytest.mark.long
 def test_what_the_box_lacks_is_unsupported_with_the_command_that_mends_it(tmp_path, monkeypatch):
     # Without a working compiler DeepSpeed finds no libaio, as on a box without it.
     monkeypatch.setenv("CC", "false")

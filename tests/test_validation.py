@@ -63,6 +63,7 @@ def test_the_committed_constants_are_what_the_fit_gives() -> None:
     assert fit.mean_error(rows, FITTED) == pytest.approx(fit.mean_error(rows, fit.searched(rows, FITTED)), abs=0.005)
 
 
+@pytest.mark.long
 def test_a_fit_goes_on_while_it_gains() -> None:
     rows = [row for row in fit.fit_rows() if row.request.box.ranks < 8]
     once, whole = fit.searched(rows, fit._START), fit.fitted(rows)

@@ -28,13 +28,11 @@ from study.virtual.summary import RankSummary
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.
 QUICK = (
-    ("ddp", 2),
     ("zero2", 2),
     ("zero3_cpu", 2),
     ("fsdp2", 2),
     ("hsdp", 4),
     ("zero3_hpz", 4),
-    ("ulysses_zero3", 2),
     ("zero2_tp", 2),
 )
 ALL = (
