@@ -556,6 +556,7 @@ def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path:
         assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
 
 
+@pytest.mark.long
 def test_an_engine_key_is_given_to_the_engine_and_read_back() -> None:
     probes = {probe.name: probe for probe in engine_keys.PROBES}
     refused = engine_keys.run(probes["aio true"])

@@ -416,7 +416,11 @@ LAW = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), LAW)
+LONG = (("zero0", 2), ("zero3", 1), ("zero3", 4))
+CASES = [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case in LAW]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), CASES)
 def test_state_bytes_per_rank_follow_the_law_of_the_strategy(strategy: str, ranks: int) -> None:
     for document in probe(strategy, ranks):
         whole = document["elements"] * FP32
@@ -427,7 +431,7 @@ def test_state_bytes_per_rank_follow_the_law_of_the_strategy(strategy: str, rank
         assert sum(sizes[place] for sizes in state["state_bytes"].values() for place in ("host", "nvme")) == 0
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [*LAW, ("zero2_cpu", 2), ("zero3_cpu", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [*CASES, ("zero2_cpu", 2), ("zero3_cpu", 2)])
 def test_a_scan_of_the_process_finds_nothing_the_record_does_not_name(strategy: str, ranks: int) -> None:
     for document in probe(strategy, ranks):
         assert document["state"]["other_tensor_bytes"] < 0.01 * document["elements"] * FP32

@@ -578,7 +578,10 @@ def ask_hub(cache: Path, questions: list[list[str]], **environment: str) -> list
     return [tuple(json.loads(line)) for line in ran.stdout.splitlines() if line.startswith('["')]
 
 
-@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.long)],
+)
 def test_a_hub_that_cannot_be_reached_is_an_answer_within_seconds(environment: dict[str, str], tmp_path: Path) -> None:
     answers = ask_hub(
         tmp_path,

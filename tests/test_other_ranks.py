@@ -24,9 +24,10 @@ FP32_RELATIVE = 1e-5
 BF16_RELATIVE = 2**-9
 SaveAt = Callable[[str, int], tuple[Run, Path]]
 # By kind of checkpoint; the rest is long.
-QUICK = [("ddp", 4, 2), ("zero3", 4, 2), ("fsdp2", 4, 2)]
+QUICK = [("zero3", 4, 2)]
 LONG = [
-    ("ddp", 2, 4), ("zero0", 4, 2), ("zero1", 4, 2), ("zero1", 2, 1), ("zero2", 4, 2), ("zero2", 2, 4),
+    ("ddp", 4, 2), ("ddp", 2, 4), ("fsdp2", 4, 2),
+    ("zero0", 4, 2), ("zero1", 4, 2), ("zero1", 2, 1), ("zero2", 4, 2), ("zero2", 2, 4),
     ("zero2_cpu", 4, 2), ("zero3", 2, 1), ("zero3", 2, 4), ("zero3_cpu_optimizer", 4, 2), ("zero3_cpu", 4, 2),
     ("fsdp2", 2, 1), ("fsdp2", 2, 4), ("hsdp", 4, 8), ("hsdp", 8, 4), ("zero3_hpz", 4, 8), ("zero3_hpz", 8, 4),
     ("ulysses_zero3", 2, 4), ("ulysses_zero3", 4, 2),

@@ -40,7 +40,7 @@ def skipped(run: Run) -> list[int]:
 
 
 @needs_fp16
-@pytest.mark.parametrize("strategy", ["ddp", "zero0", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero0", marks=pytest.mark.long), "fsdp2"])
 def test_fp16_is_autocast_over_fp32_weights_in_every_engine_that_has_it(run_of: RunFactory, strategy: str) -> None:
     single, arm = run_of("single", *GPT, *FP16, "--per_device_train_batch_size", "4"), run_of(strategy, *GPT, *FP16)
     assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16", "float32")

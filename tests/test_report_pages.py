@@ -18,8 +18,9 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from report_folders import laptop
 from study.report.questions import answers
-from study.report.records.frames import Records, read_parquet, write_parquet
+from study.report.records.frames import Records, write_parquet
 from study.spec.strategies import REPOSITORY
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -41,17 +42,18 @@ sys.meta_path.insert(0, Blocker())
 
 def harmful(records: Records) -> Records:
     """The laptop's records as a person with bad intentions would leave them, with all that can go wrong in a study."""
-    runs = records.runs.copy()
-    gpt = runs["task"] == "gpt-wikitext"
+    # One of its two workloads: the other would double every figure.
+    runs = records.runs[records.runs["task"] == "gpt-wikitext"].copy()
     runs["workload"] = runs["workload"] + " " + EVIL
-    runs.loc[gpt & (runs["strategy"] == "zero1"), "arm"] = "zero1 " + EVIL
-    confounded = gpt & (runs["strategy"] == "zero2")
+    runs.loc[runs["strategy"] == "zero1", "arm"] = "zero1 " + EVIL
+    confounded = runs["strategy"] == "zero2"
     runs.loc[confounded, ["confounded", "confounded_loss"]] = EVIL
-    failed = gpt & (runs["strategy"] == "zero3")
+    failed = runs["strategy"] == "zero3"
     runs.loc[failed, ["status_state", "status_reason", "status_hint"]] = ["oom", EVIL, EVIL]
     runs["cpu"] = EVIL
     refused = tuple(f"run-{number}/summary.json: {EVIL}" for number in range(60))
-    return dataclasses.replace(records, runs=runs, refused=refused)
+    steps = records.steps[records.steps["run"].isin(runs["run"])]
+    return dataclasses.replace(records, runs=runs, steps=steps, refused=refused)
 
 
 class Report(NamedTuple):
@@ -62,11 +64,14 @@ class Report(NamedTuple):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Built by the command a user types, where there is no torch, no run directory and no suite of that name."""
-    work = tmp_path_factory.mktemp("work")
+    return build(tmp_path_factory.mktemp("work"), harmful(laptop()))
+
+
+def build(work: Path, records: Records) -> Report:
+    """By the command a user types, where there is no torch, no run directory and no suite of that name."""
     (work / "site").mkdir()
     (work / "site" / "sitecustomize.py").write_text(BLOCKER)
-    write_parquet(harmful(read_parquet(REPOSITORY / "reports" / "laptop")), work / "reports" / "harmful")
+    write_parquet(records, work / "reports" / "harmful")
     started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-m", "study.cli", "report", "harmful"], cwd=work, text=True, capture_output=True, check=False,
@@ -109,8 +114,8 @@ def visit(browser: Browser, file: Path, width: int, **context: Any) -> Visit:
 
 
 @pytest.mark.long
-def test_a_report_takes_less_than_a_minute(report):
-    assert report.seconds < 60
+def test_a_report_takes_less_than_a_minute(tmp_path):
+    assert build(tmp_path, laptop()).seconds < 60
 
 
 def test_a_report_rebuilds_from_parquet_without_torch(report):
@@ -120,7 +125,7 @@ def test_a_report_rebuilds_from_parquet_without_torch(report):
     assert names == {"files.json", "index.html", "summary.md", "runs.parquet", "steps.parquet", "figures", *pages}
     stems = {kind: {file.stem for file in report.folder.glob(f"figures/*.{kind}")} for kind in ("png", "svg")}
     assert stems["png"] == stems["svg"]
-    assert len(stems["png"]) > 12
+    assert len(stems["png"]) > 8
 
 
 def test_nothing_in_a_report_names_a_place_of_this_machine(report):
@@ -204,7 +209,7 @@ def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
 @needs_chromium
 def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
     page = visits["index"].page
-    records = harmful(read_parquet(REPOSITORY / "reports" / "laptop"))
+    records = harmful(laptop())
     titles = [question.title for question in answers(records)]
     assert page.eval_on_selector_all(".card h2", "all => all.map(one => one.textContent)") == titles
     assert len(titles) == 8

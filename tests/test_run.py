@@ -32,8 +32,7 @@ GPT = ("--task", "gpt-wikitext")
         "ddp",
         "zero2_cpu",
         "zero3",
-        "ulysses_zero1",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "zero3_tp")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "ulysses_zero1", "zero3_tp")),
     ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy):

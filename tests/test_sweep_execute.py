@@ -129,6 +129,7 @@ def test_nothing_of_another_launch_reaches_a_run(swept, tmp_path, monkeypatch):
     assert environment["RANKING"] == "kept"
 
 
+@pytest.mark.long
 def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, capsys):
     suite, runs, _ = swept
     assert cli.main(["run", str(suite), "--runs-dir", str(tmp_path), "--only", "*-single-*", "--dry-run"]) == 0
@@ -142,7 +143,13 @@ def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, cap
     assert Path(shlex.split(line)[0]).name == "accelerate"
 
 
-@pytest.mark.parametrize("damage", ["summary.json is cut", "status.json is cut", "a row is missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "a row is missing",
+        *(pytest.param(f"{name}.json is cut", marks=pytest.mark.long) for name in ("summary", "status")),
+    ],
+)
 def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(swept, tmp_path, damage):
     suite, runs = swept[0], tmp_path / "runs"
     shutil.copytree(swept[1], runs)

@@ -17,6 +17,7 @@ import pytest
 from test_refusals import assert_is_one_line
 
 from engines import ROOT, launch
+from forked import fork_ranks
 from study.record.directory import read_run, read_status
 from sweeps import TINY, run, wait_until, write_suite
 
@@ -71,7 +72,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
         if output_dir == failing:
             # No tensor is as large as that, so nothing is swapped.
             flags += ["--engine_override", "aio.block_size=16777216"]
-        return launch("zero3_nvme", "study/train.py", *FLAGS, *flags, ranks=1)
+        return fork_ranks("zero3_nvme", "study/train.py", *FLAGS, *flags, ranks=1)
 
     folders = (*alike, alone, failing)
     with ThreadPoolExecutor() as pool:

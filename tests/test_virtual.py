@@ -202,6 +202,7 @@ def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
     assert "cannot be a folder" in failed["reason"]
 
 
+@pytest.mark.long
 def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "study.cli", "virtual", "--strategy", "zero0", "--world-size", "2", "--max_steps",
                "100000", "--runs-dir", str(tmp_path)]  # fmt: skip

@@ -92,6 +92,8 @@ def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log
     A repeat of a seed computes the same loss, so it is no other sample of it. It is one of a time: where all runs have
     one seed, each repeat of a time is a row.
     """
+    # A frame of runs has two hundred columns, and a selection copies what it selects.
+    runs = runs[["status_state", "arm", "seed", "repeat", figure]]
     known = runs[(runs["status_state"] == "ok") & runs[figure].notna()]
     if form is np.log:
         known = known[known[figure] > 0]
