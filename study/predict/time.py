@@ -198,7 +198,7 @@ def _attention_s(step: _Step) -> float:
     causal = 0.5 if shape.family == "causal-lm" else 1.0
     device = request.box.device
     peak = device.peak_tflops.get(_rate_name(request.precision))
-    hopper = device.name.startswith(("H20", "H100", "H800", "GH200"))
+    hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
     share = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
     return causal * done / (share * peak * 1e12 if peak else step.rate)
 
