@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -164,12 +165,12 @@ class RunConfig:
         return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str) -> RunConfig:
         """Build from a record or a suite; unknown keys and wrong types are refused by name. Null is as left out."""
-        hints = typing.get_type_hints(cls)
+        hints = _hints()
         unknown = [key for key in values if key not in hints]
         if unknown:
             raise UserError(f"unknown key {brief(unknown[0])} in {where}", f"known keys: {', '.join(sorted(hints))}")
@@ -201,7 +202,7 @@ class BatchPlan:
 def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     """Every flag that was left out gets its value; what contradicts itself is refused."""
     scale = config.scale if config.scale != "auto" else ("paper" if accelerator_visible else "laptop")
-    asked = {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+    asked = {key: value for key, value in vars(config).items() if value is not None}
     config = RunConfig(**(default_values(asked, scale, accelerator_visible) | asked | {"scale": scale}))
     check_values(config)
     return config
@@ -224,7 +225,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
 
 
 def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    hints = typing.get_type_hints(RunConfig)
+    hints = _hints()
     for field in dataclasses.fields(RunConfig):
         if field.name in without:
             continue
@@ -244,6 +245,12 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
 def config_from_flags(options: argparse.Namespace) -> RunConfig:
     values = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(RunConfig)}
     return RunConfig(**(values | {"engine_override": tuple(options.engine_override)}))
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """Evaluated from text once: a suite of a thousand cells asks a thousand times."""
+    return typing.get_type_hints(RunConfig)
 
 
 def inner_type(hint: Any) -> Any:

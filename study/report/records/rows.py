@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -119,7 +118,7 @@ def run_row(run: Run) -> dict[str, Any]:
     cell = {} if run.config and run.engine else planned_cell(run.path)
     config = _config(run) if run.config else cell.pop("config", None)
     if config is not None:
-        row |= {key: value for key, value in dataclasses.asdict(config).items() if key in CONFIG_COLUMNS}
+        row |= {key: value for key, value in vars(config).items() if key in CONFIG_COLUMNS}
         row["engine_override"] = json.dumps(row["engine_override"])
         row["virtual"] = config.virtual_world_size is not None
         row["matmul_tflops"] = matmul_tflops(notes, config.precision)
