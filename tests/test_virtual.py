@@ -312,17 +312,3 @@ def test_the_papers_rows_of_stage_1_and_2_by_extrapolation(strategy: str, papers
     summary = json.loads(result.stdout)
     assert summary["extrapolated"]["largest_residual_of_state"] < 1e-3
     assert summary["state_bytes_total"] == pytest.approx(papers_gb * 1e9, rel=0.01)
-
-
-def test_the_large_presets_have_the_size_that_they_are_called_after() -> None:
-    import torch
-
-    from study.models.architecture import build_model
-    from study.spec.config import RunConfig, resolved
-
-    sizes = {"7.5b": 7.5e9, "13b": 13e9, "20b": 20e9, "128b": 128e9, "175b": 175e9, "1t": 1e12}
-    for name, parameters in sizes.items():
-        config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path=f"gpt-{name}"), accelerator_visible=False)
-        with torch.device("meta"):
-            model = build_model(config)
-        assert sum(one.numel() for one in model.parameters()) == pytest.approx(parameters, rel=0.01), name
