@@ -175,19 +175,11 @@ def test_mutations_that_were_sealed_anew_never_crash_a_report(count: int, tmp_pa
     assert believed_mutants > count // 20
 
 
-# Damage of every kind that has a name
+# Damage that has a name; what is in the way of reading a record at all is in test_records.py
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "truncated JSON": (lambda run: _cut(run / "summary.json"), "summary.json", "not readable as JSON"),
-    "no file": (lambda run: (run / "memory.json").unlink(), "memory.json", "is missing"),
     "no status": (lambda run: (run / "status.json").unlink(), "status.json", "is missing"),
-    "a folder for a file": (lambda run: _folder(run / "traffic.json"), "traffic.json", "not readable"),
-    "bytes that are no text": (lambda run: (run / "evals.jsonl").write_bytes(b"\xff\xfe\n"), "evals.jsonl", ""),
-    "a string for a number": (
-        lambda run: _replace(run / "steps.jsonl", '"tokens": 1024', '"tokens": "1024"'), "steps.jsonl", "tokens",
-    ),
-    "a lost row": (lambda run: _without_row(run / "steps.jsonl"), "steps.jsonl", "says step"),
     "an unknown flag": (
         lambda run: _replace(run / "config.json", '"seed"', '"sead"'), "config.json", "unknown key 'sead'",
     ),
@@ -208,24 +200,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }  # fmt: skip
 
 
-def _cut(file: Path) -> None:
-    file.write_text(file.read_text()[:-40])
-
-
-def _folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 def _replace(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
-
-
-def _without_row(file: Path) -> None:
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:2] + lines[3:]))
 
 
 # What is refused whether or not somebody closes the record once more.
