@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
-from forked import fork_ranks
-from runs import FLAGS as RUN_FLAGS
-from runs import RunFactory, train
+from runs import RunFactory, train, trained
 from study.baselines.bare_loop import refuse
 from study.errors import UserError
 from study.measure import Meters
@@ -198,11 +196,9 @@ def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFact
 
 
 def test_the_other_trainer_is_profiled_alike(run_of: RunFactory, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    flags = (*RUN_FLAGS, *FLAGS, *ASKED, "--output_dir", str(output))
-    result = fork_ranks("single", "study/baselines/hf_trainer.py", *flags, ranks=1)
-    assert result.returncode == 0, result.stderr[-3000:]
-    theirs, ours = read_run(output).profile, run_of("single", *FLAGS, *ASKED).profile
+    flags = (*FLAGS, *ASKED)
+    theirs = trained("single", tmp_path / "run", *flags, script="study/baselines/hf_trainer.py").profile
+    ours = run_of("single", *flags).profile
     assert theirs["steps"] == ours["steps"]
     products = [
         {entry["name"]: entry["calls_per_step"] for entry in one["top"] if entry["category"] == "matmul"}

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from damage import damaged_bytes
+from damage import damaged_bytes, leaves, put
 from study.record.directory import RunWriter, read_run
 from study.record.schema import RecordError
 from study.report.questions import TABLES, answers
@@ -43,21 +43,10 @@ def same_figures(records: Records, truth: Records) -> None:
 # Random mutations
 
 
-def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(tree, (dict, list)) and tree:
-        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, branch in pairs for leaf in _leaves(branch, (*path, key))]
-    return [path]
-
-
 def _get(tree: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    _get(tree, path[:-1])[path[-1]] = value
 
 
 def _edited(value: Any, rng: random.Random) -> Any:
@@ -72,7 +61,7 @@ def _edited(value: Any, rng: random.Random) -> Any:
 
 
 def _mutate_tree(tree: Any, rng: random.Random) -> Any:
-    paths = [path for path in _leaves(tree) if path]
+    paths = [path for path, _ in leaves(tree) if path]
     if not paths:
         return {"unexpected": 1}
     path = rng.choice(paths)
@@ -83,10 +72,10 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
     elif kind == 1:
         other = rng.choice(paths)
         one, two = _get(tree, path), _get(tree, other)
-        _put(tree, path, two)
-        _put(tree, other, one)
+        put(tree, path, two)
+        put(tree, other, one)
     else:
-        _put(tree, path, _edited(_get(tree, path), rng))
+        put(tree, path, _edited(_get(tree, path), rng))
     return tree
 
 

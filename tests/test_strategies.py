@@ -13,10 +13,9 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
-from runs import train
+from runs import trained
 from strategy_lint import STRATEGIES, WITH_DEEPSPEED, lint
 from study.errors import UserError
-from study.record.directory import read_run
 from study.spec.config import RunConfig
 from study.spec.launched import Launch, this_launch
 from study.spec.names import SHIPPED, digest_of
@@ -378,9 +377,7 @@ def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
     document = read_yaml(DIRECTORY / "zero3.yaml")
     document["deepspeed_config"]["deepspeed_config_file"] = str(file)
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(document))
-    result = train(f"{tmp_path}/zero3", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    engine = read_run(tmp_path / "run").engine
+    engine = trained(f"{tmp_path}/zero3", tmp_path / "run").engine
     assert re.fullmatch(r"zero1-custom-[0-9a-f]{8}", engine["strategy"])
     assert engine["zero_stage"] == 1
     assert engine["own_settings"]["zero_optimization"]["reduce_bucket_size"] == 100_000

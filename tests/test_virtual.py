@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT, launch
-from runs import FLAGS, RunFactory, train
+from runs import FLAGS, RunFactory, trained
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.predict.memory import predict_memory
 from study.record.directory import Run, read_run, read_status
@@ -44,10 +44,7 @@ ALL = (
 def virtual(strategy: str, output_dir: Path, *flags: str, ranks: int = 2, rank: int = 0) -> Run:
     """FLAGS as every real run of the tests has them, without evaluations, which no virtual run has."""
     job = ("--virtual_world_size", str(ranks), "--virtual_rank", str(rank), "--eval_steps", "0")
-    result = train(strategy, output_dir, *GPT, *job, *flags, ranks=1)
-    log = output_dir / "log.txt"
-    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
-    return read_run(output_dir)
+    return trained(strategy, output_dir, *GPT, *job, *flags, ranks=1)
 
 
 def study(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
