@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SNIPPETS = (
     b'"', b",", b"{", b"}", b"[", b"]", b":", b"-", b"NaN", b"1e999", b"true", b"null", b"\n", b"\xff", b"0", b".",
@@ -32,6 +34,30 @@ def damaged_bytes(whole: bytes, rng: random.Random) -> bytes:
     if kind == 4:
         return whole[:start] + rng.choice(SNIPPETS) + whole[start + 1 :]
     return whole[:start] + bytes([whole[start] ^ 1 << rng.randrange(8)]) + whole[start + 1 :]
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, (dict, list)) and tree:
+        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(branch, (*path, key))
+    else:
+        yield path, tree
+
+
+def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = value
+
+
+class Trap:
+    """Makes a folder where somebody unpickles it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.folder,)
 
 
 def flip_a_bit(file: Path) -> None:

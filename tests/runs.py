@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -24,6 +25,8 @@ FLAGS = (
     "--eval_samples", "24", "--weight_decay", "0.01", "--warmup_ratio", "0.25", "--max_grad_norm", "0.5",
     "--eval_steps", "4", "--logging_steps", "3",
 )  # fmt: skip
+# Without dropout arms differ only in the order of floating-point sums.
+FP32_RELATIVE = 1e-5
 
 
 def train(
@@ -43,6 +46,15 @@ def train(
     )  # fmt: skip
 
 
+def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = None, **how: Any) -> Run:
+    """The record of a run that ended well; another one fails with the last that it said."""
+    result = train(strategy, output_dir, *flags, ranks=ranks or ranks_of(strategy), **how)
+    log = output_dir / "log.txt"
+    written = log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
+    assert result.returncode == 0, f"{result.stderr[-3000:]}\n{written}"
+    return read_run(output_dir)
+
+
 @pytest.fixture(scope="session")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
     """The finished run of a strategy with these flags; a second request gets the first one's record."""
@@ -60,8 +72,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
             output_dir.parent.mkdir(exist_ok=True)
             with FileLock(f"{output_dir}.lock"):
                 if not output_dir.exists():
-                    result = train(strategy, output_dir, *flags, ranks=ranks)
-                    assert result.returncode == 0, f"{result.stderr[-3000:]}\n{_tail(output_dir / 'log.txt')}"
+                    trained(strategy, output_dir, *flags, ranks=ranks)
             made[key] = read_run(output_dir)
             assert made[key].state == "ok", made[key].status
         return made[key]
@@ -69,5 +80,19 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
     return make
 
 
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
+def by_one_rank(run_of: RunFactory, task: str, *flags: str) -> Run:
+    """Which cuts each step in two."""
+    return run_of("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
+
+
+def losses(run: Run) -> list[float]:
+    return [row["loss"] for row in run.steps]
+
+
+def assert_same_training(arm: Run, single: Run) -> None:
+    for key, relative in (("loss", FP32_RELATIVE), ("grad_norm", 1e-4)):
+        assert [row[key] for row in arm.steps] == pytest.approx([row[key] for row in single.steps], rel=relative), key
+    assert [row["samples_hash"] for row in arm.steps] == [row["samples_hash"] for row in single.steps]
+    assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
+        [row["eval_loss"] for row in single.evals], rel=FP32_RELATIVE
+    )

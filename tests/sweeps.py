@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -11,6 +12,12 @@ from typing import Any
 
 import psutil
 import yaml
+
+from study.host.box import Box
+from study.launch.cell import Cell
+from study.sweep.plan import plan_cells
+from study.sweep.search import Search
+from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
 # Two steps of next to nothing: what these tests look at is what stands around the training.
@@ -32,6 +39,36 @@ def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] 
     }
     file.write_text(yaml.safe_dump(document))
     return file
+
+
+@functools.cache
+def shipped() -> dict[str, Suite]:
+    """Those in study/suites/ by name. Collecting asks for them, so a process reads them once."""
+    return {file.stem: read_suite(file) for file in sorted(SUITE_DIRECTORY.glob("*.yaml"))}
+
+
+def gpu_suites() -> list[str]:
+    return [name for name, suite in shipped().items() if suite.requires.gpus]
+
+
+def gpu_suites_with_cells() -> list[str]:
+    """The others hold searches alone."""
+    return [name for name in gpu_suites() if any(grid.ladder is None for grid in shipped()[name].grids)]
+
+
+def box_for(name: str) -> Box:
+    wanted = shipped()[name].requires
+    nodes = wanted.gpus // (wanted.gpus_per_node or wanted.gpus)
+    return Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib, nodes)
+
+
+@functools.cache
+def planned(name: str) -> list[Cell | Search]:
+    return plan_cells(shipped()[name], box_for(name))
+
+
+def cells_of(name: str) -> list[Cell]:
+    return [cell for cell in planned(name) if isinstance(cell, Cell)]
 
 
 def start(suite: Path, runs: Path, *arguments: str, **popen: Any) -> subprocess.Popen[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from study.record.directory import seal
 from study.record.schema import SEAL
+from study.report.plots.canvas import Drawing
 from study.report.questions.question import Answer
 from study.spec.config import RunConfig, resolved
 from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
@@ -275,7 +276,7 @@ def told(answer: Answer | None) -> Answer:
     return answer
 
 
-def only(drawings: Any) -> Any:
+def only(drawings: list[Drawing]) -> Drawing:
     """The one drawing that there is; anything else fails."""
     (drawing,) = drawings
     return drawing

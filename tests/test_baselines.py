@@ -10,24 +10,18 @@ from pathlib import Path
 import pytest
 
 from forked import fork_ranks
-from runs import FLAGS, RunFactory
+from runs import RunFactory, by_one_rank, trained
 from study.baselines import bench
 from study.errors import RunFailed
-from study.record.directory import Run, read_run
+from study.record.directory import Run
 
 HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
 
 
-def trained(script: str, strategy: str, task: str, folder: Path, *flags: str, ranks: int = 1) -> Run:
+def trained_by(script: str, strategy: str, task: str, folder: Path, *flags: str) -> Run:
     """A baseline's run that accumulates: over four micro-batches alone, over two on each of two ranks."""
-    cut = ("--per_device_train_batch_size", "2", "--output_dir", str(folder))
-    result = fork_ranks(strategy, script, "--task", task, *FLAGS, *cut, *flags, ranks=ranks)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return read_run(folder)
-
-
-def of_the_study(run_of: RunFactory, task: str, *flags: str) -> Run:
-    return run_of("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
+    cut = ("--per_device_train_batch_size", "2")
+    return trained(strategy, folder, "--task", task, *cut, *flags, script=script)
 
 
 def assert_same_training(run: Run, study: Run) -> None:
@@ -51,7 +45,7 @@ def assert_same_training(run: Run, study: Run) -> None:
 def test_the_trainer_trains_as_the_study_does_and_leaves_its_whole_record(
     run_of: RunFactory, task: str, tmp_path: Path
 ) -> None:
-    run, study = trained(HF_TRAINER, "single", task, tmp_path / "run"), of_the_study(run_of, task)
+    run, study = trained_by(HF_TRAINER, "single", task, tmp_path / "run"), by_one_rank(run_of, task)
     assert_same_training(run, study)
     assert run.engine["trainer"] == "hf_trainer"
     assert run.engine["gradient_accumulation_steps"] == 4
@@ -64,7 +58,7 @@ def test_the_trainer_trains_as_the_study_does_and_leaves_its_whole_record(
 def test_the_bare_loop_trains_as_the_study_does_and_says_what_it_did_not_measure(
     run_of: RunFactory, tmp_path: Path
 ) -> None:
-    run, study = trained(BARE_LOOP, "single", "gpt-wikitext", tmp_path / "run"), of_the_study(run_of, "gpt-wikitext")
+    run, study = trained_by(BARE_LOOP, "single", "gpt-wikitext", tmp_path / "run"), by_one_rank(run_of, "gpt-wikitext")
     assert_same_training(run, study)
     assert run.engine["trainer"] == "bare_loop"
     assert run.summary["tokens_per_s"] > 0
@@ -76,8 +70,8 @@ def test_the_bare_loop_trains_as_the_study_does_and_says_what_it_did_not_measure
 
 
 def test_the_trainer_runs_the_launched_deepspeed_file(run_of: RunFactory, tmp_path: Path) -> None:
-    run = trained(HF_TRAINER, "zero3", "bert-imdb", tmp_path / "run", ranks=2)
-    assert_same_training(run, of_the_study(run_of, "bert-imdb"))
+    run = trained_by(HF_TRAINER, "zero3", "bert-imdb", tmp_path / "run")
+    assert_same_training(run, by_one_rank(run_of, "bert-imdb"))
     assert (run.engine["zero_stage"], run.engine["world_size"]) == (3, 2)
     assert run.engine["distributed_type"] == "DEEPSPEED"
     collectives = run.traffic["collectives"].values()
@@ -92,16 +86,16 @@ def test_the_trainer_runs_the_launched_deepspeed_file(run_of: RunFactory, tmp_pa
 def test_two_ranks_of_ddp_train_as_the_study_does_alone(
     run_of: RunFactory, task: str, script: str, tmp_path: Path
 ) -> None:
-    run = trained(script, "ddp", task, tmp_path / "run", ranks=2)
-    assert_same_training(run, of_the_study(run_of, task))
+    run = trained_by(script, "ddp", task, tmp_path / "run")
+    assert_same_training(run, by_one_rank(run_of, task))
     assert run.engine["world_size"] == 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero2_cpu", "zero3_cpu"])
 def test_the_trainer_runs_every_stage(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    run = trained(HF_TRAINER, strategy, "gpt-wikitext", tmp_path / "run", ranks=2)
-    assert_same_training(run, of_the_study(run_of, "gpt-wikitext"))
+    run = trained_by(HF_TRAINER, strategy, "gpt-wikitext", tmp_path / "run")
+    assert_same_training(run, by_one_rank(run_of, "gpt-wikitext"))
     assert run.engine["strategy"] == strategy
 
 
@@ -109,8 +103,8 @@ def test_the_trainer_runs_every_stage(run_of: RunFactory, strategy: str, tmp_pat
 @pytest.mark.parametrize("script", [HF_TRAINER, BARE_LOOP])
 def test_bf16_is_the_same_autocast_in_every_loop(run_of: RunFactory, script: str, tmp_path: Path) -> None:
     flags = ("--precision", "bf16")
-    run = trained(script, "single", "gpt-wikitext", tmp_path / "run", *flags, "--per_device_train_batch_size", "4")
-    assert_same_training(run, of_the_study(run_of, "gpt-wikitext", *flags))
+    run = trained_by(script, "single", "gpt-wikitext", tmp_path / "run", *flags, "--per_device_train_batch_size", "4")
+    assert_same_training(run, by_one_rank(run_of, "gpt-wikitext", *flags))
     assert run.engine["precision"] == "bf16"
 
 
@@ -185,8 +179,8 @@ def test_the_interval_of_a_median_covers_it_with_95_percent_and_no_wider_than_th
 
 
 def test_loops_that_did_other_work_are_not_compared(run_of: RunFactory) -> None:
-    same = of_the_study(run_of, "bert-imdb")
-    other = of_the_study(run_of, "gpt-wikitext")
+    same = by_one_rank(run_of, "bert-imdb")
+    other = by_one_rank(run_of, "gpt-wikitext")
     bench._check_same_work(bench.CASES[0], {"study": same, "bare_loop": same})
     with pytest.raises(RunFailed, match="bare_loop on bert-imdb did other work"):
         bench._check_same_work(bench.CASES[0], {"study": same, "bare_loop": other})

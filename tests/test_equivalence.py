@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from runs import RunFactory, train
+from runs import FP32_RELATIVE, by_one_rank, losses, trained
 from strategy_lint import ranks_of
-from study.record.directory import read_run
 from study.spec.strategies import WITH_COPIES, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
@@ -17,7 +16,6 @@ SHARDED = (
     "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_nvme_optimizer",
     "zero3_nvme", "zero3_cpu_nvme", "fsdp2", "hsdp", "zero3_hpz",
 )  # fmt: skip
-FP32_RELATIVE = 1e-5
 # Under autocast a logit carries a rounding error of up to 2**-9 of itself (bf16 keeps 8 bits), and cross-entropy moves
 # by at most twice the largest error among a sample's logits. Once arms differ in the last fp32 bit of a weight, such
 # roundings flip here and there. Logits of these models stay near 1, so a sample's loss may move by 2**-8; a step's loss
@@ -27,10 +25,6 @@ BF16_RELATIVE = 2**-9
 
 # Into how many micro-steps an arm cuts each step: engines have lost some of them under offload.
 ACCUMULATION = {"bert-imdb": 4, "gpt-wikitext": 1}
-
-
-def baseline(run_of: RunFactory, task: str, *flags: str):
-    return run_of("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
 
 
 # Of each kind of engine one runs in micro-steps, and the others in one piece.
@@ -50,12 +44,12 @@ IN_ONE_PIECE = (
 )
 def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, strategy, task):
     cut = ("--per_device_train_batch_size", "1") if ACCUMULATION[task] == 4 else ()
-    single, arm = baseline(run_of, task), run_of(strategy, "--task", task, *cut)
+    single, arm = by_one_rank(run_of, task), run_of(strategy, "--task", task, *cut)
     assert single.engine["gradient_accumulation_steps"] == 2
     expected = 2 * ACCUMULATION[task] // arm.engine["world_size"] if cut else ACCUMULATION[task]
     assert arm.engine["gradient_accumulation_steps"] == expected
     assert len(arm.steps) == 8
-    assert [row["loss"] for row in arm.steps] == pytest.approx([row["loss"] for row in single.steps], rel=FP32_RELATIVE)
+    assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert [row["lr"] for row in arm.steps] == [row["lr"] for row in single.steps]
     assert [row["samples_hash"] for row in arm.steps] == [row["samples_hash"] for row in single.steps]
     assert len({row["samples_hash"] for row in arm.steps}) == 8
@@ -67,15 +61,12 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
 
 def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(run_of, tmp_path):
     cut = ("--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
-    result = train("zero2_cpu", tmp_path / "run", *cut, script="tests/probes/dropped_micro_steps.py")
-    assert result.returncode == 0, result.stderr
-    losses, expected = (
-        [row["loss"] for row in run.steps] for run in (read_run(tmp_path / "run"), baseline(run_of, "gpt-wikitext"))
-    )
+    run = trained("zero2_cpu", tmp_path / "run", *cut, script="tests/probes/dropped_micro_steps.py")
+    found, expected = losses(run), losses(by_one_rank(run_of, "gpt-wikitext"))
     # The schedule warms up from 0, so the first two steps see the same weights.
-    assert losses[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
+    assert found[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
     assert all(
-        abs(one - other) > 10 * FP32_RELATIVE * other for one, other in zip(losses[2:], expected[2:], strict=True)
+        abs(one - other) > 10 * FP32_RELATIVE * other for one, other in zip(found[2:], expected[2:], strict=True)
     )
 
 
@@ -87,20 +78,20 @@ def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_
 )
 def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
     bf16 = ("--precision", "bf16")
-    single, arm = baseline(run_of, task, *bf16), run_of(strategy, "--task", task, *bf16)
+    single, arm = by_one_rank(run_of, task, *bf16), run_of(strategy, "--task", task, *bf16)
     assert arm.engine["precision"] == "bf16"
     assert arm.engine["param_dtype"] == "float32"
-    losses, expected = ([row["loss"] for row in run.steps] for run in (arm, single))
+    found, expected = losses(arm), losses(single)
     # The schedule warms up from 0: the first two steps see the very same weights.
-    assert losses[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
-    assert losses == pytest.approx(expected, rel=BF16_RELATIVE)
-    fp32 = [row["loss"] for row in baseline(run_of, task).steps]
+    assert found[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
+    assert found == pytest.approx(expected, rel=BF16_RELATIVE)
+    fp32 = losses(by_one_rank(run_of, task))
     assert expected[0] != pytest.approx(fp32[0], rel=1e-6), "bf16 must not be fp32 under another name"
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_the_gradient_norm_before_clipping_agrees_where_the_engine_reports_one(run_of, strategy):
-    single, arm = baseline(run_of, "gpt-wikitext"), run_of(strategy, "--task", "gpt-wikitext")
+    single, arm = by_one_rank(run_of, "gpt-wikitext"), run_of(strategy, "--task", "gpt-wikitext")
     expected = [row["grad_norm"] for row in single.steps]
     assert max(expected) > 0.5, "clipping must bite, or the arms could differ in it unseen"
     if strategy == "zero0":

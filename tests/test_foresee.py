@@ -21,27 +21,10 @@ from study.sweep.needs import needs_of
 from study.sweep.plan import plan_cells
 from study.sweep.search import example_of
 from study.sweep.slices import missing_here
-from study.sweep.suite_file import SUITE_DIRECTORY, Suite, find_suite, read_suite
-from sweeps import TINY, write_suite
+from study.sweep.suite_file import read_suite
+from sweeps import TINY, box_for, cells_of, gpu_suites_with_cells, shipped, write_suite
 
 GIB = 2**30
-GPU_SUITES = [
-    suite for file in sorted(SUITE_DIRECTORY.glob("*.yaml")) if (suite := read_suite(file)).requires.gpus
-]  # fmt: skip
-
-
-def box_for(suite: Suite) -> Box:
-    wanted = suite.requires
-    nodes = wanted.gpus // (wanted.gpus_per_node or wanted.gpus)
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib, nodes)
-
-
-def cells_of(suite: Suite) -> list[Cell]:
-    return [cell for cell in plan_cells(suite, box_for(suite)) if isinstance(cell, Cell)]
-
-
-# The others hold searches alone.
-WITH_CELLS = [suite for suite in GPU_SUITES if cells_of(suite)]
 
 
 def test_a_dry_run_tells_memory_time_and_outcome_of_each_cell(
@@ -73,25 +56,25 @@ def test_hardware_is_for_a_dry_run_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert "did you mean T4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suite", WITH_CELLS, ids=lambda suite: suite.name)
-def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(suite: Suite) -> None:
-    box = box_for(suite)
-    for cell in cells_of(suite):
-        device = cell.config.device_memory_cap_gib or suite.requires.gpu_memory_gib
+@pytest.mark.parametrize("name", gpu_suites_with_cells())
+def test_cells_that_are_there_to_run_out_of_memory_are_certain_to_and_no_others(name: str) -> None:
+    wanted, box = shipped()[name].requires, box_for(name)
+    for cell in cells_of(name):
+        device = cell.config.device_memory_cap_gib or wanted.gpu_memory_gib
         nodes = box.nodes_for(cell.world_size) or 1
-        is_certain = is_certain_to_run_out(needs_of(cell), device, suite.requires.host_memory_gib, nodes)
+        is_certain = is_certain_to_run_out(needs_of(cell), device, wanted.host_memory_gib, nodes)
         assert is_certain == (cell.expect == "oom"), cell.id
-    assert not list(warnings(cells_of(suite), box))
+    assert not list(warnings(cells_of(name), box))
 
 
-@pytest.mark.parametrize("name", sorted({part.suite for part in read_suite(find_suite("one_gpu")).slices}))
+@pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
 def test_a_rented_suite_fits_the_gpu_it_asks_for_and_asks_for_a_large_one_only_where_it_must(name: str) -> None:
     """Six of them had kept an H100 from all that measures speed."""
-    suite = read_suite(find_suite(name))
+    suite = shipped()[name]
     # As NVML shows one of 80 GB.
     h100 = Box((81559 / 1024,), suite.requires.host_memory_gib)
-    ahead = Foresight(suite, box_for(suite), {}, None)
-    told = {cell.id: ahead.told(cell) for cell in cells_of(suite) if cell.expect is None}
+    ahead = Foresight(suite, box_for(name), {}, None)
+    told = {cell.id: ahead.told(cell) for cell in cells_of(name) if cell.expect is None}
     if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
         assert missing_here(suite, h100) is None
         assert {cell: said for cell, said in told.items() if not said.endswith(", fits")} == {}
@@ -125,10 +108,10 @@ def test_what_nobody_predicts_is_named_and_copies_are_predicted(
     assert "predicted: no memory for muon" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("suite", WITH_CELLS, ids=lambda suite: suite.name)
-def test_a_prediction_is_never_below_what_is_certain(suite: Suite) -> None:
-    ahead = foresight(suite, Box((), 16.0), {}, None)
-    for cell in cells_of(suite):
+@pytest.mark.parametrize("name", gpu_suites_with_cells())
+def test_a_prediction_is_never_below_what_is_certain(name: str) -> None:
+    ahead = foresight(shipped()[name], Box((), 16.0), {}, None)
+    for cell in cells_of(name):
         needs = needs_of(cell)
         assert needs is not None
         if cell.strategy in WITH_TEAMS:

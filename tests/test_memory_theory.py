@@ -16,22 +16,14 @@ from study.predict.shape import shape_of_preset
 from study.predict.time import predict_time
 from study.record.directory import RunWriter
 from study.spec.config import RunConfig, resolved
-from study.sweep.needs import needs_of
-from study.sweep.plan import plan_cells
-from study.sweep.search import Search, example_of
+from study.sweep.search import example_of
 from study.sweep.slices import plan_suite
-from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
-from sweeps import write_suite
+from sweeps import cells_of, gpu_suites, gpu_suites_with_cells, planned, shipped, write_suite
 
-GIB = 2**30
 # A common drive's, in each direction.
 DRIVE_GB_PER_S = 2.0
 # What a card of 80 GB shows, in whole GiB.
 CARD_OF_80_GB_GIB = 79
-
-GPU_SUITES = [
-    suite for file in sorted(SUITE_DIRECTORY.glob("*.yaml")) if (suite := read_suite(file)).requires.gpus
-]  # fmt: skip
 
 
 def config_of(preset, name):
@@ -45,37 +37,9 @@ def test_parameters_are_counted_as_the_model_has_them(name):
     assert shape_of_preset(preset).parameters == shape_of(config_of(preset, preset.name)).parameters
 
 
-def planned(suite):
-    wanted = suite.requires
-    return plan_cells(suite, Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib))
-
-
-def cells_of(suite):
-    return [cell for cell in planned(suite) if not isinstance(cell, Search)]
-
-
-WITH_CELLS = [suite for suite in GPU_SUITES if cells_of(suite)]
-
-
-@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
-def test_what_cannot_fit_on_the_box_that_a_suite_asks_for_is_there_to_show_that(suite):
-    assert suite.requires.gpu_memory_gib
-    assert suite.requires.host_memory_gib or all(cell.expect for cell in cells_of(suite))
-    for cell in cells_of(suite):
-        needs = needs_of(cell)
-        assert needs is not None, cell.id
-        device_gib = cell.config.device_memory_cap_gib or suite.requires.gpu_memory_gib
-        # Of one machine.
-        machines = -(-cell.world_size // (suite.requires.gpus_per_node or cell.world_size))
-        host_bytes = needs.host_bytes / machines
-        fits = needs.device_bytes <= device_gib * GIB and host_bytes <= suite.requires.host_memory_gib * GIB
-        said = f"{cell.id}: {needs.device_bytes / GIB:.0f} GiB, and {needs.host_bytes / GIB:.0f} on the host"
-        assert fits == (cell.expect is None), said
-
-
-@pytest.mark.parametrize("suite", WITH_CELLS, ids=lambda suite: suite.name)
-def test_what_goes_through_a_drive_ends_within_its_time_limit(suite):
-    for cell in cells_of(suite):
+@pytest.mark.parametrize("name", gpu_suites_with_cells())
+def test_what_goes_through_a_drive_ends_within_its_time_limit(name):
+    for cell in cells_of(name):
         steps = cell.total_steps or cell.config.total_steps(800)
         box = replace(
             box_of(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
@@ -86,19 +50,25 @@ def test_what_goes_through_a_drive_ends_within_its_time_limit(suite):
         assert seconds <= (seconds if cell.expected_s is None else cell.expected_s) <= 0.8 * cell.time_limit_s, cell.id
 
 
-@pytest.mark.parametrize("suite", GPU_SUITES, ids=lambda suite: suite.name)
-def test_a_smaller_cap_asks_for_no_larger_gpu_than_it_takes(suite):
+def test_a_suite_for_gpus_says_how_much_memory_it_takes():
+    for name in gpu_suites():
+        wanted = shipped()[name].requires
+        assert wanted.gpu_memory_gib, name
+        assert wanted.host_memory_gib or all(cell.expect for cell in cells_of(name)), name
+
+
+@pytest.mark.parametrize("name", gpu_suites())
+def test_a_smaller_cap_asks_for_no_larger_gpu_than_it_takes(name):
     """An 80 GiB cap among those of 16 and 40 kept a card of 80 GB from all of them."""
-    asked = {example_of(cell).config.device_memory_cap_gib for cell in planned(suite)}
+    asked = {example_of(cell).config.device_memory_cap_gib for cell in planned(name)}
     if caps := {cap for cap in asked if cap is not None}:
-        assert max(caps) < suite.requires.gpu_memory_gib <= max(caps) + 1
+        assert max(caps) < shipped()[name].requires.gpu_memory_gib <= max(caps) + 1
         assert len({cap < CARD_OF_80_GB_GIB for cap in caps}) == 1
 
 
 def test_what_deepspeed_overlaps_and_to_whom_it_reduces_is_varied_against_ddp():
-    (suite,) = [suite for suite in GPU_SUITES if suite.name == "h100x8"]
     varied: dict[tuple[str, ...], set[str]] = {}
-    for cell in cells_of(suite):
+    for cell in cells_of("h100x8"):
         if cell.config.model_name == "gpt2-xl" and cell.world_size == 8:
             varied.setdefault(cell.config.engine_override, set()).add(cell.strategy)
     overlap, owner = "zero_optimization.overlap_comm=true", "zero_optimization.use_multi_rank_bucket_allreduce=false"

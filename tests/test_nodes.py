@@ -179,11 +179,6 @@ def test_the_file_for_skypilot_asks_what_skypilot_knows() -> None:
         subprocess.run(["bash", "-n", "-c", task[section]], check=True)
 
 
-def test_skypilot_reads_its_file() -> None:
-    sky = pytest.importorskip("sky")
-    assert sky.Task.from_yaml(str(SKY)).num_nodes == 1
-
-
 @pytest.mark.long
 def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
     tmp_path: Path, run_of: RunFactory

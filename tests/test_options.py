@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_virtual import assert_same_rank, virtual
 
-from runs import RunFactory, train
+from runs import FP32_RELATIVE, RunFactory, losses, train, trained
 from study.errors import UserError
-from study.record.directory import Run, read_run
+from study.record.directory import Run
 from study.spec.config import RunConfig
 from study.spec.strategies import read_strategy
 
@@ -18,7 +18,6 @@ GPT = ("--task", "gpt-wikitext")
 LORA = ("--peft", "lora")
 MUON = ("--optimizer", "muon", "--max_grad_norm", "0")
 STATES = ("--precision", "bf16-engine", "--bf16_states")
-FP32_RELATIVE = 1e-5
 # By kind of engine; the others are among the long tests.
 QUICK = ("ddp", "zero2", "zero3", "fsdp2")
 REST = ("zero0", "zero1", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "hsdp", "zero3_hpz")
@@ -27,19 +26,8 @@ ON_DRIVE = ("zero3_nvme_optimizer", "zero3_nvme")
 long = pytest.mark.long
 
 
-def losses(run: Run) -> list[float]:
-    return [row["loss"] for row in run.steps]
-
-
 def held(run: Run) -> dict[str, float]:
     return {kind: sum(places.values()) for kind, places in run.memory["ranks"][0]["state"]["state_bytes"].items()}
-
-
-def trained_in(strategy: str, folder: Path, *flags: str, script: str = "study/train.py", ranks: int = 2) -> Run:
-    result = train(strategy, folder, *GPT, *flags, ranks=1 if strategy == "single" else ranks, script=script)
-    log = folder / "log.txt"
-    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
-    return read_run(folder)
 
 
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=long)])
@@ -122,9 +110,9 @@ def test_a_virtual_rank_with_adapters_holds_and_sends_what_a_real_one_does(
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     strategy: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    whole = trained_in(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
     checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
+    again = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint)
     assert losses(again) == losses(whole)
 
 
@@ -137,15 +125,15 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
 def test_other_ranks_go_on_from_a_checkpoint(
     strategy: str, flags: tuple[str, ...], relative: float, tmp_path: Path
 ) -> None:
-    whole = trained_in(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4")
     checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    again = trained_in(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
+    again = trained(strategy, tmp_path / "again", *GPT, *flags, "--resume_from_checkpoint", checkpoint, ranks=1)
     assert losses(again) == pytest.approx(losses(whole), rel=relative)
 
 
 @long
 def test_muon_goes_on_with_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
-    whole = trained_in("zero2", tmp_path / "whole", *MUON, "--checkpointing_steps", "4")
+    whole = trained("zero2", tmp_path / "whole", *GPT, *MUON, "--checkpointing_steps", "4")
     checkpoint = str(whole.path / "checkpoints" / "step_0000004")
     result = train("zero2", tmp_path / "again", *GPT, *MUON, "--resume_from_checkpoint", checkpoint, ranks=1)
     assert result.returncode == 2
@@ -155,7 +143,7 @@ def test_muon_goes_on_with_as_many_ranks_as_saved_it(tmp_path: Path) -> None:
 
 def by_muon_in_fp32(strategy: str, output_dir: Path) -> Run:
     """A 16-bit iteration turns the last bit of a gradient into 1e-3 of an update."""
-    return trained_in(strategy, output_dir, *MUON, script="tests/probes/muon_in_fp32.py")
+    return trained(strategy, output_dir, *GPT, *MUON, script="tests/probes/muon_in_fp32.py")
 
 
 @pytest.fixture(scope="module")

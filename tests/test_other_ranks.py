@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from runs import train
+from damage import Trap
+from runs import FP32_RELATIVE, losses, trained
 from study.errors import RunFailed
 from study.host.memory import GIB
-from study.record.directory import Run, read_json, read_run
+from study.record.directory import Run, read_json
 from study.run.checkpoint import _engine_classes
 from study.run.other_ranks import check_indexes
 
 GPT = ("--task", "gpt-wikitext")
-# As between strategies: other ranks add the same numbers in another order.
-FP32_RELATIVE = 1e-5
 # Weights that are rounded to 8 bits differ by a rounding here and there: tests/test_equivalence.py.
 BF16_RELATIVE = 2**-9
 SaveAt = Callable[[str, int], tuple[Run, Path]]
@@ -42,9 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveAt:
     def save(strategy: str, ranks: int) -> tuple[Run, Path]:
         if (strategy, ranks) not in made:
             folder = tmp_path_factory.mktemp("saved") / "run"
-            result = train(strategy, folder, *GPT, "--checkpointing_steps", "4", ranks=ranks)
-            assert result.returncode == 0, result.stderr[-2000:]
-            made[strategy, ranks] = read_run(folder)
+            made[strategy, ranks] = trained(strategy, folder, *GPT, "--checkpointing_steps", "4", ranks=ranks)
         whole = made[strategy, ranks]
         return whole, whole.path / "checkpoints" / "step_0000004"
 
@@ -52,10 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveAt:
 
 
 def resume(strategy: str, checkpoint: Path, folder: Path, ranks: int, *flags: str) -> Run:
-    result = train(strategy, folder, *GPT, *flags, "--resume_from_checkpoint", str(checkpoint), ranks=ranks)
-    log = folder / "log.txt"
-    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
-    return read_run(folder)
+    return trained(strategy, folder, *GPT, *flags, "--resume_from_checkpoint", str(checkpoint), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +64,8 @@ def test_other_ranks_go_on_with_the_losses_of_the_uninterrupted_run(
     for key in ("step", "lr", "samples_hash", "tokens"):
         assert [row[key] for row in again.steps] == [row[key] for row in whole.steps]
     for key in ("loss", "grad_norm"):
-        losses, expected = ([row[key] for row in run.steps] for run in (again, whole))
-        assert losses == (expected if None in expected else pytest.approx(expected, rel=FP32_RELATIVE))
+        found, expected = ([row[key] for row in run.steps] for run in (again, whole))
+        assert found == (expected if None in expected else pytest.approx(expected, rel=FP32_RELATIVE))
     assert [row["eval_loss"] for row in again.evals] == pytest.approx(
         [row["eval_loss"] for row in whole.evals], rel=FP32_RELATIVE
     )
@@ -94,11 +87,9 @@ def test_other_ranks_go_on_with_the_losses_of_the_uninterrupted_run(
 )  # fmt: skip
 def test_other_settings_of_an_engine_go_on_too(strategy: str, flag: str, relative: float, tmp_path: Path) -> None:
     flags = ("--precision" if flag == "bf16-engine" else "--engine_override", flag)
-    result = train(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4", ranks=4)
-    assert result.returncode == 0, result.stderr[-2000:]
-    checkpoint = tmp_path / "whole" / "checkpoints" / "step_0000004"
-    whole, again = read_run(tmp_path / "whole"), resume(strategy, checkpoint, tmp_path / "run", 2, *flags)
-    assert [row["loss"] for row in again.steps] == pytest.approx([row["loss"] for row in whole.steps], rel=relative)
+    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "4", ranks=4)
+    again = resume(strategy, whole.path / "checkpoints" / "step_0000004", tmp_path / "run", 2, *flags)
+    assert losses(again) == pytest.approx(losses(whole), rel=relative)
 
 
 def test_the_memory_of_saving_and_of_loading_is_a_phase_of_its_own(saved: SaveAt, tmp_path: Path) -> None:
@@ -120,10 +111,9 @@ def test_zero_to_fp32_gives_a_model_with_tied_weights_back_bit_for_bit(
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     flags = (*GPT, "--max_steps", "3", "--checkpointing_steps", "3")
-    result = train(strategy, tmp_path / "run", *flags, script="tests/probes/live_weights.py")
-    assert result.returncode == 0, result.stderr[-2000:]
-    live = read_json(tmp_path / "run" / "checkpoints" / "live_weights.json")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000003"
+    run = trained(strategy, tmp_path / "run", *flags, script="tests/probes/live_weights.py")
+    live = read_json(run.path / "checkpoints" / "live_weights.json")
+    checkpoint = run.path / "checkpoints" / "step_0000003"
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with torch.serialization.safe_globals(_engine_classes()):
         weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag="pytorch_model")
@@ -131,14 +121,6 @@ def test_zero_to_fp32_gives_a_model_with_tied_weights_back_bit_for_bit(
     assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
     found = {name: hashlib.sha256(weights[name].detach().numpy().tobytes()).hexdigest() for name in live}
     assert found == live
-
-
-class _Trap:
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return (os.mkdir, (self.file,))
 
 
 def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path: Path) -> None:
@@ -149,7 +131,7 @@ def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path:
     ]
     check_indexes(checkpoint)
     (tmp_path / "optimizer_0").mkdir()
-    (tmp_path / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(_Trap(str(tmp_path / "sprung"))))
+    (tmp_path / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     with pytest.raises(
         RunFailed, match=r"optimizer_0/\.metadata is no index of a checkpoint \(it names posix\.mkdir\)"
     ):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked import fork_ranks
-from runs import FLAGS, RunFactory, train
+from runs import FLAGS, RunFactory, losses, trained
 from study.errors import UserError
 from study.record.directory import Run, read_run
 from study.run.loss_scale import LOSS_SCALER
@@ -29,10 +29,6 @@ needs_fp16 = pytest.mark.skipif(
     not (torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()),
     reason="this processor has no fp16",
 )
-
-
-def losses(run: Run) -> list[float]:
-    return [row["loss"] for row in run.steps]
 
 
 def skipped(run: Run) -> list[int]:
@@ -97,8 +93,7 @@ def test_a_resumed_run_goes_on_with_its_loss_scale(
     flags = (*GPT, *precision, *OVERFLOWS)
     whole = run_of(strategy, *flags, *SAVES)
     checkpoint = str(whole.path / "checkpoints" / "step_0000004")
-    assert train(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint).returncode == 0
-    again = read_run(tmp_path / "again")
+    again = trained(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
     assert losses(again) == losses(whole)
     assert skipped(again) == skipped(whole)
     assert again.summary["steps_skipped"] == whole.summary["steps_skipped"] > 0
@@ -108,10 +103,7 @@ def test_a_resumed_run_goes_on_with_its_loss_scale(
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
 def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_path: Path) -> None:
     study = run_of("single", *GPT, *FP16, *OVERFLOWS)
-    flags = (*GPT, *FLAGS, *FP16, *OVERFLOWS, "--output_dir", str(tmp_path / "run"))
-    result = fork_ranks("single", f"study/baselines/{trainer}.py", *flags, ranks=1)
-    assert result.returncode == 0, result.stderr[-2000:]
-    run = read_run(tmp_path / "run")
+    run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -13,9 +14,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
 
-from forked import fork_ranks
-from runs import FLAGS as RUN_FLAGS
-from runs import RunFactory, train
+from runs import RunFactory, train, trained
 from study.baselines.bare_loop import refuse
 from study.errors import UserError
 from study.measure import Meters
@@ -197,11 +196,9 @@ def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFact
 
 
 def test_the_other_trainer_is_profiled_alike(run_of: RunFactory, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    flags = (*RUN_FLAGS, *FLAGS, *ASKED, "--output_dir", str(output))
-    result = fork_ranks("single", "study/baselines/hf_trainer.py", *flags, ranks=1)
-    assert result.returncode == 0, result.stderr[-3000:]
-    theirs, ours = read_run(output).profile, run_of("single", *FLAGS, *ASKED).profile
+    flags = (*FLAGS, *ASKED)
+    theirs = trained("single", tmp_path / "run", *flags, script="study/baselines/hf_trainer.py").profile
+    ours = run_of("single", *flags).profile
     assert theirs["steps"] == ours["steps"]
     products = [
         {entry["name"]: entry["calls_per_step"] for entry in one["top"] if entry["category"] == "matmul"}
@@ -253,68 +250,34 @@ def test_the_profiler_leaves_compiled_code_in_use(train_compiled: Any) -> None:
     assert not [entry for entry in meters.profile["top"] if "cholesky" in entry["name"]]
 
 
-@dataclasses.dataclass
-class Event:
+def event(
+    name: str, start: int, end: int, on: DeviceType = DeviceType.CPU, id: int = 0, linked: int = 0,
+    annotates: bool = False,
+) -> SimpleNamespace:  # fmt: skip
     """As torch gives it, for what no box without a GPU can record."""
-
-    label: str
-    start: int
-    end: int
-    on: DeviceType = DeviceType.CPU
-    id: int = 0
-    linked: int = 0
-    annotates: bool = False
-
-    def name(self) -> str:
-        return self.label
-
-    def start_ns(self) -> int:
-        return self.start
-
-    def end_ns(self) -> int:
-        return self.end
-
-    def device_type(self) -> DeviceType:
-        return self.on
-
-    def correlation_id(self) -> int:
-        return self.id
-
-    def linked_correlation_id(self) -> int:
-        return self.linked
-
-    def is_user_annotation(self) -> bool:
-        return self.annotates
-
-    def is_hidden_event(self) -> bool:
-        return False
-
-    def is_async(self) -> bool:
-        return False
-
-    def start_thread_id(self) -> int:
-        return 1
-
-    def end_thread_id(self) -> int:
-        return 1
+    return SimpleNamespace(
+        name=lambda: name, start_ns=lambda: start, end_ns=lambda: end, device_type=lambda: on,
+        correlation_id=lambda: id, linked_correlation_id=lambda: linked, is_user_annotation=lambda: annotates,
+        is_hidden_event=lambda: False, is_async=lambda: False, start_thread_id=lambda: 1, end_thread_id=lambda: 1,
+    )  # fmt: skip
 
 
 def test_on_a_gpu_kernels_count_once_where_they_overlap_and_belong_to_what_launched_them() -> None:
     gpu = DeviceType.CUDA
     events = [
-        Event("zero-study: profiled steps", 1000, 3000, id=1, annotates=True),
-        Event("aten::mm", 1100, 1200, id=2),
-        Event("cudaLaunchKernel", 1110, 1120, id=77, linked=2),
-        Event("Optimizer.step#AdamW.step", 1300, 1500, id=3, annotates=True),
-        Event("aten::mul_", 1310, 1320, id=4),
-        Event("aten::mm", 500, 600, id=5),
+        event("zero-study: profiled steps", 1000, 3000, id=1, annotates=True),
+        event("aten::mm", 1100, 1200, id=2),
+        event("cudaLaunchKernel", 1110, 1120, id=77, linked=2),
+        event("Optimizer.step#AdamW.step", 1300, 1500, id=3, annotates=True),
+        event("aten::mul_", 1310, 1320, id=4),
+        event("aten::mm", 500, 600, id=5),
         # Before the steps; in them; beside it on another stream; and beyond their end.
-        Event("early", 700, 900, gpu, id=76, linked=5),
-        Event("unknown_kernel", 1200, 1700, gpu, id=77, linked=2),
-        Event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1600, 1900, gpu, id=78),
-        Event("void at::native::vectorized_elementwise_kernel<4>", 2000, 2100, gpu, id=79, linked=4),
-        Event("Memcpy DtoH (Device -> Pinned)", 2900, 3500, gpu, id=80),
-        Event("Optimizer.step#AdamW.step", 1200, 2100, gpu, id=3, annotates=True),
+        event("early", 700, 900, gpu, id=76, linked=5),
+        event("unknown_kernel", 1200, 1700, gpu, id=77, linked=2),
+        event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1600, 1900, gpu, id=78),
+        event("void at::native::vectorized_elementwise_kernel<4>", 2000, 2100, gpu, id=79, linked=4),
+        event("Memcpy DtoH (Device -> Pinned)", 2900, 3500, gpu, id=80),
+        event("Optimizer.step#AdamW.step", 1200, 2100, gpu, id=3, annotates=True),
     ]
     profile = profile_document(events, range(7, 9), "cuda")
     seconds = {key: round(value * 2e9) for key, value in profile.items() if key.endswith("_s_per_step") and

@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from damage import damaged_bytes
+from damage import damaged_bytes, leaves, put
 from engines import ROOT
 from study.record.directory import (
     Run,
@@ -330,20 +330,6 @@ def test_a_rank_that_fails_before_there_is_a_record_has_nothing_to_end(tmp_path:
 NOT_NUMBERS: dict[str, Any] = {
     "a string": "0.5", "a list": [0.5], "an object": {"a": 0.5}, "true": True, "false": False, "a negative": -0.5,
 }  # fmt: skip
-
-
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(tree, (dict, list)) and tree:
-        for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(branch, (*path, key))
-    else:
-        yield path, tree
-
-
-def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
 
 
 def assert_refused(path: Path, file: str, reason: str = "") -> None:

@@ -9,12 +9,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from engines import ROOT
-from forked import fork_ranks
-from runs import FLAGS
+from runs import trained
 from study.doctor.checks import versions
 from study.errors import Unsupported
 from study.host.releases import UNVERIFIED_VARIABLE, VERIFIED
-from study.record.directory import read_run
 from study.run.checks import checked
 from study.spec.config import RunConfig
 from study.spec.launched import Launch
@@ -76,7 +74,6 @@ def test_another_pair_runs_as_an_experiment_that_its_record_is_called(another_re
     monkeypatch.setenv(UNVERIFIED_VARIABLE, "1")
     script = tmp_path / "train.py"
     script.write_text(f"import runpy, sys\nsys.path.insert(0, {str(another_release)!r})\n{RUN}")
-    result = fork_ranks("zero1", script, *FLAGS, "--max_steps", "2", "--output_dir", str(tmp_path / "run"), ranks=1)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run = trained("zero1", tmp_path / "run", "--max_steps", "2", ranks=1, script=str(script))
     said = "experiment: accelerate 1.15.0 with deepspeed 0.19.0, which has not been shown to train as DDP does"
-    assert said in read_run(tmp_path / "run").engine["warnings"]
+    assert said in run.engine["warnings"]

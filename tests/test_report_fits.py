@@ -14,7 +14,6 @@ from study.report.questions import TABLES, answers
 from study.report.questions.fits import answer, fits_table, probes_table
 from study.report.records.frames import probes, read_parquet, read_runs, real, write_parquet
 from study.report.records.searches import fits
-from study.spec.strategies import REPOSITORY
 from synthetic_records import only, told, write_run
 
 LADDER = [8, 16, 32, 64, 128]
@@ -189,9 +188,3 @@ def test_searches_in_two_settings_are_not_drawn_over_each_other(tmp_path):
     ]
     assert table["x plain"].tolist() == [1, 1]
     assert len(what_fits(read_runs(tmp_path))) == 2
-
-
-def test_records_without_a_search_say_so():
-    records = read_parquet(REPOSITORY / "reports" / "laptop")
-    assert what_fits(records) == []
-    assert answer(records) is None

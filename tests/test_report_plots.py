@@ -14,6 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from report_folders import laptop
 from study.report.plots.canvas import Drawing
 from study.report.plots.loss import MOST_POINTS, loss_curves, loss_differences
 from study.report.plots.memory import model_state, peak_memory
@@ -21,9 +22,10 @@ from study.report.plots.palette import STRATEGIES
 from study.report.plots.scaling import batch_size, model_size, scaling
 from study.report.plots.time import frontier, offload, step_time, traffic
 from study.report.questions import QUESTIONS
-from study.report.records.frames import Records, read_parquet
+from study.report.records.frames import Records
 from study.report.site.show import as_svg
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, WITH_TEAMS
+from study.spec.strategies import STRATEGY_NAMES, WITH_TEAMS
+from synthetic_records import only
 
 ALL = [draw for question in QUESTIONS for draw in question.figures.values()]
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
@@ -39,11 +41,6 @@ _TO_OKLAB = ((0.2104542553, 0.793617785, -0.0040720468), (1.9779984951, -2.42859
              (0.0259040371, 0.7827717662, -0.808675766))  # fmt: skip
 
 
-@functools.cache
-def laptop() -> Records:
-    return read_parquet(REPOSITORY / "reports" / "laptop")
-
-
 def changed(**columns: object) -> Records:
     """The laptop's records of GPT, with the columns of its zero3 run set to these values."""
     records = laptop()
@@ -53,11 +50,6 @@ def changed(**columns: object) -> Records:
     return dataclasses.replace(records, runs=runs)
 
 
-def one(drawings: list[Drawing]) -> Drawing:
-    (drawing,) = drawings
-    return drawing
-
-
 def texts(figure: Figure) -> str:
     found = [text.get_text() for text in figure.findobj(Text) if isinstance(text, Text)]
     return " ".join(" ".join(found).split())
@@ -65,7 +57,7 @@ def texts(figure: Figure) -> str:
 
 @functools.cache
 def words(draw: Callable[[Records], list[Drawing]], *change: tuple[str, object]) -> set[str]:
-    drawing = one(draw(changed(**dict(change))))
+    drawing = only(draw(changed(**dict(change))))
     return set(f"{texts(drawing.figure)} {drawing.alt}".replace(",", " ").split())
 
 
@@ -132,20 +124,20 @@ def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(draw, chang
 
 @pytest.mark.parametrize("draw", [model_state, traffic])
 def test_what_a_virtual_rank_holds_and_sends_is_shown(draw):
-    assert "zero3" in texts(one(draw(changed(virtual=True))).figure).split()
+    assert "zero3" in texts(only(draw(changed(virtual=True))).figure).split()
 
 
 @pytest.mark.parametrize("draw", [step_time, frontier, model_state, peak_memory, traffic,
                                   scaling, offload])  # fmt: skip
 def test_a_confounded_arm_is_marked_and_its_reason_is_in_the_figure(draw):
-    shown = texts(one(draw(changed(confounded="clipping: 0.5, baseline 1"))).figure)
+    shown = texts(only(draw(changed(confounded="clipping: 0.5, baseline 1"))).figure)
     assert "†" in shown
     assert "clipping: 0.5, baseline 1" in shown
 
 
 @pytest.mark.parametrize("draw", [loss_curves, loss_differences])
 def test_what_confounds_a_loss_is_in_the_figures_of_loss(draw):
-    shown = texts(one(draw(changed(confounded_loss="dropout is on"))).figure)
+    shown = texts(only(draw(changed(confounded_loss="dropout is on"))).figure)
     assert "zero3 †" in shown
     assert "dropout is on" in shown
 
@@ -160,12 +152,12 @@ def test_any_text_can_be_drawn(draw):
 
 
 def test_curves_that_agree_are_said_to_and_one_that_does_not_is_named():
-    assert "All 13 strategies lie on one line" in texts(one(loss_curves(changed())).figure)
+    assert "All 13 strategies lie on one line" in texts(only(loss_curves(changed())).figure)
     records = changed()
     run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
     steps = records.steps.copy()
     steps.loc[steps["run"] == run, "loss"] += 0.5
-    figure = one(loss_curves(dataclasses.replace(records, steps=steps))).figure
+    figure = only(loss_curves(dataclasses.replace(records, steps=steps))).figure
     assert "12 of 13 strategies lie on one line" in texts(figure)
     assert "single + 11 more" in texts(figure)
 
@@ -175,7 +167,7 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     runs = records.runs[records.runs["seed"] == records.runs["seed"].min()]
     rows = records.steps[records.steps["run"].isin(runs["run"])]
     steps = pd.concat([rows.assign(step=rows["step"] + rows["step"].max() * turn) for turn in range(100)])
-    figure = one(loss_curves(dataclasses.replace(records, runs=runs, steps=steps))).figure
+    figure = only(loss_curves(dataclasses.replace(records, runs=runs, steps=steps))).figure
     lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata())) > 10]
     assert max(len(np.asarray(line.get_xdata())) for line in lines) <= MOST_POINTS
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
@@ -184,7 +176,7 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
 def test_arms_are_drawn_from_the_seeds_that_all_of_them_ran():
     seeds_of = changed().runs.groupby("strategy")["seed"].nunique()
     assert seeds_of.nunique() > 1
-    drawn = texts(one(loss_curves(changed())).figure)
+    drawn = texts(only(loss_curves(changed())).figure)
     assert f"All {len(seeds_of)} strategies lie on one line" in drawn
     assert "Faint: other seeds" in drawn
 
@@ -205,20 +197,20 @@ def test_speed_against_batch_and_model_size_needs_two_of_them():
 
 def test_whole_copies_of_the_parameters_are_drawn_only_where_a_run_holds_one():
     records = changed()
-    assert "whole copies" in texts(one(traffic(records)).figure)
+    assert "whole copies" in texts(only(traffic(records)).figure)
     sharded = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
-    assert "whole copies" not in texts(one(traffic(sharded)).figure)
+    assert "whole copies" not in texts(only(traffic(sharded)).figure)
 
 
 def test_the_figure_of_traffic_shows_what_is_sent_and_not_the_payload():
     """On two ranks stage 3 sends as much as plain data parallelism, of twice the payload."""
-    figures = dict(part.split(" ")[:2] for part in one(traffic(changed())).alt.partition(": ")[2].split(", "))
+    figures = dict(part.split(" ")[:2] for part in only(traffic(changed())).alt.partition(": ")[2].split(", "))
     assert figures["zero3"] == figures["ddp"]
     payload = changed().runs.groupby("strategy")["comm_bytes_per_step"].first()
     assert payload["zero3"] == pytest.approx(2 * payload["ddp"], rel=0.01)
 
 
 def test_the_same_records_give_the_same_file():
-    first, second = (as_svg(one(step_time(changed())).figure) for _ in range(2))
+    first, second = (as_svg(only(step_time(changed())).figure) for _ in range(2))
     assert first == second
     assert b"<dc:date>" not in first

@@ -318,7 +318,3 @@ def test_neighbours_stand_beside_the_stages_with_what_they_hold_keep_and_send() 
     answer = neighbours.answer(records)
     assert answer is not None
     assert answer.sentence.startswith("Of 4 ranks each holds least state under `fsdp2 x4`")
-
-
-def test_without_a_neighbour_there_is_no_answer() -> None:
-    assert neighbours.answer(read_parquet(REPOSITORY / "reports" / "laptop")) is None

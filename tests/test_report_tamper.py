@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from damage import damaged_bytes
+from damage import damaged_bytes, leaves, put
 from study.record.directory import RunWriter, read_run
 from study.record.schema import RecordError
 from study.report.questions import TABLES, answers
@@ -43,21 +43,10 @@ def same_figures(records: Records, truth: Records) -> None:
 # Random mutations
 
 
-def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if isinstance(tree, (dict, list)) and tree:
-        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, branch in pairs for leaf in _leaves(branch, (*path, key))]
-    return [path]
-
-
 def _get(tree: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    _get(tree, path[:-1])[path[-1]] = value
 
 
 def _edited(value: Any, rng: random.Random) -> Any:
@@ -72,7 +61,7 @@ def _edited(value: Any, rng: random.Random) -> Any:
 
 
 def _mutate_tree(tree: Any, rng: random.Random) -> Any:
-    paths = [path for path in _leaves(tree) if path]
+    paths = [path for path, _ in leaves(tree) if path]
     if not paths:
         return {"unexpected": 1}
     path = rng.choice(paths)
@@ -83,10 +72,10 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
     elif kind == 1:
         other = rng.choice(paths)
         one, two = _get(tree, path), _get(tree, other)
-        _put(tree, path, two)
-        _put(tree, other, one)
+        put(tree, path, two)
+        put(tree, other, one)
     else:
-        _put(tree, path, _edited(_get(tree, path), rng))
+        put(tree, path, _edited(_get(tree, path), rng))
     return tree
 
 
@@ -175,19 +164,11 @@ def test_mutations_that_were_sealed_anew_never_crash_a_report(count: int, tmp_pa
     assert believed_mutants > count // 20
 
 
-# Damage of every kind that has a name
+# Damage that has a name; what is in the way of reading a record at all is in test_records.py
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "truncated JSON": (lambda run: _cut(run / "summary.json"), "summary.json", "not readable as JSON"),
-    "no file": (lambda run: (run / "memory.json").unlink(), "memory.json", "is missing"),
     "no status": (lambda run: (run / "status.json").unlink(), "status.json", "is missing"),
-    "a folder for a file": (lambda run: _folder(run / "traffic.json"), "traffic.json", "not readable"),
-    "bytes that are no text": (lambda run: (run / "evals.jsonl").write_bytes(b"\xff\xfe\n"), "evals.jsonl", ""),
-    "a string for a number": (
-        lambda run: _replace(run / "steps.jsonl", '"tokens": 1024', '"tokens": "1024"'), "steps.jsonl", "tokens",
-    ),
-    "a lost row": (lambda run: _without_row(run / "steps.jsonl"), "steps.jsonl", "says step"),
     "an unknown flag": (
         lambda run: _replace(run / "config.json", '"seed"', '"sead"'), "config.json", "unknown key 'sead'",
     ),
@@ -208,24 +189,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }  # fmt: skip
 
 
-def _cut(file: Path) -> None:
-    file.write_text(file.read_text()[:-40])
-
-
-def _folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
 def _replace(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
-
-
-def _without_row(file: Path) -> None:
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines[:2] + lines[3:]))
 
 
 # What is refused whether or not somebody closes the record once more.

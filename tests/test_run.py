@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from test_refusals import write_manifest
 
-from damage import flip_a_bit
+from damage import Trap, flip_a_bit
 from engines import launch
-from runs import train
+from runs import losses, train, trained
 from study.errors import UserError
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, read_run, read_status
@@ -38,11 +38,9 @@ GPT = ("--task", "gpt-wikitext")
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(tmp_path, strategy):
     # Dropout on: its random streams have to be put back as well.
     flags = (*GPT, "--dropout", "0.1")
-    assert train(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4").returncode == 0
-    checkpoint = tmp_path / "whole" / "checkpoints" / "step_0000004"
-    resumed = train(strategy, tmp_path / "resumed", *flags, "--resume_from_checkpoint", str(checkpoint))
-    assert resumed.returncode == 0, resumed.stderr[-2000:]
-    whole, again = read_run(tmp_path / "whole"), read_run(tmp_path / "resumed")
+    whole = trained(strategy, tmp_path / "whole", *flags, "--checkpointing_steps", "4")
+    checkpoint = whole.path / "checkpoints" / "step_0000004"
+    again = trained(strategy, tmp_path / "resumed", *flags, "--resume_from_checkpoint", str(checkpoint))
     figures = ("step", "loss", "lr", "grad_norm", "samples_hash")
     assert [[row[key] for key in figures] for row in again.steps] == [
         [row[key] for key in figures] for row in whole.steps
@@ -94,7 +92,7 @@ def test_initial_weights_with_a_flipped_bit_are_made_anew_by_one_rank_which_says
     assert result.stderr.count("model.safetensors was changed) and have been made anew") == 1
     again = read_run(tmp_path / "run")
     assert again.engine["initial_weights_sha256"] == whole.engine["initial_weights_sha256"]
-    assert [row["loss"] for row in again.steps] == [row["loss"] for row in whole.steps]
+    assert losses(again) == losses(whole)
 
 
 def test_latest_is_the_last_checkpoint_of_the_run_in_the_folder_and_not_of_one_before_it(tmp_path):
@@ -124,10 +122,10 @@ def test_a_checkpoint_that_holds_code_or_no_random_states_is_not_gone_on_from(tm
     """torch's format can carry any pickled call; only tensors and plain values are let in."""
     import torch
 
-    assert train("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4", ranks=1).returncode == 0
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
+    run = trained("single", tmp_path / "run", *GPT, "--checkpointing_steps", "4")
+    checkpoint = run.path / "checkpoints" / "step_0000004"
     shutil.copy(checkpoint / "optimizer.bin", tmp_path)
-    torch.save(_Trap(str(tmp_path / "sprung")), checkpoint / "optimizer.bin")
+    torch.save(Trap(tmp_path / "sprung"), checkpoint / "optimizer.bin")
     write_manifest(checkpoint, files=digests_of(checkpoint, read_json(checkpoint / "checkpoint.json")["files"]))
     resumed = train("single", tmp_path / "again", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
@@ -141,14 +139,6 @@ def test_a_checkpoint_that_holds_code_or_no_random_states_is_not_gone_on_from(tm
     resumed = train("single", tmp_path / "once more", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
     assert "random states" in read_status(tmp_path / "once more")["reason"]
-
-
-class _Trap:
-    def __init__(self, path: str):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (Path(self.path),)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_the_record_stays(tmp_path):
@@ -187,7 +177,7 @@ def test_steps_that_deepspeed_leaves_out_are_no_training(tmp_path):
 def test_recomputed_activations_change_no_loss(run_of):
     plain, recomputed = run_of("ddp", *GPT), run_of("ddp", *GPT, "--gradient_checkpointing")
     assert recomputed.config["gradient_checkpointing"]
-    assert [row["loss"] for row in recomputed.steps] == pytest.approx([row["loss"] for row in plain.steps], rel=1e-6)
+    assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-6)
 
 
 def test_an_engine_that_differs_from_what_is_asked_fails_before_training(tmp_path):
@@ -209,9 +199,9 @@ def test_offload_that_leaves_no_file_is_no_offload(tmp_path):
 def test_the_tracker_asked_for_gets_the_losses(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert train("single", tmp_path / "run", *GPT, "--report_to", "tensorboard", ranks=1).returncode == 0
-    tracked = EventAccumulator(str(tmp_path / "run" / "zero-study")).Reload()
-    rows = {row["step"]: row["loss"] for row in read_run(tmp_path / "run").steps}
+    run = trained("single", tmp_path / "run", *GPT, "--report_to", "tensorboard")
+    tracked = EventAccumulator(str(run.path / "zero-study")).Reload()
+    rows = {row["step"]: row["loss"] for row in run.steps}
     # Every third step, before the evaluation behind the fourth, and the last.
     assert {event.step: event.value for event in tracked.Scalars("loss")} == {
         step: pytest.approx(rows[step], rel=1e-6) for step in (3, 4, 6, 8)
@@ -261,6 +251,4 @@ def test_fifty_runs_in_a_row_end_cleanly(tmp_path):
     )
     for number in range(50):
         strategy = strategies[number % len(strategies)]
-        result = train(strategy, tmp_path / str(number), *GPT, "--max_steps", "3")
-        assert result.returncode == 0, f"run {number} ({strategy}): {result.stderr[-2000:]}"
-        assert read_run(tmp_path / str(number)).state == "ok"
+        assert trained(strategy, tmp_path / str(number), *GPT, "--max_steps", "3").state == "ok"

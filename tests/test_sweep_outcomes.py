@@ -14,7 +14,7 @@ import torch
 from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
-from study.launch.verdict import ANSWERED, Evidence, judge, last_lines
+from study.launch.verdict import Evidence, judge, last_lines
 from study.record.outcome import FreeMemory, ending_of, ending_of_text
 from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite
@@ -203,10 +203,6 @@ def test_last_lines_leave_out_frames_and_the_launchers_chatter():
 def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup, files):
     write_files(tmp_path, {"proc/self/cgroup": cgroup, **files})
     assert oom_counts(tmp_path) == OomCounts(killed=1, cgroup_limit_hit=2)
-
-
-def test_only_answers_are_not_asked_again():
-    assert {"ok", "oom", "timeout", "unsupported"} == ANSWERED
 
 
 @pytest.mark.parametrize("refusal", [UserError("a", "b"), Unsupported("a", "b"), CannotBeHeld("a", "b", 3)])

@@ -26,11 +26,11 @@ from study.sweep.plan import plan_cells
 from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
 from study.sweep.slices import missing_here, plan_suite
-from study.sweep.suite_file import SUITE_DIRECTORY, find_suite, read_suite
-from sweeps import ROOT, TINY, write_suite
+from study.sweep.suite_file import find_suite, read_suite
+from sweeps import ROOT, TINY, shipped, write_suite
 
 CPU_BOX = Box((), 16.0)
-SHIPPED = sorted(file.stem for file in SUITE_DIRECTORY.glob("*.yaml") if not read_suite(file).slices)
+SHIPPED = [name for name, suite in shipped().items() if not suite.slices]
 
 
 def box_with(gpus: int) -> Box:

@@ -288,7 +288,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     assert "[1/1+] " in result.stderr
     assert "[3/3+] " in result.stderr, "how many probes there will be shows while they run"
     finding = search.finding(runs / "tiny")
-    assert (finding.state, finding.largest, len(finding.states)) == ("found", 4, 4)
+    assert (finding.state, finding.what_fits.answer, len(finding.states)) == ("found", "4", 4)
     assert [read_run(directory).state for directory in directories] == ["ok", "ok", "ok", "oom"]
     assert read_status(directories[0]) == first
     orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]

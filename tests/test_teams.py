@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from runs import RunFactory, train
+from runs import RunFactory, assert_same_training, losses, trained
 from study.errors import UserError
-from study.record.directory import Run, read_run
+from study.record.directory import Run
 from study.run.teams import check_team
 from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch
@@ -21,17 +21,7 @@ IN_PARTS = "activation_checkpointing.partition_activations=true"
 ZERO_WITH_TEAMS = [name for name in WITH_TEAMS if read_strategy(name).zero_stage]
 # Stage 2 is between the others.
 FIRST_AND_LAST = [pytest.param(name, marks=[pytest.mark.long] * ("2" in name)) for name in ZERO_WITH_TEAMS]
-FP32_RELATIVE = 1e-5
 FOUR_RANKS = (pytest.mark.long, pytest.mark.timeout(900))
-
-
-def assert_same_training(arm: Run, single: Run) -> None:
-    for key, relative in (("loss", FP32_RELATIVE), ("grad_norm", 1e-4)):
-        assert [row[key] for row in arm.steps] == pytest.approx([row[key] for row in single.steps], rel=relative), key
-    assert [row["samples_hash"] for row in arm.steps] == [row["samples_hash"] for row in single.steps]
-    assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
-        [row["eval_loss"] for row in single.evals], rel=FP32_RELATIVE
-    )
 
 
 @pytest.mark.parametrize("flags", [pytest.param(GPT, marks=pytest.mark.long), LLAMA], ids=["gpt2", "llama"])
@@ -57,26 +47,24 @@ def test_a_team_may_have_more_ranks_than_there_are_heads_of_keys(run_of: RunFact
     assert arm.engine["team"] == {"divides": "sequence", "ranks": 4, "state_over": 4}
 
 
-def by_sgd(strategy: str, output_dir: Path, ranks: int) -> Run:
+def by_sgd(strategy: str, output_dir: Path) -> Run:
     """Without clipping, and with an optimizer that takes a gradient as it is."""
     flags = (*LLAMA, "--max_grad_norm", "0", "--weight_decay", "0", "--learning_rate", "0.3")
-    result = train(strategy, output_dir, *flags, ranks=ranks, script="tests/probes/plain_sgd.py")
-    assert result.returncode == 0, result.stderr[-3000:]
-    return read_run(output_dir)
+    return trained(strategy, output_dir, *flags, script="tests/probes/plain_sgd.py")
 
 
 @pytest.fixture(scope="module")
 def single_by_sgd(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return by_sgd("single", tmp_path_factory.mktemp("sgd") / "single", 1)
+    return by_sgd("single", tmp_path_factory.mktemp("sgd") / "single")
 
 
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[pytest.mark.long] * ("3" not in name)) for name in ZERO_WITH_TEAMS]
 )
 def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, single_by_sgd: Run, tmp_path: Path) -> None:
-    losses = [row["loss"] for row in single_by_sgd.steps]
-    assert losses[0] - losses[-1] > 0.04, "steps must move the weights, or any gradient would do"
-    assert_same_training(by_sgd(strategy, tmp_path / strategy, 2), single_by_sgd)
+    first, *_, last = losses(single_by_sgd)
+    assert first - last > 0.04, "steps must move the weights, or any gradient would do"
+    assert_same_training(by_sgd(strategy, tmp_path / strategy), single_by_sgd)
 
 
 def test_all_to_alls_of_attention_are_counted(run_of: RunFactory) -> None:

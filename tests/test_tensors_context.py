@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_equivalence import baseline
 from test_virtual import assert_same_rank, virtual
 
-from runs import RunFactory
+from runs import RunFactory, assert_same_training, by_one_rank
 from study.errors import UserError
 from study.models.architecture import model_config
 from study.models.presets import TINY_POSITIONS
@@ -19,7 +18,6 @@ from study.spec.strategies import read_strategy
 
 GPT = ("--task", "gpt-wikitext")
 LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
-FP32_RELATIVE = 1e-5
 long = pytest.mark.long
 CASES = [
     ("tp", 2, GPT), ("tp", 2, ("--task", "bert-imdb")), ("cp", 2, GPT),
@@ -33,13 +31,8 @@ def test_every_step_has_the_loss_and_the_norm_of_one_process(
     run_of: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
 ) -> None:
     alone = tuple(flag for flag in flags[1:] if flag not in ("--team_size", "4"))
-    single, arm = baseline(run_of, *alone), run_of(strategy, *flags, ranks=ranks)
-    for key, relative in (("loss", FP32_RELATIVE), ("grad_norm", 1e-4)):
-        assert [row[key] for row in arm.steps] == pytest.approx([row[key] for row in single.steps], rel=relative)
-    assert [row["samples_hash"] for row in arm.steps] == [row["samples_hash"] for row in single.steps]
-    assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
-        [row["eval_loss"] for row in single.evals], rel=FP32_RELATIVE
-    )
+    single, arm = by_one_rank(run_of, *alone), run_of(strategy, *flags, ranks=ranks)
+    assert_same_training(arm, single)
     team = 2 if strategy == "cp" else ranks
     assert arm.engine["team"] == {
         "divides": "context" if strategy == "cp" else "tensors", "ranks": team,
@@ -50,7 +43,7 @@ def test_every_step_has_the_loss_and_the_norm_of_one_process(
 
 @pytest.mark.parametrize("strategy", ["tp", "cp"])
 def test_a_rank_holds_its_parts_and_a_virtual_one_the_same(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    single, arm = baseline(run_of, "gpt-wikitext"), run_of(strategy, *GPT)
+    single, arm = by_one_rank(run_of, "gpt-wikitext"), run_of(strategy, *GPT)
     whole, held = (run.summary["state_bytes_per_rank"] for run in (single, arm))
     # The table of positions is on all ranks of a team that divides tensors, beside norms and some biases.
     on_all = 4 * TINY_POSITIONS * 256 if strategy == "tp" else 0

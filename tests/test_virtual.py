@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT, launch
-from runs import FLAGS, RunFactory, train
+from runs import FLAGS, RunFactory, trained
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.predict.memory import predict_memory
 from study.record.directory import Run, read_run, read_status
@@ -44,10 +44,7 @@ ALL = (
 def virtual(strategy: str, output_dir: Path, *flags: str, ranks: int = 2, rank: int = 0) -> Run:
     """FLAGS as every real run of the tests has them, without evaluations, which no virtual run has."""
     job = ("--virtual_world_size", str(ranks), "--virtual_rank", str(rank), "--eval_steps", "0")
-    result = train(strategy, output_dir, *GPT, *job, *flags, ranks=1)
-    log = output_dir / "log.txt"
-    assert result.returncode == 0, f"{result.stderr[-2000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
-    return read_run(output_dir)
+    return trained(strategy, output_dir, *GPT, *job, *flags, ranks=1)
 
 
 def study(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
@@ -312,17 +309,3 @@ def test_the_papers_rows_of_stage_1_and_2_by_extrapolation(strategy: str, papers
     summary = json.loads(result.stdout)
     assert summary["extrapolated"]["largest_residual_of_state"] < 1e-3
     assert summary["state_bytes_total"] == pytest.approx(papers_gb * 1e9, rel=0.01)
-
-
-def test_the_large_presets_have_the_size_that_they_are_called_after() -> None:
-    import torch
-
-    from study.models.architecture import build_model
-    from study.spec.config import RunConfig, resolved
-
-    sizes = {"7.5b": 7.5e9, "13b": 13e9, "20b": 20e9, "128b": 128e9, "175b": 175e9, "1t": 1e12}
-    for name, parameters in sizes.items():
-        config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path=f"gpt-{name}"), accelerator_visible=False)
-        with torch.device("meta"):
-            model = build_model(config)
-        assert sum(one.numel() for one in model.parameters()) == pytest.approx(parameters, rel=0.01), name

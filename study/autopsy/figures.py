@@ -230,6 +230,16 @@ def _words_of_order(arms: pd.DataFrame) -> str:
     )
 
 
+def headline(arms: pd.DataFrame) -> str:
+    (on, sessions), (exactly_on, exactly) = (
+        engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
+    )
+    return (
+        f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does"
+        f" ({exactly_on} of {exactly} exactly as printed)"
+    )
+
+
 def _screen(arms: pd.DataFrame) -> Drawing:
     """All of it on one sheet, for a document."""
     figure = Figure(figsize=(15.5, 8.4), layout="constrained")
@@ -249,13 +259,6 @@ def _screen(arms: pd.DataFrame) -> Drawing:
     order_panel(grid["order"], arms)
     grid["order"].set_title(textwrap.fill(_title_of_order(arms), 24))
     grid["order"].set_ylabel("ZeRO over standard, at equal batches", color=QUIET)
-    (on, sessions), (exactly_on, exactly) = (
-        engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
-    )
-    figure.suptitle(
-        f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does"
-        f" ({exactly_on} of {exactly} exactly as printed)",
-        x=0.008, ha="left", size=15, weight="bold",
-    )  # fmt: skip
+    figure.suptitle(headline(arms), x=0.008, ha="left", size=15, weight="bold")
     words = "; ".join(f"{panel}: {_words_of_waterfall(arms, shown(arms, panel)[0])}" for panel in PANELS)
     return Drawing(figure, f"The whole screen. {words}.", "screen")

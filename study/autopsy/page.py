@@ -30,10 +30,9 @@ from study.autopsy.contrasts import (
     ratio,
     read_arms,
     read_sessions,
-    sets_it_as_printed,
 )
 from study.autopsy.design import AA, CORRECTED, GATES, PRINTED, PUBLISHED, SCALES, SWITCHES
-from study.autopsy.figures import drawings
+from study.autopsy.figures import drawings, headline
 from study.autopsy.run import MARK
 from study.errors import UserError
 from study.report.records.statistics import Interval, percent
@@ -80,19 +79,9 @@ def _content(arms: pd.DataFrame) -> dict[str, Any]:
         "Every effect": _every_effect(found),
     }
     return {
-        "sentence": _sentence(arms), "facts": _facts(arms), "findings": _findings(arms, found), "tables": tables,
+        "sentence": f"{headline(arms)}.", "facts": _facts(arms), "findings": _findings(arms, found), "tables": tables,
         "limits": _limits(scale.on_gpu, int(arms["lanes"].max())), "failures": _failures(arms),
     }  # fmt: skip
-
-
-def _sentence(arms: pd.DataFrame) -> str:
-    (on, sessions), (exactly_on, exactly) = (
-        engine_was_on(arms, where) for where in (sets_it_as_printed, is_as_printed)
-    )
-    return (
-        f"DeepSpeed was active in {on} of {sessions} sessions that set it as the listing does,"
-        f" and in {exactly_on} of the {exactly} among them that ran exactly as printed."
-    )
 
 
 def _facts(arms: pd.DataFrame) -> list[str]:

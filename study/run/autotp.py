@@ -98,13 +98,8 @@ def _is_divided(parameter: torch.nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def live_team(engine: Any) -> dict[str, Any]:
-    import torch.distributed as dist
+def live_team(engine: Any) -> tuple[str | None, int]:
     from deepspeed.utils import groups
 
     divided = any(map(_is_divided, engine.module.parameters()))
-    return {
-        "divides": "tensors" if divided else None,
-        "ranks": groups.get_tensor_model_parallel_world_size(),
-        "state_over": dist.get_world_size(engine.optimizer.dp_process_group) if engine.zero_optimization() else 1,
-    }
+    return "tensors" if divided else None, groups.get_tensor_model_parallel_world_size()

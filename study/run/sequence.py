@@ -130,13 +130,8 @@ def put_right(engine: Any) -> None:
     ALL_ATTENTION_FUNCTIONS[implementation] = head_by_head
 
 
-def live_team(engine: Any) -> dict[str, Any]:
-    """From the groups that exchange tokens, and in which the optimizer divides the state."""
-    import torch.distributed as dist
+def live_team(_engine: Any) -> tuple[str, int]:
+    """From the groups that exchange tokens."""
     from deepspeed.utils import groups
 
-    return {
-        "divides": "sequence",
-        "ranks": groups._get_sequence_parallel_world_size(),
-        "state_over": dist.get_world_size(engine.optimizer.dp_process_group) if engine.zero_optimization() else 1,
-    }
+    return "sequence", groups._get_sequence_parallel_world_size()

@@ -58,5 +58,11 @@ def asked_team(launch: Launch) -> dict[str, Any]:
 
 def live_team(accelerator: Accelerator, engine: Any) -> dict[str, Any] | None:
     """What a team divides, its ranks, and over how many ranks each part of the state is divided further."""
+    import torch.distributed as dist
+
     kind = next((kind for kind in (sequence, autotp) if kind.divides(accelerator)), None)
-    return kind.live_team(engine) if kind else None
+    if kind is None:
+        return None
+    divides, ranks = kind.live_team(engine)
+    state_over = dist.get_world_size(engine.optimizer.dp_process_group) if engine.zero_optimization() else 1
+    return {"divides": divides, "ranks": ranks, "state_over": state_over}

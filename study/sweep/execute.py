@@ -153,14 +153,12 @@ class Sweep:
         directory = self.root / cell.id
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
+        ending = None
         if self.box.nodes_for(cell.world_size) is None:
-            has = f"this box has {self.box}"
-            ending = Ending("unsupported", f"{cell.world_size} ranks, and {has}", "run it on more")
-            with take_folder(directory, str(directory)):
-                conclude(directory, attempt_of(directory), ending)
-            return ending
-        if cell.stack and (problem := stacks()[cell.stack].why_not()):
+            ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {self.box}", "run it on more")
+        elif cell.stack and (problem := stacks()[cell.stack].why_not()):
             ending = Ending("unsupported", problem, "compare it where pip can install it")
+        if ending is not None:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending

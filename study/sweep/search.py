@@ -176,11 +176,6 @@ class Finding:
         return "found"
 
     @property
-    def largest(self) -> int | str | None:
-        """The largest that is known to fit."""
-        return None if self.bracket.fits is None else self.search.rungs[self.bracket.fits]
-
-    @property
     def what_fits(self) -> WhatFits:
         return WhatFits(self.bracket, self.search.last, self.search.rungs.__getitem__, self.states.__getitem__)
 
