@@ -39,6 +39,7 @@ from study.predict.memory import predict_memory
 from study.predict.request import Estimate
 from study.predict.shape import model_shape
 from study.predict.state import state_of
+from study.predict.time import predict_time
 from study.record.directory import read_run
 from study.spec.strategies import WITH_COPIES, read_strategy
 
@@ -130,6 +131,55 @@ def test_lora_on_one_gpu_is_advised_with_frozen_weights_in_16_bits(capsys: pytes
     rows = {row["strategy"]: row for row in said["strategies"]}
     assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
     assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == said["trained_parameters"]
+
+
+def test_on_one_gpu_an_engine_is_advised_for_its_16_bit_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """`single` autocasts fp32 weights, and was all that offloads were compared with."""
+    asked = ["--model_name_or_path", "gpt2-xl", "--hardware", "A100-40"]
+    assert main(["advise", *asked]) == 0
+    page = capsys.readouterr().out
+    assert "take zero1 (2 a rank, without checkpointing): 60% ahead of the next" in page
+    assert page.count("an engine for one GPU: nothing is sharded, but its weights are 16 bits") == 1
+    assert main(["advise", *asked, "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
+    assert (rows["zero1"]["tokens_per_s"], rows["single"]["tokens_per_s"]) == pytest.approx((14222, 7462), rel=1e-3)
+    assert not any(line in page for line in ("zero0, which misleads", "no offload: one is"))
+
+
+@pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
+def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: str, hardware: str) -> None:
+    shape, box = model_shape(model), box_of(hardware)
+    precision = "fp16" if hardware == "T4" else "bf16"
+    advice = advise(Question(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
+    best = advice.best
+    assert best is not None
+    assert best.name == "zero1"
+    offloads = [option for option in advice.fitting if option.request.strategy.offloads]
+    assert len(offloads) == 6
+    for option in offloads:
+        assert option.tokens_per_s < best.tokens_per_s, option.name
+        without = option.name.partition("_")[0]
+        asked = dataclasses.replace(option.request, strategy=read_strategy(without))
+        assert option.time is not None
+        assert predict_time(asked).step_s.value < option.time.step_s.value, option.name
+
+
+def test_one_gpu_is_advised_what_trains_there() -> None:
+    for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
+        found = candidates(Question(model_shape("gpt2"), box_of("L4"), 128, precision))
+        assert {name for name in found if not read_strategy(name).offloads} == names
+
+
+def test_on_one_gpu_a_guides_stage_is_what_its_engine_holds_there() -> None:
+    """It was taken for plain training, whose autocast no guide asked for."""
+    advice = advise(Question(model_shape("gpt2-xl"), box_of("RTX4090"), 1024, "bf16", global_batch=64))
+    said = {(rule.document, rule.choice): rule.misleads for rule in rules(advice)}
+    assert said["S0", "zero0"].startswith("does not fit: needs 30.9 GiB")
+    assert said["S1", "zero2"].startswith("does not fit: needs 36.9 GiB")
+    fp16 = advise(Question(model_shape("bert-large-uncased"), box_of("T4"), 512, "fp16", global_batch=64))
+    tree = rules(fp16)[0]
+    # Stage 0 has no fp16.
+    assert (tree.choice, tree.misleads.split(":")[0]) == ("zero0", "36% slower than zero1")
 
 
 def test_a_drive_that_nothing_would_be_swapped_to_is_not_advised() -> None:

@@ -143,10 +143,11 @@ def _speed(option: Option) -> tuple[bool, float, float]:
 def candidates(question: Question) -> list[str]:
     """On one rank nothing is sharded: plain training, and offloads.
 
-    With LoRA also stage 1: plain training keeps frozen weights in fp32 and autocasts, an engine keeps them in 16 bits.
+    In 16 bits also stage 1: plain training keeps fp32 weights and autocasts, an engine has 16-bit ones with fp32
+    masters. Offloads have them too, and against plain training would be ahead by that.
     """
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.ranks == 1 else {"single"}
-    if question.shape.lora_rank:
+    if question.precision != "fp32":
         left_out -= {"zero1"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.

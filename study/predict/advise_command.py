@@ -15,7 +15,7 @@ from study.predict import adapters
 from study.predict.advise import Advice, Option, Question, advise, refuse_precision, usual_precision
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
-from study.predict.advise_words import changes, count_text, how_sure, unchecked, worth_trying
+from study.predict.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
 from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.command import known_optimizer
 from study.predict.fits import device_bytes
@@ -166,6 +166,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         yield from _of_loading(best)
         if (of_host := host_adam_note(best.request)) is not None:
             yield of_host
+        if best.name == "zero1" and question.ranks == 1:
+            yield ONE_RANK_NOTE
         if question.shape.lora_rank:
             yield LORA_NOTE
     yield from told.others

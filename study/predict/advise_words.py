@@ -11,6 +11,10 @@ from study.predict.advise import AS_FAST, Advice, Option, Question, advise, cand
 from study.predict.fits import left_share
 from study.predict.intervals import slowest_offload
 
+ONE_RANK_NOTE = (
+    "an engine for one GPU: nothing is sharded, but its weights are 16 bits with fp32 masters of what is trained, where"
+    " single keeps fp32 weights and autocasts"
+)
 _FAR_BEHIND = 0.5
 _WORTH_TELLING = 0.05
 
