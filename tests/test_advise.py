@@ -138,7 +138,7 @@ def test_on_one_gpu_an_engine_is_advised_for_its_16_bit_weights(capsys: pytest.C
     asked = ["--model_name_or_path", "gpt2-xl", "--hardware", "A100-40"]
     assert main(["advise", *asked]) == 0
     page = capsys.readouterr().out
-    assert "take zero1 (2 a rank, without checkpointing): 60% ahead of the next" in page
+    assert "take zero1 (2 x 32 a rank, without checkpointing): 60% ahead of the next" in page
     assert page.count("an engine for one GPU: nothing is sharded, but its weights are 16 bits") == 1
     assert main(["advise", *asked, "--json"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
@@ -405,6 +405,23 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
         assert run.engine["precision"] == "bf16-engine"
     if has_copies:
         assert run.engine["copies"] == {"copies": 2, "ranks_of_a_copy": 2}
+
+
+def test_how_many_batches_make_a_step_is_said_wherever_the_batch_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who gives a loader batches of 1 and nothing else steps after each, at a sixteenth of the batch that was timed."""
+    asked = ["advise", "--model_name_or_path", "gemma-2-9b", "--hardware", "4xRTX4090", "--output", str(tmp_path)]
+    assert main(asked) == 0
+    page = capsys.readouterr().out
+    assert "YOUR_PROGRAM.py    (batches of 1, 16 of them before each step, gradient checkpointing on)" in page
+    assert "take zero3_cpu_optimizer (1 x 16 a rank, with checkpointing)" in page
+    row = next(line for line in page.splitlines() if line.startswith("zero3_cpu "))
+    assert row.split()[1:5] == ["1", "x", "16", "yes"]
+    settings = json.loads((tmp_path / "zero3_cpu_optimizer-fitted.json").read_text())
+    assert settings["gradient_accumulation_steps"] == "auto"
+    assert main([*asked[:5], "--global_batch_size", "4", "--output", str(tmp_path)]) == 0
+    assert "YOUR_PROGRAM.py    (batches of 1, gradient checkpointing on)" in capsys.readouterr().out
 
 
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ class Option:
         return self.time is not None
 
     @property
+    def batches(self) -> str:
+        """Of one rank before each step: samples of one, and how many."""
+        return f"{self.request.micro_batch} x {self.request.accumulation}"
+
+    @property
     def is_sure(self) -> bool:
         return fits(self.memory, self.request.box, at_upper_end=True)
 

@@ -34,7 +34,7 @@ without --hub. docs/advice.md says what the errors are and what this cannot know
 # Samples of a step, where nobody says it: strategies are compared at the same batch.
 _BATCH = 64
 _MUCH_FOR_A_HOST_BYTES = 256 * GIB
-_ROW = "{:<20} {:>5} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
+_ROW = "{:<20} {:>8} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,12 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         f" tokens a step, {question.precision}\n"
     )
     yield (
-        "The advised one, what is about as fast, then the others by speed. again: gradient checkpointing. up to: the"
-        "\nupper end of the peak's interval. tokens/s are of all ranks, host and NVMe of one node, cost/M of a million"
-        "\ntokens. GiB are 2**30 bytes.\n"
+        "The advised one, what is about as fast, then the others by speed. a rank: samples of a batch x batches before"
+        "\na step. again: gradient checkpointing. up to: the upper end of the peak's interval. tokens/s are of all"
+        "\nranks, host and NVMe of one node, cost/M of a million tokens. GiB are 2**30 bytes.\n"
     )
     yield _ROW.format(
-        "strategy", "micro", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
+        "strategy", "a rank", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
     )
     for option in advice.options:
         yield _line(option)
@@ -179,8 +179,7 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     if told.files is not None and best is not None:
         files = told.files
         yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
-        again = "on" if best.request.gradient_checkpointing else "off"
-        yield f"  {files.command}    (batches of {best.request.micro_batch}, gradient checkpointing {again})"
+        yield f"  {files.command}    ({_of_program(best.request)})"
         yield f"  {files.of_study}"
 
 
@@ -198,16 +197,23 @@ def _apart(best: Option, other: Option) -> str:
     return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
 
 
+def _of_program(request: Request) -> str:
+    """What is in no file, and the figures rest on."""
+    several = f", {request.accumulation} of them before each step" if request.accumulation > 1 else ""
+    again = "on" if request.gradient_checkpointing else "off"
+    return f"batches of {request.micro_batch}{several}, gradient checkpointing {again}"
+
+
 def _named(option: Option) -> str:
     again = "with" if option.request.gradient_checkpointing else "without"
-    return f"{option.name} ({option.request.micro_batch} a rank, {again} checkpointing)"
+    return f"{option.name} ({option.batches} a rank, {again} checkpointing)"
 
 
 def _line(option: Option) -> str:
     request, memory = option.request, option.memory
     cost = option.cost_per_million_tokens
     return _ROW.format(
-        option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
+        option.name, option.batches if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
         f"{device_bytes(memory) / GIB:.1f}", f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}",
         f"{option.tokens_per_s:,.0f}" if option.fits else "-", f"{memory.host_peak.value / GIB:.0f}",
         f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
