@@ -443,6 +443,7 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         (["--model_name_or_path", "gtp2", "--hardware", "H100"], "did you mean gpt2"),
         (["--model_name_or_path", "gpt2", "--hardware", "8xH10O"], "did you mean H100"),
         (["--model_name_or_path", "layers=2,hidden=64", "--hardware", "H100"], "does not say its heads, vocabulary"),
+        (["--model_name_or_path", LLAMA_8B[:-1] + "5", "--hardware", "H100"], "5 key heads do not divide 32 heads"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "0"], "no whole number"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "1025"], "gpt2 has 1024 positions"),
         (["--model_name_or_path", "gemma-2-9b", "--hardware", "H100", "--seq_length", "8193"], "has 8192 positions"),
