@@ -198,7 +198,9 @@ def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
     asked = Question(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
     best = advise(asked, ["zero2"]).best
     assert best is not None
-    assert write_files(best, tmp_path, "drive").of_study.endswith("--peft lora --lora_rank 16")
+    of_study = write_files(best, tmp_path, "drive").of_study
+    assert of_study is not None
+    assert of_study.endswith("--peft lora --lora_rank 16")
 
 
 def _speed(option: Option) -> float:
@@ -297,6 +299,40 @@ def test_where_nothing_fits_it_says_so_and_ends_with_1(capsys: pytest.CaptureFix
     assert all("GiB" in row["why"] for row in said["strategies"])
 
 
+def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["advise", "--model_name_or_path", LLAMA_8B, "--hardware", "8xH100", "--seq_length", "65536"]
+    assert main(asked) == 1
+    page = capsys.readouterr().out
+    assert "more GPUs" not in page
+    assert (
+        "nothing fits, and no number of GPUs helps: one sample makes 113.3 GiB on its rank (logits 93.9, activations"
+        " 18.0, context 1.4) of 78.8; what helps: fewer tokens a sample, a loss in chunks (--chunked_loss)" in page
+    )
+    # What it names does help.
+    said = advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), ["zero3"])
+    assert said.best is not None
+    assert said.best.is_sure
+    assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
+    # A model is divided over them.
+    assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
+    assert "nothing fits: more GPUs, fewer tokens a sample, or a smaller model" in capsys.readouterr().out
+
+
+def test_a_loss_in_chunks_is_asked_for_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model_name_or_path", LLAMA_8B, "--hardware", "8xH100", "--chunked_loss"]
+    assert main(["predict", *model, "--strategy", "zero3", "--seq_length", "8192", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["chunked_loss"] is True
+    assert main(["predict", *model, "--strategy", "zero3", "--seq_length", "8192", "--peft", "lora", "--json"]) == 0
+    frozen = json.loads(capsys.readouterr().out)["memory"]["device_parts"]["logits"]
+    # A frozen matrix has no gradient, of all tokens or of a part; what remains is three times as wide as the stream.
+    assert said["memory"]["device_parts"]["logits"] - frozen == 2 * 2 * 128256 * 4096
+    assert frozen == 3 * 2 * 8192 * 4096
+    option = advise(dataclasses.replace(TINY, chunked_loss=True), ["zero2"]).best
+    assert option is not None
+    assert write_files(option, tmp_path, "drive").of_study is None
+
+
 def test_host_memory_is_checked_where_it_is_said() -> None:
     question = Question(model_shape("gpt-7.5b"), box_of("L4"), 512, "bf16", gradient_checkpointing=True)
     without = {option.name for option in advise(question).fitting}
@@ -385,6 +421,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     assert option is not None
     assert option.request.micro_batch == 2
     files = write_files(option, tmp_path / "files", "nvme_offload")
+    assert files.of_study is not None
     words = files.of_study.split()
     assert words[:2] == ["accelerate", "launch"]
     own = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",

@@ -38,6 +38,7 @@ class Question:
     # None: whatever trains faster.
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
+    chunked_loss: bool = False
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
 
@@ -204,7 +205,7 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool, sur
             micro_batch=micro_batch, accumulation=max(1, steps),
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             # A user's own program is what the files are for.
-            attention=question.attention, autocast=not strategy.is_fsdp,
+            attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
         )  # fmt: skip
         return request, predict_memory(request)
 

@@ -17,7 +17,7 @@ from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
 from study.predict.boxes import add_speed_arguments, box_asked
-from study.predict.command import known_optimizer
+from study.predict.command import CHUNKED_LOSS, known_optimizer
 from study.predict.fits import device_bytes
 from study.predict.numbers import real, whole
 from study.predict.request import Request
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
+    add("--chunked_loss", action="store_true", help=CHUNKED_LOSS)
     add("--global_batch_size", type=whole, metavar="B", help="samples of a step; by default 64, or one a rank")
     add("--host-memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
@@ -101,7 +102,8 @@ def question_of(options: argparse.Namespace) -> Question:
         shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
         precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, global_batch=batch, price_per_gpu_hour=options.price_per_gpu_hour,
+        attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
+        price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
 
 
@@ -112,6 +114,7 @@ def _document(advice: Advice, told: _Told) -> dict[str, Any]:
         "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
         "hardware": question.box.name, "ranks": question.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
+        "chunked_loss": question.chunked_loss,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
         "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
         "guides": [dataclasses.asdict(rule) for rule in told.guides],
@@ -141,7 +144,7 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         f"{question.shape.name} ({count_text(question.shape.parameters)} parameters{adapters.told(question.shape)})"
         f" on {question.box.name}:"
         f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
-        f" tokens a step, {question.precision}\n"
+        f" tokens a step, {question.precision}{', the loss in chunks' * question.chunked_loss}\n"
     )
     yield (
         "The advised one, what is about as fast, then the others by speed. a rank: samples of a batch x batches before"
@@ -154,7 +157,7 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     for option in advice.options:
         yield _line(option)
     if best is None:
-        yield "\nnothing fits: more GPUs, fewer tokens a sample, or a smaller model"
+        yield f"\n{how_sure(advice)}"
     else:
         yield f"\ntake {_named(best)}: {how_sure(advice)}"
         if other is not None:
@@ -180,7 +183,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         files = told.files
         yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
         yield f"  {files.command}    ({_of_program(best.request)})"
-        yield f"  {files.of_study}"
+        if files.of_study is not None:
+            yield f"  {files.of_study}"
 
 
 def _of_loading(best: Option) -> Iterator[str]:
@@ -201,7 +205,8 @@ def _of_program(request: Request) -> str:
     """What is in no file, and the figures rest on."""
     several = f", {request.accumulation} of them before each step" if request.accumulation > 1 else ""
     again = "on" if request.gradient_checkpointing else "off"
-    return f"batches of {request.micro_batch}{several}, gradient checkpointing {again}"
+    chunks = ", the loss in chunks" * request.chunked_loss
+    return f"batches of {request.micro_batch}{several}, gradient checkpointing {again}{chunks}"
 
 
 def _named(option: Option) -> str:
