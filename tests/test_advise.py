@@ -39,6 +39,7 @@ from study.predict.memory import predict_memory
 from study.predict.request import Estimate
 from study.predict.shape import model_shape
 from study.predict.state import state_of
+from study.predict.time import predict_time
 from study.record.directory import read_run
 from study.spec.strategies import WITH_COPIES, read_strategy
 
@@ -132,6 +133,55 @@ def test_lora_on_one_gpu_is_advised_with_frozen_weights_in_16_bits(capsys: pytes
     assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == said["trained_parameters"]
 
 
+def test_on_one_gpu_an_engine_is_advised_for_its_16_bit_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """`single` autocasts fp32 weights, and was all that offloads were compared with."""
+    asked = ["--model_name_or_path", "gpt2-xl", "--hardware", "A100-40"]
+    assert main(["advise", *asked]) == 0
+    page = capsys.readouterr().out
+    assert "take zero1 (2 x 32 a rank, without checkpointing): 60% ahead of the next" in page
+    assert page.count("an engine for one GPU: nothing is sharded, but its weights are 16 bits") == 1
+    assert main(["advise", *asked, "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["strategies"]}
+    assert (rows["zero1"]["tokens_per_s"], rows["single"]["tokens_per_s"]) == pytest.approx((14222, 7462), rel=1e-3)
+    assert not any(line in page for line in ("zero0, which misleads", "no offload: one is"))
+
+
+@pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
+def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: str, hardware: str) -> None:
+    shape, box = model_shape(model), box_of(hardware)
+    precision = "fp16" if hardware == "T4" else "bf16"
+    advice = advise(Question(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
+    best = advice.best
+    assert best is not None
+    assert best.name == "zero1"
+    offloads = [option for option in advice.fitting if option.request.strategy.offloads]
+    assert len(offloads) == 6
+    for option in offloads:
+        assert option.tokens_per_s < best.tokens_per_s, option.name
+        without = option.name.partition("_")[0]
+        asked = dataclasses.replace(option.request, strategy=read_strategy(without))
+        assert option.time is not None
+        assert predict_time(asked).step_s.value < option.time.step_s.value, option.name
+
+
+def test_one_gpu_is_advised_what_trains_there() -> None:
+    for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
+        found = candidates(Question(model_shape("gpt2"), box_of("L4"), 128, precision))
+        assert {name for name in found if not read_strategy(name).offloads} == names
+
+
+def test_on_one_gpu_a_guides_stage_is_what_its_engine_holds_there() -> None:
+    """It was taken for plain training, whose autocast no guide asked for."""
+    advice = advise(Question(model_shape("gpt2-xl"), box_of("RTX4090"), 1024, "bf16", global_batch=64))
+    said = {(rule.document, rule.choice): rule.misleads for rule in rules(advice)}
+    assert said["S0", "zero0"].startswith("does not fit: needs 30.9 GiB")
+    assert said["S1", "zero2"].startswith("does not fit: needs 36.9 GiB")
+    fp16 = advise(Question(model_shape("bert-large-uncased"), box_of("T4"), 512, "fp16", global_batch=64))
+    tree = rules(fp16)[0]
+    # Stage 0 has no fp16.
+    assert (tree.choice, tree.misleads.split(":")[0]) == ("zero0", "36% slower than zero1")
+
+
 def test_a_drive_that_nothing_would_be_swapped_to_is_not_advised() -> None:
     """A run would load the model and then fail: DeepSpeed swaps no part below a mebibyte."""
     shape = with_adapters(model_shape("gpt2-xl"), 8)
@@ -148,7 +198,9 @@ def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
     asked = Question(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
     best = advise(asked, ["zero2"]).best
     assert best is not None
-    assert write_files(best, tmp_path, "drive").of_study.endswith("--peft lora --lora_rank 16")
+    of_study = write_files(best, tmp_path, "drive").of_study
+    assert of_study is not None
+    assert of_study.endswith("--peft lora --lora_rank 16")
 
 
 def _speed(option: Option) -> float:
@@ -247,6 +299,40 @@ def test_where_nothing_fits_it_says_so_and_ends_with_1(capsys: pytest.CaptureFix
     assert all("GiB" in row["why"] for row in said["strategies"])
 
 
+def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["advise", "--model_name_or_path", LLAMA_8B, "--hardware", "8xH100", "--seq_length", "65536"]
+    assert main(asked) == 1
+    page = capsys.readouterr().out
+    assert "more GPUs" not in page
+    assert (
+        "nothing fits, and no number of GPUs helps: one sample makes 113.3 GiB on its rank (logits 93.9, activations"
+        " 18.0, context 1.4) of 78.8; what helps: fewer tokens a sample, a loss in chunks (--chunked_loss)" in page
+    )
+    # What it names does help.
+    said = advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), ["zero3"])
+    assert said.best is not None
+    assert said.best.is_sure
+    assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
+    # A model is divided over them.
+    assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
+    assert "nothing fits: more GPUs, fewer tokens a sample, or a smaller model" in capsys.readouterr().out
+
+
+def test_a_loss_in_chunks_is_asked_for_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model_name_or_path", LLAMA_8B, "--hardware", "8xH100", "--chunked_loss"]
+    assert main(["predict", *model, "--strategy", "zero3", "--seq_length", "8192", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["chunked_loss"] is True
+    assert main(["predict", *model, "--strategy", "zero3", "--seq_length", "8192", "--peft", "lora", "--json"]) == 0
+    frozen = json.loads(capsys.readouterr().out)["memory"]["device_parts"]["logits"]
+    # A frozen matrix has no gradient, of all tokens or of a part; what remains is three times as wide as the stream.
+    assert said["memory"]["device_parts"]["logits"] - frozen == 2 * 2 * 128256 * 4096
+    assert frozen == 3 * 2 * 8192 * 4096
+    option = advise(dataclasses.replace(TINY, chunked_loss=True), ["zero2"]).best
+    assert option is not None
+    assert write_files(option, tmp_path, "drive").of_study is None
+
+
 def test_host_memory_is_checked_where_it_is_said() -> None:
     question = Question(model_shape("gpt-7.5b"), box_of("L4"), 512, "bf16", gradient_checkpointing=True)
     without = {option.name for option in advise(question).fitting}
@@ -335,6 +421,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     assert option is not None
     assert option.request.micro_batch == 2
     files = write_files(option, tmp_path / "files", "nvme_offload")
+    assert files.of_study is not None
     words = files.of_study.split()
     assert words[:2] == ["accelerate", "launch"]
     own = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--max_steps", "2",
@@ -357,6 +444,23 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
         assert run.engine["copies"] == {"copies": 2, "ranks_of_a_copy": 2}
 
 
+def test_how_many_batches_make_a_step_is_said_wherever_the_batch_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who gives a loader batches of 1 and nothing else steps after each, at a sixteenth of the batch that was timed."""
+    asked = ["advise", "--model_name_or_path", "gemma-2-9b", "--hardware", "4xRTX4090", "--output", str(tmp_path)]
+    assert main(asked) == 0
+    page = capsys.readouterr().out
+    assert "YOUR_PROGRAM.py    (batches of 1, 16 of them before each step, gradient checkpointing on)" in page
+    assert "take zero3_cpu_optimizer (1 x 16 a rank, with checkpointing)" in page
+    row = next(line for line in page.splitlines() if line.startswith("zero3_cpu "))
+    assert row.split()[1:5] == ["1", "x", "16", "yes"]
+    settings = json.loads((tmp_path / "zero3_cpu_optimizer-fitted.json").read_text())
+    assert settings["gradient_accumulation_steps"] == "auto"
+    assert main([*asked[:5], "--global_batch_size", "4", "--output", str(tmp_path)]) == 0
+    assert "YOUR_PROGRAM.py    (batches of 1, gradient checkpointing on)" in capsys.readouterr().out
+
+
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
     best = advise(TINY).best
     assert best is not None
@@ -376,6 +480,7 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         (["--model_name_or_path", "gtp2", "--hardware", "H100"], "did you mean gpt2"),
         (["--model_name_or_path", "gpt2", "--hardware", "8xH10O"], "did you mean H100"),
         (["--model_name_or_path", "layers=2,hidden=64", "--hardware", "H100"], "does not say its heads, vocabulary"),
+        (["--model_name_or_path", LLAMA_8B[:-1] + "5", "--hardware", "H100"], "5 key heads do not divide 32 heads"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "0"], "no whole number"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "1025"], "gpt2 has 1024 positions"),
         (["--model_name_or_path", "gemma-2-9b", "--hardware", "H100", "--seq_length", "8193"], "has 8192 positions"),

@@ -233,11 +233,12 @@ def _loss(request: Request, numbers: float, width: int, capped: int) -> tuple[fl
     """Kept until the loss is through, and the most beside it, forward and backward; `numbers`: tokens by words."""
     if request.fused_loss:
         return numbers * width, numbers * width, numbers * width
-    if request.chunked_loss:
-        # Liger's fused_linear_cross_entropy.py: gradients of its input and of the matrix, made in the forward pass;
-        # beside them the logits of one part, about as large as the input, and the matrix's gradient of that part.
+    if request.chunked_loss and numbers:
+        # Liger's fused_linear_cross_entropy.py: gradients of its input and of a matrix that is trained, made in the
+        # forward pass; beside them the logits of one part, about as large as the input, and the matrix's of that part.
         shape, tokens = request.shape, request.micro_batch * request.sequence_length
-        matrix, stream = shape.vocabulary * shape.hidden * width, tokens * shape.hidden * width
+        matrix = 0 if shape.lora_rank else shape.vocabulary * shape.hidden * width
+        stream = tokens * shape.hidden * width
         return float(matrix + stream), float(matrix + 2 * stream), 0.0
     # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
     return numbers * (4 + capped), numbers * (width + (4 if width == 2 else 0) + capped), numbers * 8

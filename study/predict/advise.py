@@ -38,6 +38,7 @@ class Question:
     # None: whatever trains faster.
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
+    chunked_loss: bool = False
     global_batch: int | None = None
     price_per_gpu_hour: float | None = None
 
@@ -68,6 +69,11 @@ class Option:
     @property
     def fits(self) -> bool:
         return self.time is not None
+
+    @property
+    def batches(self) -> str:
+        """Of one rank before each step: samples of one, and how many."""
+        return f"{self.request.micro_batch} x {self.request.accumulation}"
 
     @property
     def is_sure(self) -> bool:
@@ -143,10 +149,11 @@ def _speed(option: Option) -> tuple[bool, float, float]:
 def candidates(question: Question) -> list[str]:
     """On one rank nothing is sharded: plain training, and offloads.
 
-    With LoRA also stage 1: plain training keeps frozen weights in fp32 and autocasts, an engine keeps them in 16 bits.
+    In 16 bits also stage 1: plain training keeps fp32 weights and autocasts, an engine has 16-bit ones with fp32
+    masters. Offloads have them too, and against plain training would be ahead by that.
     """
     left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.ranks == 1 else {"single"}
-    if question.shape.lora_rank:
+    if question.precision != "fp32":
         left_out -= {"zero1"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
@@ -198,7 +205,7 @@ def _largest(question: Question, name: str, strategy: Strategy, again: bool, sur
             micro_batch=micro_batch, accumulation=max(1, steps),
             precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
             # A user's own program is what the files are for.
-            attention=question.attention, autocast=not strategy.is_fsdp,
+            attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
         )  # fmt: skip
         return request, predict_memory(request)
 

@@ -15,9 +15,9 @@ from study.predict import adapters
 from study.predict.advise import Advice, Option, Question, advise, refuse_precision, usual_precision
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
-from study.predict.advise_words import changes, count_text, how_sure, unchecked, worth_trying
+from study.predict.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
 from study.predict.boxes import add_speed_arguments, box_asked
-from study.predict.command import known_optimizer
+from study.predict.command import CHUNKED_LOSS, known_optimizer
 from study.predict.fits import device_bytes
 from study.predict.numbers import real, whole
 from study.predict.request import Request
@@ -34,7 +34,7 @@ without --hub. docs/advice.md says what the errors are and what this cannot know
 # Samples of a step, where nobody says it: strategies are compared at the same batch.
 _BATCH = 64
 _MUCH_FOR_A_HOST_BYTES = 256 * GIB
-_ROW = "{:<20} {:>5} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
+_ROW = "{:<20} {:>8} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
+    add("--chunked_loss", action="store_true", help=CHUNKED_LOSS)
     add("--global_batch_size", type=whole, metavar="B", help="samples of a step; by default 64, or one a rank")
     add("--host-memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
@@ -101,7 +102,8 @@ def question_of(options: argparse.Namespace) -> Question:
         shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
         precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
-        attention=options.attn_implementation, global_batch=batch, price_per_gpu_hour=options.price_per_gpu_hour,
+        attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
+        price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
 
 
@@ -112,6 +114,7 @@ def _document(advice: Advice, told: _Told) -> dict[str, Any]:
         "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
         "hardware": question.box.name, "ranks": question.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
+        "chunked_loss": question.chunked_loss,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
         "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
         "guides": [dataclasses.asdict(rule) for rule in told.guides],
@@ -141,20 +144,20 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         f"{question.shape.name} ({count_text(question.shape.parameters)} parameters{adapters.told(question.shape)})"
         f" on {question.box.name}:"
         f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
-        f" tokens a step, {question.precision}\n"
+        f" tokens a step, {question.precision}{', the loss in chunks' * question.chunked_loss}\n"
     )
     yield (
-        "The advised one, what is about as fast, then the others by speed. again: gradient checkpointing. up to: the"
-        "\nupper end of the peak's interval. tokens/s are of all ranks, host and NVMe of one node, cost/M of a million"
-        "\ntokens. GiB are 2**30 bytes.\n"
+        "The advised one, what is about as fast, then the others by speed. a rank: samples of a batch x batches before"
+        "\na step. again: gradient checkpointing. up to: the upper end of the peak's interval. tokens/s are of all"
+        "\nranks, host and NVMe of one node, cost/M of a million tokens. GiB are 2**30 bytes.\n"
     )
     yield _ROW.format(
-        "strategy", "micro", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
+        "strategy", "a rank", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
     )
     for option in advice.options:
         yield _line(option)
     if best is None:
-        yield "\nnothing fits: more GPUs, fewer tokens a sample, or a smaller model"
+        yield f"\n{how_sure(advice)}"
     else:
         yield f"\ntake {_named(best)}: {how_sure(advice)}"
         if other is not None:
@@ -166,6 +169,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         yield from _of_loading(best)
         if (of_host := host_adam_note(best.request)) is not None:
             yield of_host
+        if best.name == "zero1" and question.ranks == 1:
+            yield ONE_RANK_NOTE
         if question.shape.lora_rank:
             yield LORA_NOTE
     yield from told.others
@@ -177,9 +182,9 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
     if told.files is not None and best is not None:
         files = told.files
         yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
-        again = "on" if best.request.gradient_checkpointing else "off"
-        yield f"  {files.command}    (batches of {best.request.micro_batch}, gradient checkpointing {again})"
-        yield f"  {files.of_study}"
+        yield f"  {files.command}    ({_of_program(best.request)})"
+        if files.of_study is not None:
+            yield f"  {files.of_study}"
 
 
 def _of_loading(best: Option) -> Iterator[str]:
@@ -196,16 +201,24 @@ def _apart(best: Option, other: Option) -> str:
     return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
 
 
+def _of_program(request: Request) -> str:
+    """What is in no file, and the figures rest on."""
+    several = f", {request.accumulation} of them before each step" if request.accumulation > 1 else ""
+    again = "on" if request.gradient_checkpointing else "off"
+    chunks = ", the loss in chunks" * request.chunked_loss
+    return f"batches of {request.micro_batch}{several}, gradient checkpointing {again}{chunks}"
+
+
 def _named(option: Option) -> str:
     again = "with" if option.request.gradient_checkpointing else "without"
-    return f"{option.name} ({option.request.micro_batch} a rank, {again} checkpointing)"
+    return f"{option.name} ({option.batches} a rank, {again} checkpointing)"
 
 
 def _line(option: Option) -> str:
     request, memory = option.request, option.memory
     cost = option.cost_per_million_tokens
     return _ROW.format(
-        option.name, request.micro_batch if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
+        option.name, option.batches if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
         f"{device_bytes(memory) / GIB:.1f}", f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}",
         f"{option.tokens_per_s:,.0f}" if option.fits else "-", f"{memory.host_peak.value / GIB:.0f}",
         f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",

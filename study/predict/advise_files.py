@@ -23,9 +23,9 @@ _PORT = 29500
 class Files:
     accelerate: Path
     deepspeed: Path | None
-    # As a user's own program is launched, and as this study's is.
+    # As a user's own program is launched, and as this study's is, whose loss is never in chunks.
     command: str
-    of_study: str
+    of_study: str | None
 
 
 def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
@@ -45,9 +45,8 @@ def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
     if request.shape.lora_rank:
         flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
-    return Files(
-        outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), shlex.join([*launch, "study/train.py", *flags])
-    )
+    of_study = None if request.chunked_loss else shlex.join([*launch, "study/train.py", *flags])
+    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), of_study)
 
 
 def _settings(option: Option, nvme_path: str) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from study.host.memory import GIB
-from study.predict.advise import Advice, Option, error_of_time
+from study.predict.advise import Advice, Option, advise, error_of_time
 from study.predict.advise_words import count_text
 from study.predict.fits import fits
 from study.predict.intervals import slowest_offload
@@ -56,19 +56,23 @@ def rules(advice: Advice) -> list[Rule]:
 def _tree(advice: Advice) -> str:
     """Its first question is of plain data parallelism, which it calls stage 0."""
     for name in ("zero0", "zero2"):
-        option = advice.option(_here(advice, name))
+        option = _option(advice, name)
         if option is not None and option.fits:
             return name
     return "zero3"
 
 
-def _here(advice: Advice, name: str) -> str:
-    """On one rank no stage shards anything, and stage 0 cannot be in fp16: plain training is what is meant."""
-    return name if advice.option(name) else "single" if advice.question.ranks == 1 else "ddp"
+def _option(advice: Advice, name: str) -> Option | None:
+    """Stage 0 cannot be in fp16: plain training is what is meant. On one rank most stages were not tried."""
+    alone = advice.question.ranks == 1
+    if name == "zero0" and advice.question.precision == "fp16":
+        name = "single" if alone else "ddp"
+    tried = advice.option(name)
+    return advise(advice.question, [name]).options[0] if tried is None and alone else tried
 
 
 def _misleads(advice: Advice, choice: str) -> str:
-    option, best = advice.option(_here(advice, choice)), advice.best
+    option, best = _option(advice, choice), advice.best
     if option is None or best is None:
         return ""
     if not option.fits:

@@ -8,9 +8,15 @@ from typing import Any
 
 from study.host.memory import GIB
 from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates, error_of_time
-from study.predict.fits import left_share
+from study.predict.fits import device_bytes, left_share, usable_bytes
 from study.predict.intervals import slowest_offload
 
+ONE_RANK_NOTE = (
+    "an engine for one GPU: nothing is sharded, but its weights are 16 bits with fp32 masters of what is trained, where"
+    " single keeps fp32 weights and autocasts"
+)
+# And a process's own, which no rank takes from another.
+_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 _FAR_BEHIND = 0.5
 _WORTH_TELLING = 0.05
 
@@ -22,7 +28,7 @@ def count_text(parameters: int) -> str:
 def how_sure(advice: Advice) -> str:
     best, other = advice.best, advice.runner_up
     if best is None:
-        return "nothing fits, by the model's arithmetic"
+        return _nothing_fits(advice)
     memory = _of_memory(best)
     if other is None:
         return f"it is the only one that fits; {memory}"
@@ -39,6 +45,26 @@ def how_sure(advice: Advice) -> str:
         return f"{gap:.0%} ahead of the next, and nobody has validated times here; {memory}"
     sure = "more than" if gap > error else "but no more than"
     return f"{gap:.0%} ahead of the next, {sure} a step's time may be off ({error:.0%}); {memory}"
+
+
+def _nothing_fits(advice: Advice) -> str:
+    """Ranks divide a model's state, and not what a sample makes on its rank."""
+    least = min(advice.options, key=lambda option: device_bytes(option.memory))
+    request, parts = least.request, least.memory.device_parts
+    whole = {name: parts[name] for name in _OF_A_SAMPLE if parts[name]}
+    if sum(whole.values()) <= (usable := usable_bytes(request.box)):
+        return "nothing fits: more GPUs, fewer tokens a sample, or a smaller model"
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in whole.items())
+    helps = ["fewer tokens a sample"]
+    if not request.gradient_checkpointing:
+        helps.append("gradient checkpointing")
+    if parts["logits"] and not request.chunked_loss:
+        helps.append("a loss in chunks (--chunked_loss)")
+    return (
+        f"nothing fits, and no number of GPUs helps: one sample makes {sum(whole.values()) / GIB:.1f} GiB on its rank"
+        f" ({named}) of {usable / GIB:.1f}; what helps: {', '.join(helps)}, or its tokens divided over ranks"
+        " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
+    )
 
 
 def _of_memory(best: Option) -> str:

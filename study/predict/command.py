@@ -37,6 +37,7 @@ Nothing is run, and nothing is fetched without --hub. An interval is that of rep
 without one was not validated. An all-reduce counts once in what collectives move, and what leaves a rank is
 that of a ring.
 """
+CHUNKED_LOSS = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
 _PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]
 _WHAT = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed_arguments(parser)
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
+    add("--chunked_loss", action="store_true", help=CHUNKED_LOSS)
     add(
         "--pure_bf16", action="store_true", help="without DeepSpeed: weights, gradients and moments in bf16, no masters"
     )
@@ -137,7 +139,7 @@ def _request(options: argparse.Namespace) -> Request:
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
-        autocast=options.autocast or not strategy.is_fsdp,
+        autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
     )  # fmt: skip
 
 
@@ -168,6 +170,7 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "strategy": request.strategy.name, "hardware": request.box.name, "ranks": request.box.ranks,
         "precision": request.precision, "sequence_length": request.sequence_length, "micro_batch": request.micro_batch,
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
+        "chunked_loss": request.chunked_loss,
         "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
         "traced_activation_bytes": traced, "time": prediction.time and dataclasses.asdict(prediction.time),
         "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
@@ -184,6 +187,7 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
         f" on {box.name} ({box.ranks} ranks), {request.precision}, {request.micro_batch}"
         f" x {request.sequence_length} tokens,"
         f" {request.accumulation} pass(es) a step{', checkpointed' if request.gradient_checkpointing else ''}"
+        f"{', the loss in chunks' if request.chunked_loss else ''}"
     )
     yield from ("", f"memory of one {each} at its peak, GiB")
     parts = {name: size for name, size in memory.device_parts.items() if size >= 0.005 * GIB}

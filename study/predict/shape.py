@@ -103,6 +103,8 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     refuse_depth(sizes["layers"], name)
     hidden, heads = sizes["hidden"], sizes["heads"]
     key_value_heads = _whole(name, "num_key_value_heads", get.get("num_key_value_heads") or heads)
+    if heads % key_value_heads:
+        raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
     head_dim = _whole(name, "head_dim", get.get("head_dim") or hidden // heads)
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")

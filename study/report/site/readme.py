@@ -78,7 +78,7 @@ def advice_table() -> str:
         host, peak = best.memory.host_peak.value, best.memory.peak_reserved
         lines.append({
             "model": f"`{model}`", "box": f"`{hardware}`", "take": f"`{best.name}`",
-            "samples of a rank": f"{best.request.micro_batch} x {best.request.accumulation}",
+            "samples of a rank": best.batches,
             "checkpointing": "yes" if best.request.gradient_checkpointing else "no",
             "peak of a GPU, GiB": f"{_number(peak.value, 1, GIB)} (to {_number(peak.high or math.nan, 1, GIB)})",
             "host, GiB": _number(host, 0, GIB), "tokens/s": _number(best.tokens_per_s, 0),
