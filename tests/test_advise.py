@@ -45,6 +45,7 @@ from study.spec.strategies import WITH_COPIES, read_strategy
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.
+FLASH = ["--attn_implementation", "flash_attention_2"]
 TINY = Question(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
@@ -389,10 +390,9 @@ def test_predict_asks_for_the_precision_that_advice_picks(
 
 
 def test_a_guides_choice_is_slower_by_what_it_does_with_the_same_micro_batch() -> None:
-    # Over PCIe stage 2 reduces in every micro-batch; on one device an offload has nobody to wait for.
-    shared = advise(
-        Question(model_shape("gpt2-xl"), box_of("4x4090"), 1024, "bf16", global_batch=64), ["zero1", "zero2"]
-    )
+    # Over a slow network stage 2 reduces in every micro-batch; on one device an offload has nobody to wait for.
+    slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
+    shared = advise(Question(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=1024), ["zero1", "zero2"])
     said = next(rule.misleads for rule in rules(shared) if rule.choice == "zero2")
     assert "trained as zero1 is, waiting for communication takes" in said
     zero1, zero2 = shared.options
@@ -493,6 +493,9 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
             "`study virtual --optimizer muon",
         ),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme_gb_per_s", "3"], "no two numbers above 0"),
+        (["--model_name_or_path", "gpt2", "--hardware", "V100", *FLASH], "has no flash_attention_2"),
+        (["--model_name_or_path", "gpt2", "--hardware", "H100", "--precision", "fp32", *FLASH], "compute in fp32"),
+        (["--model_name_or_path", "gpt-j-6b", "--hardware", "H100", *FLASH], "no arithmetic for flash_attention_2"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--nvme_gb_per_s", "3,nan"], "no two numbers above 0"),
     ],
 )

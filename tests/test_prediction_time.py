@@ -108,6 +108,8 @@ def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
     [
         ("8xA100", 2**28, 194.07), ("8xH200", 2**28, 436.15), ("8xH100", 2**34, 482.26),
         ("4x8xH100", 2**28, 160.1), ("64x8xH100", 2**28, 32.9), ("2x1xH100", 2**25, 361.7 / 8),
+        # Without NVLink a share of one card's link, 55 and 31 GB/s, and of two that of four.
+        ("8xRTX5090", 2**34, 0.51 * 55), ("4xRTX5090", 2**34, 0.64 * 55), ("2x4090", 2**34, 0.64 * 31),
     ],
 )  # fmt: skip
 def test_bandwidth_is_what_was_measured_where_it_was(box: str, payload: int, expected: float) -> None:
@@ -261,6 +263,33 @@ def test_a_time_with_offload_has_no_interval_and_says_what_it_rests_on(name: str
     told = [note for note in time.notes if "OMP_NUM_THREADS" in note]
     assert len(told) == on_host
     assert all(f"{FITTED.host_gb_per_s:.0f} GB/s" in note for note in told)
+
+
+@pytest.mark.parametrize(("box", "is_known"), [("8x4090", False), ("2x8xT4", False), ("4090", True), ("8xA100", True)])
+def test_a_time_of_gpus_that_meet_over_pcie_has_no_interval(box: str, is_known: bool) -> None:
+    time = predict_time(asked(strategy=read_strategy("zero1"), box=box_of(box), precision="fp16-engine"))
+    assert (time.step_s.low is not None) == (time.tokens_per_s_per_gpu.high is not None) == is_known
+
+
+@pytest.mark.parametrize(
+    ("model", "is_by_hand"), [("gemma-2-9b", True), ("gpt-j-6b", True), ("gpt-neo-2.7b", True), ("gpt2-xl", False)]
+)
+def test_a_model_without_fused_attention_takes_the_time_of_attention_by_hand(model: str, is_by_hand: bool) -> None:
+    steps = [
+        predict_time(asked(shape=model_shape(model), attention=how, gradient_checkpointing=again)).step_s.value
+        for again in (False, True) for how in ("sdpa", "eager")
+    ]  # fmt: skip
+    assert [steps[0] == steps[1], steps[2] == steps[3]] == [is_by_hand, is_by_hand]
+
+
+def test_the_network_can_be_given_and_a_slow_one_changes_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for given in ([], ["--network_gb_per_s", "1.5"]):
+        assert main(["advise", "--model_name_or_path", LLAMA, "--hardware", "2x8xH100", *given, "--json"]) == 0
+        said[bool(given)] = json.loads(capsys.readouterr().out)
+    assert said[False]["recommended"] == "zero1"
+    assert said[True]["recommended"] == "hsdp"
+    assert "with an eighth of the network it would be hsdp" in said[False]["changes"]
 
 
 def test_gradients_of_later_micro_batches_come_back_to_the_device() -> None:

@@ -18,6 +18,8 @@ exec > >(tee -a "$out/log.txt") 2>&1
 # On a box that is still warm the files here are newer.
 if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files || exit 1; fi
 
+# Ranks meet over the loopback, which a box without a network may have left down.
+ip link set lo up 2>/dev/null
 if compgen -G 'wheels/*.whl' >/dev/null; then
   python3 -m pip install --quiet --no-index --no-deps wheels/*.whl || exit 1
 fi
@@ -41,9 +43,13 @@ if [ "$suite" = first ]; then
   work() {
     operators
     python3 -m study.cli doctor
+    # Without an engine first: whether torch and its launcher work here at all.
+    python3 -m study.cli run one_gpu_bert --rehearse --only '*-single-*' --only precision=bf16
     python3 -m study.cli run one_gpu_bert --rehearse --only '*-zero3*' --only precision=bf16
     python3 -m study.cli verify --runs-dir runs/verify --only zero1 zero3 zero2_cpu --precision bf16
     pack
+    # Compiled and profiled: what nothing before this has used.
+    python3 -m study.cli run speed_gpt2_xl --rehearse --only strategy=zero1 --only profile_steps=3
     python3 -m study.cli run fits_bert --only '*-zero3-*' --only device_memory_cap_gib=16
     python3 -m study.cli run virtual_gemma --rehearse --only '*-zero3-*'
     pack

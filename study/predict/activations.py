@@ -111,7 +111,12 @@ def computing_bytes(request: Request) -> int:
 
 
 def is_fused(request: Request) -> bool:
-    return request.attention != "eager" and (_ALIKE.get(request.shape.model_type, request.shape.model_type) in _FUSED)
+    return request.attention != "eager" and has_fused(request.shape)
+
+
+def has_fused(shape: ModelShape) -> bool:
+    """As far as is counted here: flash-attention has kernels for more, which transformers trains by hand by default."""
+    return _ALIKE.get(shape.model_type, shape.model_type) in _FUSED
 
 
 def activations_of(request: Request) -> Activations:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from study.errors import UserError
+from study.predict.activations import has_fused
 from study.predict.advise_settings import fitted
 from study.predict.fits import excess_bytes, fits, why
 from study.predict.intervals import slowest_offload
@@ -183,6 +184,19 @@ def refuse_precision(box: Box, precision: str) -> None:
     """As a run on such a device is refused."""
     if precision.startswith("bf16") and usual_precision(box) == "fp16":
         raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
+
+
+def refuse_attention(request: Request | Question) -> None:
+    """What cannot run, and what nobody has counted."""
+    device, shape = request.box.device, request.shape
+    if request.attention != "flash_attention_2":
+        return
+    if usual_precision(request.box) != "bf16":
+        raise UserError(f"{device.name} has no flash_attention_2", "use --attn_implementation sdpa")
+    if request.precision == "fp32":
+        raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
+    if not has_fused(shape):
+        raise UserError(f"no arithmetic for flash_attention_2 of {shape.model_type}", "use --attn_implementation eager")
 
 
 def _best_of(question: Question, name: str, surely: bool) -> Option:

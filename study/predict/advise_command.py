@@ -12,7 +12,7 @@ from study.errors import UserError
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predict import adapters
-from study.predict.advise import Advice, Option, Question, advise, refuse_precision, usual_precision
+from study.predict.advise import Advice, Option, Question, advise, refuse_attention, refuse_precision, usual_precision
 from study.predict.advise_files import Files, write_files
 from study.predict.advise_rules import Rule, rules
 from study.predict.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
@@ -98,13 +98,15 @@ def question_of(options: argparse.Namespace) -> Question:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
-    return Question(
+    question = Question(
         shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
         precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour,
     )  # fmt: skip
+    refuse_attention(question)
+    return question
 
 
 def _document(advice: Advice, told: _Told) -> dict[str, Any]:
@@ -171,6 +173,8 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
             yield of_host
         if best.name == "zero1" and question.ranks == 1:
             yield ONE_RANK_NOTE
+        if question.box.nodes > 1:
+            yield f"each GPU is taken to have {question.box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
         if question.shape.lora_rank:
             yield LORA_NOTE
     yield from told.others

@@ -79,7 +79,7 @@ def _misleads(advice: Advice, choice: str) -> str:
         return f"does not fit: {option.why}"
     if best.is_sure and not option.is_sure:
         return "may not fit: the upper end of its peak's interval does not"
-    # Of offloads the times are off by as much as they were seen to be.
+    # Times without an interval are taken to be off by as much as those of offloads were seen to be.
     if option.tokens_per_s < (1 - (error_of_time(best) or 1 - 1 / slowest_offload())) * best.tokens_per_s:
         return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
     return ""

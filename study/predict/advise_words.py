@@ -112,8 +112,12 @@ def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
     box, best = question.box, advice.best
-    more = "twice the nodes" if box.nodes > 1 else "a second such box"
-    others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, nodes=2 * box.nodes)}}
+    more = "twice the nodes" if box.nodes > 1 else "a second such box" if box.ranks > 1 else "a second GPU"
+    twice: dict[str, Any] = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
+    others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
+    if box.nodes > 1:
+        slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
+        others["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions
     if positions is None or longer <= positions:
         others[f"{longer} tokens a sample"] = {"sequence_length": longer}

@@ -104,6 +104,9 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what a node's drives do; by default {Box.nvme_read_gb_per_s:g},{Box.nvme_write_gb_per_s:g}",
     )
     parser.add_argument(
+        "--network_gb_per_s", type=_SPEED, metavar="X", help="one GPU's share of its node's network, one direction"
+    )
+    parser.add_argument(
         "--host_gb_per_s", type=_SPEED, metavar="X", help="what the host's Adam reads and writes, all ranks of a node"
     )
 
@@ -111,8 +114,11 @@ def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
 def box_asked(options: argparse.Namespace) -> Box:
     """By the name, with the speeds that were given."""
     box, (read, write) = box_of(options.hardware), options.nvme_gb_per_s
-    host = options.host_gb_per_s or box.host_memory_gb_per_s
-    return dataclasses.replace(box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write, host_memory_gb_per_s=host)
+    return dataclasses.replace(
+        box, nvme_read_gb_per_s=read, nvme_write_gb_per_s=write,
+        host_memory_gb_per_s=options.host_gb_per_s or box.host_memory_gb_per_s,
+        network_gb_per_s=options.network_gb_per_s or box.network_gb_per_s,
+    )  # fmt: skip
 
 
 def _two_speeds(text: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from study.errors import UserError
 from study.host.memory import GIB
 from study.predict import adapters
-from study.predict.advise import precision_under, refuse_precision, usual_precision
+from study.predict.advise import precision_under, refuse_attention, refuse_precision, usual_precision
 from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
@@ -133,7 +133,7 @@ def _request(options: argparse.Namespace) -> Request:
         )
     asked = _asked(strategy, config, box)
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
-    return Request(
+    request = Request(
         shape=shape, strategy=asked, box=box,
         sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
@@ -141,6 +141,8 @@ def _request(options: argparse.Namespace) -> Request:
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
     )  # fmt: skip
+    refuse_attention(request)
+    return request
 
 
 def _asked(strategy: Strategy, config: RunConfig, box: Box) -> Strategy:

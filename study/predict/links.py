@@ -37,12 +37,15 @@ def bus_bandwidth_gb_per_s(box: Box, collective: Collective, payload_bytes: floa
 
 def _within_a_node(box: Box, collective: Collective, payload_bytes: float) -> float:
     tables = _tables()
+    if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
+        raise ValueError(f"{box.device.name} has no links in hardware.yaml")
+    if box.meets_over_pcie:
+        table, cards = tables["one_node"]["A100"], max(box.gpus_per_node, min(tables["pcie"]))
+        return links * _interpolated(tables["pcie"], cards) * _interpolated(table, payload_bytes) / max(table.values())
     name = "H200" if (box.device.nvlink_gb_per_s or 0) >= _LINKS_OF_TABLE["H200"] else "A100"
     measured = _interpolated(tables["one_node"][name], payload_bytes)
     if collective != "all_reduce" or box.gpus_per_node <= _SWITCHES_ADD_ABOVE:
         measured = min(measured, tables["ring_limit"].get(name, math.inf))
-    if (links := box.device.nvlink_gb_per_s or box.device.pcie_gb_per_s) is None:
-        raise ValueError(f"{box.device.name} has no links in hardware.yaml")
     return measured * min(1.0, links / _LINKS_OF_TABLE[name])
 
 

@@ -103,6 +103,11 @@ class Box:
         """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
         return self.device.memory_gib == 0
 
+    @property
+    def meets_over_pcie(self) -> bool:
+        """Several GPUs of one node, none of which has NVLink."""
+        return self.gpus_per_node > 1 and self.device.nvlink_gb_per_s is None and not self.in_host_memory
+
 
 def box_of_ranks(name: str, device: Device, ranks: int) -> Box:
     """Where nobody says how they are spread: full machines, or one."""

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from study.predict import flops
-from study.predict.activations import computing_bytes
+from study.predict.activations import computing_bytes, is_fused
 from study.predict.exchange import exchange_of
 from study.predict.fits import device_bytes, usable_bytes
 from study.predict.floor import state_bytes
@@ -119,8 +119,10 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
 
 
 def _validated(request: Request, what: str, value: float) -> Estimate:
-    """Published times of offload are too few, and too far apart, for an interval; of LoRA there are none."""
-    return Estimate(value) if request.strategy.offloads or request.shape.lora_rank else estimate(what, value)
+    """Published times of offload are too few, and too far apart, for an interval; of LoRA, and of several GPUs
+    without NVLink, there are none."""
+    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.meets_over_pcie)
+    return estimate(what, value) if is_known else Estimate(value)
 
 
 def _step_of(request: Request, constants: Constants) -> _Step:
@@ -171,7 +173,7 @@ def _backward_s(step: _Step) -> float:
                 of_weights = 0.0 if is_frozen else _product_s(step, each.out, step.tokens, each.inner)
                 matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
     again = _layers_forward_s(step) / step.request.checkpoint_every if step.request.gradient_checkpointing else 0.0
-    attention = _attention_s(step) * (2.0 if step.request.attention == "eager" else _FUSED_BACKWARD_OVER_FORWARD)
+    attention = _attention_s(step) * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(step.request) else 2.0)
     rest = (
         _head_s(step, 1 if shape.lora_rank and shape.family == "causal-lm" else 2)
         + _logits_s(step) * 2 / 3
@@ -191,7 +193,7 @@ def _attention_s(step: _Step) -> float:
     """Forward, of all layers."""
     request, shape = step.request, step.request.shape
     done = flops.attention_flops(shape, request.sequence_length) * request.micro_batch
-    if request.attention == "eager":
+    if not is_fused(request):
         scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
         moved = scores * _loose_bytes(step) * _SCORE_PASSES / 3
         return done / step.rate + moved / step.bandwidth

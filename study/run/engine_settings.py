@@ -36,7 +36,7 @@ def check_engine_settings(config: RunConfig, strategy: Strategy) -> None:
         )
     assert strategy.deepspeed is not None
     known = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
-    known |= {"aio", "compile", "zero_optimization", KEEPS_PARTS.split(".")[0], *strategy.deepspeed}
+    known |= {"aio", "compile", "timers", "zero_optimization", KEEPS_PARTS.split(".")[0], *strategy.deepspeed}
     for key in parse_overrides(config.engine_override):
         section = key.split(".")[0]
         if section not in known:

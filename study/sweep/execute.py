@@ -162,7 +162,9 @@ class Sweep:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
-        rates, nodes = matmul_rates(self.box), self._nodes(cell)
+        # A tiny model's MFU says nothing, and a box that is rented by the minute measures for ten seconds.
+        rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
+        nodes = self._nodes(cell)
         foreign = {"before": self._foreign_gpu_processes()}
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
         may_fork = (cell.stack is not None or self.only_computes) and not self.box.gpus and not is_in_job()
