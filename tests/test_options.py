@@ -11,7 +11,9 @@ from test_virtual import assert_same_rank, virtual
 from runs import FP32_RELATIVE, RunFactory, losses, train, trained
 from study.errors import UserError
 from study.record.directory import Run
+from study.run.engine_settings import check_engine_settings
 from study.spec.config import RunConfig
+from study.spec.overrides import override
 from study.spec.strategies import read_strategy
 
 GPT = ("--task", "gpt-wikitext")
@@ -227,3 +229,15 @@ def test_states_in_bf16_are_one_training_and_half_the_bytes(run_of: RunFactory, 
 def test_what_a_strategy_cannot_serve_is_refused_by_name(strategy: str, asked: dict[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         read_strategy(strategy).check_engine_flags(RunConfig.from_dict({"max_grad_norm": 0.0, **asked}, "the test"))
+
+
+def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> None:
+    """Its rows are as it is shipped: docs/offline-gpu.md says how its cost is measured."""
+    from deepspeed.utils.config import get_timers_config
+
+    strategy = read_strategy("zero2")
+    off = "timers.throughput.enabled=false"
+    check_engine_settings(RunConfig(engine_override=(off,)), strategy)
+    assert strategy.deepspeed is not None
+    shipped, changed = (get_timers_config(override(strategy.deepspeed, asked)) for asked in ((), (off,)))
+    assert (shipped.enabled, shipped.synchronized, changed.enabled) == (True, True, False)
