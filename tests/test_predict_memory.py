@@ -233,6 +233,29 @@ def test_loading_takes_the_host_memory_that_is_predicted():
     assert max(map(abs, large)) < 0.02
 
 
+def test_on_a_gpu_a_loaded_model_and_an_optimizer_on_the_host_are_never_there_together():
+    shape = model_shape("layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8")
+    request = Request(
+        shape, read_strategy("zero2_cpu"), box_of("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
+    )  # fmt: skip
+    parts = predict_memory(request).host_parts
+    # Masters, moments and fp32 gradients are more than the model in fp32.
+    assert parts["load"] == parts["libraries"] + parts["state"]
+    assert (parts["load"] / GIB, parts["train"] / GIB) == pytest.approx((120.86, 142.03), abs=0.01)
+    sharded = predict_memory(dataclasses.replace(request, box=box_of("8xA100"))).host_parts
+    largest = shape.vocabulary * shape.hidden
+    assert sharded["train"] < sharded["load"]
+    assert sharded["load"] == 8 * (4 * shape.parameters + 2 * largest) + sharded["libraries"]
+    divided = dataclasses.replace(request, box=box_of("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
+    parts = predict_memory(divided).host_parts
+    assert parts["load"] == parts["libraries"] + parts["state"]
+    # Without a GPU all of it stays on the host.
+    processes = dataclasses.replace(request, box=box_of("this"))
+    if processes.box.in_host_memory:
+        parts = predict_memory(processes).host_parts
+        assert parts["load"] > parts["state"] + 4 * shape.parameters
+
+
 def test_a_process_holds_its_libraries_and_what_the_c_library_keeps_beside_its_tensors():
     real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
     request = dataclasses.replace(real, strategy=read_strategy("zero2"), box=dataclasses.replace(real.box, nodes=2))
