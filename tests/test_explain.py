@@ -15,7 +15,7 @@ import pytest
 from engines import ROOT
 from study.errors import UserError
 from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
-from study.predict.explain_case import Case, Workload, settle
+from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, Workload, settle
 from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers
 from study.predict.memory import predict_memory
@@ -343,6 +343,35 @@ def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: 
 
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
+
+
+def test_passes_of_a_step_that_the_file_leaves_open_are_told_and_asked_for(tmp_path: Path) -> None:
+    def case(work: Workload = WORK, **settings: Any) -> Case:
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps({**zero(1, reduce_bucket_size=525336576), **settings}))
+        return settle(read_user_file(str(file)), model_shape(LLAMA_8B), 8, work)
+
+    def reserved(case: Case) -> str:
+        return f"{predict_memory(case.request).peak_reserved.value / 2**30:.2f}"
+
+    one, eight = Workload(2048, accumulation=1), Workload(2048, accumulation=8)
+    auto = {ACCUMULATION: "auto"}
+    assert said(case(one, **auto))[ACCUMULATION] == (
+        "filled", "auto: 1 is taken, and --accumulation says another; with more passes gradients wait beside the"
+        " activations, and a rank reserves 59.66 GiB and not 44.11",
+    )  # fmt: skip
+    assert said(case(eight, **auto)) == said(case(one)) == said(case(eight, gradient_accumulation_steps=8)) == {}
+    assert [reserved(case(one, **auto)), reserved(case(eight, **auto))] == ["44.11", "59.66"]
+    assert said(case(eight))[ACCUMULATION][0] == "missing"
+    # By the engine's own division.
+    assert case(train_batch_size=64).request.accumulation == 8
+    for work, key, says in (
+        (eight, ACCUMULATION, "gradient_accumulation_steps 4, and --accumulation says 8"),
+        (Workload(micro_batch=2), MICRO_BATCH, "train_micro_batch_size_per_gpu 1, and --micro-batch says 2"),
+    ):
+        with pytest.raises(UserError, match=says) as refusal:
+            case(work, gradient_accumulation_steps=4)
+        assert refusal.value.fix.endswith(f'make {key} "auto"')
 
 
 def test_weights_are_gathered_on_the_first_host_where_the_file_says_so(tmp_path: Path) -> None:
