@@ -15,9 +15,10 @@ import pytest
 from engines import ROOT
 from study.errors import UserError
 from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
-from study.predict.explain_case import Case, Workload, settle
+from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, Workload, settle
 from study.predict.explain_findings import findings
 from study.predict.explain_whys import Answer, answers
+from study.predict.memory import predict_memory
 from study.predict.shape import model_shape
 from study.predict.state import kept_whole, sub_groups
 from study.predict.user_settings import _SAID_TWICE, OFFLOADS, ZERO, known_settings, read_user_file
@@ -304,6 +305,83 @@ def test_auto_is_what_accelerate_fills_in_and_the_engine_holds_what_is_told(tmp_
     }  # fmt: skip
     assert engine["reduce_bucket_size"] == 48 * 48
     assert groups_of(case) > 2
+
+
+_WEIGHTS_THAT_ARE_LEFT = """
+import sys, torch, transformers, weakref
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+PartialState(cpu=True)
+import deepspeed
+deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=48, vocab_size=64))
+left = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
+configure = deepspeed.DeepSpeedEngine._configure_optimizer
+def watched(engine, *given):
+    types = {parameter.dtype for parameter in engine.module.parameters()}
+    print("SAYS", sum(each() is not None for each in left), types == {torch.bfloat16})
+    return configure(engine, *given)
+deepspeed.DeepSpeedEngine._configure_optimizer = watched
+print("SAYS", sum(each() is not None for each in left) == len(left))
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(torch.zeros(4, 2)))
+"""
+
+
+def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: Path) -> None:
+    """Why loading and an optimizer on the host are not added up: on a GPU the 16-bit weights are not there either."""
+    environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", _WEIGHTS_THAT_ARE_LEFT, str(tmp_path / "store")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert [each for each in done.stdout.splitlines() if each.startswith("SAYS")] == ["SAYS True", "SAYS 0 True"], (
+        done.stderr[-3000:]
+    )
+
+
+LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
+
+
+def test_passes_of_a_step_that_the_file_leaves_open_are_told_and_asked_for(tmp_path: Path) -> None:
+    def case(work: Workload = WORK, **settings: Any) -> Case:
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps({**zero(1, reduce_bucket_size=525336576), **settings}))
+        return settle(read_user_file(str(file)), model_shape(LLAMA_8B), 8, work)
+
+    def reserved(case: Case) -> str:
+        return f"{predict_memory(case.request).peak_reserved.value / 2**30:.2f}"
+
+    one, eight = Workload(2048, accumulation=1), Workload(2048, accumulation=8)
+    auto = {ACCUMULATION: "auto"}
+    assert said(case(one, **auto))[ACCUMULATION] == (
+        "filled", "auto: 1 is taken, and --accumulation says another; with more passes gradients wait beside the"
+        " activations, and a rank reserves 59.66 GiB and not 44.11",
+    )  # fmt: skip
+    assert said(case(eight, **auto)) == said(case(one)) == said(case(eight, gradient_accumulation_steps=8)) == {}
+    assert [reserved(case(one, **auto)), reserved(case(eight, **auto))] == ["44.11", "59.66"]
+    assert said(case(eight))[ACCUMULATION][0] == "missing"
+    # By the engine's own division.
+    assert case(train_batch_size=64).request.accumulation == 8
+    for work, key, says in (
+        (eight, ACCUMULATION, "gradient_accumulation_steps 4, and --accumulation says 8"),
+        (Workload(micro_batch=2), MICRO_BATCH, "train_micro_batch_size_per_gpu 1, and --micro-batch says 2"),
+    ):
+        with pytest.raises(UserError, match=says) as refusal:
+            case(work, gradient_accumulation_steps=4)
+        assert refusal.value.fix.endswith(f'make {key} "auto"')
+
+
+def test_weights_are_gathered_on_the_first_host_where_the_file_says_so(tmp_path: Path) -> None:
+    offload = {"device": "cpu"}
+    whole = model_shape(LLAMA_8B).parameters * 2
+    for gathers in (False, True):
+        settings = zero(3, offload_optimizer=offload, stage3_gather_16bit_weights_on_model_save=gathers)
+        case = case_of(tmp_path, settings, LLAMA_8B, 8)
+        memory = predict_memory(case.request)
+        assert memory.host_peak.value - memory.host_parts["train"] == whole * gathers
 
 
 def test_an_auto_that_nobody_fills_in_is_refused_by_accelerate(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ FAMILIES = {
     **dict.fromkeys(("bert", "gpt2", "gpt_neo", "gptj", "gpt_neox"), SIZES),
     "qwen2": SIZES | {"num_key_value_heads": 2},
     **dict.fromkeys(("llama", "mistral", "gemma", "gemma2"), GROUPED),
+    # Wider than the model, as the small ones of the family are.
+    "qwen3": GROUPED | {"head_dim": 64},
 }  # fmt: skip
 
 
@@ -66,6 +68,23 @@ def test_a_shape_has_every_tensor_of_the_model_in_its_order(model_type):
         real = [(parameter.numel(), parameter.shape[0]) for parameter in model.parameters()]
         assert [(piece.elements, piece.rows) for piece in pieces_of(request.shape)] == real
         assert request.shape.parameters == sum(elements for elements, _ in real)
+
+
+def test_a_qwen3_has_the_parameters_of_its_config_and_so_have_its_sizes(tmp_path):
+    """Qwen3-4B, whose heads are wider together than the model."""
+    config = {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+    real = sum(parameter.numel() for parameter in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    sizes = "layers=36,hidden=2560,heads=32,vocabulary=151936,inner=9728,key_value_heads=8,head_dim=128,tied=true"
+    found = [model_shape(name).parameters for name in (str(tmp_path), f"{sizes},type=qwen3", sizes)]
+    # As a Llama it lacks the norms of its heads.
+    assert found == [real, real, real - 36 * 2 * 128]
+    assert real == 4_022_468_096
 
 
 def test_mpt_has_no_bias_and_ties_its_head():
@@ -214,6 +233,29 @@ def test_loading_takes_the_host_memory_that_is_predicted():
     assert max(map(abs, large)) < 0.02
 
 
+def test_on_a_gpu_a_loaded_model_and_an_optimizer_on_the_host_are_never_there_together():
+    shape = model_shape("layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8")
+    request = Request(
+        shape, read_strategy("zero2_cpu"), box_of("A100"), 2048, 1, 1, "bf16-engine", True, "sdpa"
+    )  # fmt: skip
+    parts = predict_memory(request).host_parts
+    # Masters, moments and fp32 gradients are more than the model in fp32.
+    assert parts["load"] == parts["libraries"] + parts["state"]
+    assert (parts["load"] / GIB, parts["train"] / GIB) == pytest.approx((120.86, 142.03), abs=0.01)
+    sharded = predict_memory(dataclasses.replace(request, box=box_of("8xA100"))).host_parts
+    largest = shape.vocabulary * shape.hidden
+    assert sharded["train"] < sharded["load"]
+    assert sharded["load"] == 8 * (4 * shape.parameters + 2 * largest) + sharded["libraries"]
+    divided = dataclasses.replace(request, box=box_of("8xA100"), strategy=read_strategy("zero3_cpu_optimizer"))
+    parts = predict_memory(divided).host_parts
+    assert parts["load"] == parts["libraries"] + parts["state"]
+    # Without a GPU all of it stays on the host.
+    processes = dataclasses.replace(request, box=box_of("this"))
+    if processes.box.in_host_memory:
+        parts = predict_memory(processes).host_parts
+        assert parts["load"] > parts["state"] + 4 * shape.parameters
+
+
 def test_a_process_holds_its_libraries_and_what_the_c_library_keeps_beside_its_tensors():
     real = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
     request = dataclasses.replace(real, strategy=read_strategy("zero2"), box=dataclasses.replace(real.box, nodes=2))
@@ -275,6 +317,9 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         (["--model_name_or_path", "gpt-7b"], "did you mean gpt-7.5b"),
         (["--model_name_or_path", "layers=2,hiden=64,heads=2,vocabulary=100"], "did you mean hidden"),
         (["--model_name_or_path", "layers=2,hidden=64"], "heads, vocabulary"),
+        (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,type=qwen9"], "qwen3 or qwen2? known: bert"),
+        (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,type=mamba"], "key_value_heads=8,head_dim"),
+        (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,head_dim=8,type=gpt2"], "leave head_dim"),
         (["--model_name_or_path", "someone/some-model"], "--hub"),
         (["--model_name_or_path", "/nowhere/model"], "there is no folder /nowhere/model"),
         (["--model_name_or_path", "./nowhere"], "there is no folder ./nowhere"),

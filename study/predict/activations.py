@@ -54,7 +54,9 @@ _EAGER = {
     "gemma": _Kept(6, 4, 4, 0, 4, 5, 4, 2),
     "gemma2": _Kept(10, 4, 4, 0, 8, 5, 8, 2),
 }
-_ALIKE = {"mistral": "llama", "qwen2": "llama"}
+# Of Qwen3 with the norms of its heads besides.
+_ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama"}
+_WITH_HEAD_NORMS = ("qwen3",)
 # Tensors of scores in the computing type, and one more in fp32 where the softmax computes in it.
 _SCORES = {"gemma2": 2.0}
 _SOFTMAX_IN_FP32 = {
@@ -138,6 +140,7 @@ def activations_of(request: Request) -> Activations:
     per_token = 4 * wide * shape.hidden + width * (
         narrow * shape.hidden + inner * shape.inner + kept.query * query + kept.key * key
     )
+    per_token += _head_norms(shape, width, in_kernels)
     scores = _scores(request, name, mode, fused, width)
     adapted, adapted_outside = _adapted(request, name, mode, fused, width)
     per_token += adapted
@@ -210,6 +213,14 @@ def _adapted(request: Request, name: str, mode: str, fused: bool, width: int) ->
         # The first norm, of embeddings that have no gradient.
         outside -= 4 if name in _NORMS_THAT_MULTIPLY else stream
     return layer, outside * shape.hidden
+
+
+def _head_norms(shape: ModelShape, width: int, in_kernels: bool) -> float:
+    """Of queries and keys, in each layer: what comes in, as fp32, and what trained weights multiply."""
+    if shape.model_type not in _WITH_HEAD_NORMS:
+        return 0.0
+    each = width if in_kernels else 4 + (width if shape.lora_rank is None else 0)
+    return float(each * (shape.heads + shape.key_value_heads) * shape.head_dim)
 
 
 def head_elements(shape: ModelShape) -> int:

@@ -15,14 +15,17 @@ from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known
 from study.spec.config import Precision
 from study.spec.strategies import Strategy
 
+MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """What a program decides, and not its settings."""
 
     sequence_length: int = 1024
-    # Where the file leaves it to the program.
-    micro_batch: int = 1
+    # Where the file leaves them to the program; None: one.
+    micro_batch: int | None = None
+    accumulation: int | None = None
     gradient_checkpointing: bool = False
     # Of --precision: no, bf16 or fp16.
     mixed_precision: str | None = None
@@ -96,13 +99,13 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
     ranks = ranks or file.num_processes
     if ranks is None:
         raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
-    findings = list(file.findings)
+    findings, batch = list(file.findings), _batch(file, ranks, work)
     if file.deepspeed is None:
         computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
         name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
         mesh = _fitting_mesh(file, ranks, findings)
         strategy = Strategy(name, file.distributed_type, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
-        request = _request(shape, strategy, ranks, computed, {}, work)
+        request = _request(shape, strategy, ranks, computed, batch, work)
         return Case(file, {}, {}, request, tuple(findings))
     zero, top = _without_old_names(file, findings), dict(file.deepspeed)
     chosen = _precision(file, precision, findings)
@@ -118,7 +121,7 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
         if full[what] is not None:
             defaults = {key: entry["default"] for key, entry in known[f"{ZERO}.{what}"].items()}
             full[what] = {**defaults, **full[what]}
-    request = _request(shape, _strategy(file, top, full), ranks, chosen, top, work)
+    request = _request(shape, _strategy(file, top, full), ranks, chosen, batch, work)
     return Case(file, full, top, request, tuple(findings))
 
 
@@ -132,15 +135,33 @@ def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[
 
 
 def _request(
-    shape: ModelShape, strategy: Strategy, ranks: int, precision: Precision, top: Mapping[str, Any], work: Workload
+    shape: ModelShape, strategy: Strategy, ranks: int, precision: Precision, batch: tuple[int, int], work: Workload
 ) -> Request:
-    micro, steps = top.get("train_micro_batch_size_per_gpu"), top.get("gradient_accumulation_steps")
     return Request(
         shape=shape, strategy=strategy, box=_box(ranks), sequence_length=work.sequence_length,
-        micro_batch=micro if type(micro) is int and micro > 0 else work.micro_batch,
-        accumulation=steps if type(steps) is int and steps > 0 else 1, precision=precision,
+        micro_batch=batch[0], accumulation=batch[1], precision=precision,
         gradient_checkpointing=work.gradient_checkpointing, attention="sdpa", autocast=not strategy.is_fsdp,
     )  # fmt: skip
+
+
+def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
+    """Samples of a pass and passes of a step: by the file (_set_batch_related_parameters in DeepSpeed's config.py), and
+    where it leaves them open by the flags."""
+    top = file.deepspeed or {}
+    said = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
+    whole, micro, steps = (value if type(value) is int and value > 0 else None for value in said)
+    if file.launcher == "deepspeed" and ACCUMULATION not in top and whole and micro:
+        # Accelerate takes 1 there.
+        steps = max(whole // micro // ranks, 1)
+    asked = (
+        ("--micro-batch", work.micro_batch, MICRO_BATCH, micro),
+        ("--accumulation", work.accumulation, ACCUMULATION, steps),
+    )
+    for flag, value, key, number in asked:
+        if None not in (value, number) and value != number:
+            fix = f'leave {flag} out, or make {key} "auto"'
+            raise UserError(f"{file.name} makes {key} {number}, and {flag} says {value}", fix)
+    return micro or work.micro_batch or 1, steps or work.accumulation or 1
 
 
 def _sections(zero: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

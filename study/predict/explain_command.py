@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
     add("--world-size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
     add("--precision", choices=("no", "bf16", "fp16"), help="what mixed precision is where the file leaves it open")
-    add("--micro-batch", type=_COUNT, default=1, metavar="B", help="samples of one pass, where the file says auto")
+    add("--micro-batch", type=_COUNT, metavar="B", help="samples of one pass, where the file says auto; by default 1")
+    add("--accumulation", type=_COUNT, metavar="N", help="passes of a step, where the file says auto; by default 1")
     add(
         "--seq-length",
         type=_COUNT,
@@ -48,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
     length = sequence_length(shape, options.seq_length, 1024)
-    work = Workload(length, options.micro_batch, options.gradient_checkpointing, options.precision)
+    work = Workload(
+        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
+    )
     case = settle(file, shape, options.world_size, work)
     case = dataclasses.replace(case, findings=tuple(findings(case)))
     asked, whole, settings = answers(case), predict_memory(case.request), costs(case)
@@ -64,6 +67,8 @@ def _document(case: Case, settings: list[Cost], asked: list[Answer], whole: Memo
         "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
         "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
         "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
+        "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
+        "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
         "settings": [dataclasses.asdict(cost) for cost in settings],
         "findings": [dataclasses.asdict(finding) for finding in case.findings],
         "answers": [dataclasses.asdict(answer) for answer in asked], "memory": dataclasses.asdict(whole),
@@ -74,6 +79,11 @@ def _page(case: Case, settings: list[Cost], asked: list[Answer], whole: Memory) 
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else case.request.strategy.name
     yield f"{case.file.name}: {engine}, {case.request.precision}, one of {case.ranks} ranks"
     yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest.elements:,}"
+    request = case.request
+    yield (
+        f"{request.micro_batch} x {request.sequence_length} tokens, {request.accumulation} pass(es) a step"
+        f"{', checkpointed' if request.gradient_checkpointing else ''}"
+    )
     if settings:
         yield "\nwhat each setting costs a rank (device, host, drive; - is none; * your file does not say it)"
     for cost in settings:

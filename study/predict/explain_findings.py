@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from study.host.memory import GIB
-from study.predict.explain_case import Case
+from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case
+from study.predict.memory import predict_memory
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
@@ -138,7 +140,7 @@ def _fsdp(case: Case) -> Iterator[Finding]:
 
 
 def _batch(case: Case) -> Iterator[Finding]:
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = ("train_batch_size", MICRO_BATCH, ACCUMULATION)
     whole, micro, steps = (case.top.get(key) for key in keys)
     wrong = [
         key for key, value in zip(keys, (whole, micro, steps), strict=True)
@@ -154,4 +156,25 @@ def _batch(case: Case) -> Iterator[Finding]:
             yield Finding("refused", "train_batch_size", f"{whole} is no multiple of {micro} x {case.ranks} ranks")
     if whole is None and micro is None and case.file.launcher == "deepspeed":
         says = "the engine ends with an error without it or train_batch_size"
-        yield Finding("missing", "train_micro_batch_size_per_gpu", says)
+        yield Finding("missing", MICRO_BATCH, says)
+    yield from _passes(case)
+
+
+def _passes(case: Case) -> Iterator[Finding]:
+    """Without the key Accelerate (DeepSpeedPlugin) and the engine take 1; what is "auto" is the program's."""
+    asked = case.request.accumulation
+    if ACCUMULATION not in case.top:
+        by_batch = all(type(case.top.get(key)) is int for key in ("train_batch_size", MICRO_BATCH))
+        if asked > 1 and not (by_batch and case.file.launcher == "deepspeed"):
+            says = f"without it Accelerate and the engine make one pass a step, and not {asked}"
+            yield Finding("missing", ACCUMULATION, says)
+    elif case.top[ACCUMULATION] == "auto" and asked == 1:
+        says = "auto: 1 is taken, and --accumulation says another"
+        one, more = (
+            predict_memory(dataclasses.replace(case.request, accumulation=passes)).peak_reserved.value
+            for passes in (1, 2)
+        )
+        if more - one >= 2**20:
+            says += "; with more passes gradients wait beside the activations, and a rank reserves"
+            says += f" {more / GIB:.2f} GiB and not {one / GIB:.2f}"
+        yield Finding("filled", ACCUMULATION, says)

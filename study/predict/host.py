@@ -39,11 +39,14 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
     strategy, ranks = request.strategy, request.box.gpus_per_node
     weight, parameters = weight_bytes(request), request.shape.parameters
     stage = strategy.zero_stage
-    buffers = pinned = 0.0
+    buffers = pinned = whole = 0.0
     libraries = libraries_bytes(request)
     largest, trained = max(tensor.elements for tensor in request.shape.tensors), trained_of(request.shape)
     if stage is not None and stage > 0:
         settings = engine_settings(strategy, request.shape.hidden)
+        if stage == 3 and settings.gathers_to_save:
+            # Without it Accelerate refuses, and the engine saves parts, as this study's checkpoints have them.
+            whole = weight * float(parameters)
         part = (
             part_elements(request, trained) if stage == 3 else -(-request.shape.trained_parameters // request.box.ranks)
         )
@@ -74,12 +77,16 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
     loaded, read = 4.0 * parameters + (largest * weight if weight < FP32_BYTES else 0), 0.0
     if stage == 3:
         loaded = read = 4.0 * largest
-    # Under stage 3 rank 0 gathers the weights to save them whole; FSDP saves shards.
-    whole = weight * float(parameters) if stage == 3 else 0.0
+    load = ranks * (libraries + loaded + state.host) + read
+    if not request.box.in_host_memory:
+        # The engine makes its optimizer when the weights have left the host (_configure_distributed_model), or are
+        # where stage 3 keeps them.
+        weights = ranks * (libraries + loaded + state.params_host) + read
+        load = max(weights, ranks * (libraries + state.host))
     train = ranks * (libraries + state.host + buffers)
     parts = {
         "state": ranks * state.host, "buffers": ranks * buffers, "libraries": ranks * libraries,
-        "pinned": ranks * pinned, "load": ranks * (libraries + loaded + state.host) + read, "train": train,
+        "pinned": ranks * pinned, "load": load, "train": train,
         "rank": train / ranks, "save": train + whole,
     }  # fmt: skip
     return parts, ranks * state.nvme

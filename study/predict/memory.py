@@ -134,7 +134,11 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
 
 def _steady(request: Request, state: State) -> float:
     """Between two steps: weights, optimizer, and buffers that stay."""
-    return state.params_device + state.optimizer_device + _standing(request, state)
+    stays = 0.0
+    if request.strategy.zero_stage == 3:
+        # Its gradients have one buffer, for good (stage3.py, grad_partitions_flat_buffer).
+        stays = state_of(request, waiting=False).grads_device
+    return state.params_device + state.optimizer_device + stays + _standing(request, state)
 
 
 def _standing(request: Request, state: State) -> float:

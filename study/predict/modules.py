@@ -58,6 +58,10 @@ _CALLED: dict[str, tuple[_Tree, _Tree, _Tree]] = {
     ),
     "mpt": (["wte"], ["norm_1", ["Wqkv", "out_proj"], "norm_2", ["up_proj", "-", "down_proj", "-"]], ["norm_f"]),
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _LLAMA),
+    "qwen3": (
+        _LLAMA[0],
+        ["norm_0", ["q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj"], "norm_1", _LLAMA_MLP], ["norm"],
+    ),
     "gemma2": (_LLAMA[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
 }  # fmt: skip
 # What reads a layer's own input, through no more than a norm.

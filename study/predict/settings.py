@@ -46,6 +46,8 @@ class EngineSettings:
     # Moments in the weights' 16 bits, or no fp32 masters at all: DeepSpeed's pure bf16.
     bf16_masters: bool
     bf16_moments: bool
+    # Stage 3: the first rank has all weights on its host when a program saves the model.
+    gathers_to_save: bool
     optimizer: Offload | None
     parameters: Offload | None
 
@@ -104,6 +106,7 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
         accumulates_in_fp32=kept_in == "fp32",
         bf16_masters=bool(bf16.get("bf16_master_weights_and_grads", False)),
         bf16_moments=bool(bf16.get("bf16_optimizer_states", False)),
+        gathers_to_save=switch("stage3_gather_16bit_weights_on_model_save", False),
         optimizer=_offload(strategy, "optimizer", 4),
         parameters=_offload(strategy, "param", 5),
     )

@@ -24,6 +24,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"tie_word_embeddings": False},
     "gemma": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
+    "qwen3": {"head_dim": 128},
 }
 # Keys of transformers for the same thing, the most common one first.
 _KEYS = {
@@ -32,7 +33,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
-_WORDS = ("layers", "hidden", "heads", "vocabulary", "inner", "key_value_heads", "positions", "tied", "type")
+_WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 _Sizes = Mapping[str, Any]
 # Name, shape.
 _Named = list[tuple[str, tuple[int, ...]]]
@@ -88,7 +89,11 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     if model_type not in _FAMILIES:
         near = difflib.get_close_matches(model_type, _FAMILIES, n=3, cutoff=0.4)
         said = f"did you mean {' or '.join(near)}? " if near else ""
-        raise UserError(f"{name}: no arithmetic for model_type {model_type!r}", said + f"known: {', '.join(_FAMILIES)}")
+        raise UserError(
+            f"{name}: no arithmetic for model_type {model_type!r}",
+            f"{said}known: {', '.join(_FAMILIES)}; or give the sizes of one that is built like it, as"
+            " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=8,head_dim=128",
+        )
     get = {**_DEFAULTS.get(model_type, {}), **{key: value for key, value in architecture.items() if value is not None}}
     needed = {field: next((get[key] for key in keys if key in get), None) for field, keys in _KEYS.items()}
     inner_is_free = model_type in ("gpt2", "gptj", "gpt_neo", "mpt")
@@ -108,8 +113,9 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     head_dim = _whole(name, "head_dim", get.get("head_dim") or hidden // heads)
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
-    tied = bool(get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2")))
+    tied = bool(get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2", "qwen3")))
     facts: dict[str, Any] = {**sizes, "query": heads * head_dim, "key_value": key_value_heads * head_dim, "tied": tied}
+    facts["head_dim"] = head_dim
     facts |= {"positions": get.get("n_positions") or get.get("max_position_embeddings"), "said": get}
     before, layer, after = _FAMILIES[model_type](facts)
     count = sizes["layers"]
@@ -209,7 +215,9 @@ def _mpt(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
     return [("wte.weight", (sizes["vocabulary"], h))], layer, [*_norm("norm_f", h, False), *_head(sizes)]
 
 
-def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple[_Named, _Named, _Named]]:
+def _llama(
+    norms: int = 2, query_bias: bool = False, head_norms: bool = False
+) -> Callable[[_Sizes], tuple[_Named, _Named, _Named]]:
     def tensors(sizes: _Sizes) -> tuple[_Named, _Named, _Named]:
         h, inner, said = sizes["hidden"], sizes["inner"], sizes["said"]
         bias, mlp_bias = said.get("attention_bias", query_bias), said.get("mlp_bias", False)
@@ -217,6 +225,7 @@ def _llama(norms: int = 2, query_bias: bool = False) -> Callable[[_Sizes], tuple
             *_linear("q_proj", sizes["query"], h, bias), *_linear("k_proj", sizes["key_value"], h, bias),
             *_linear("v_proj", sizes["key_value"], h, bias),
             *_linear("o_proj", h, sizes["query"], bias and not query_bias),
+            *(pair for name in ("q_norm", "k_norm") if head_norms for pair in _norm(name, sizes["head_dim"], False)),
             *_linear("gate_proj", inner, h, mlp_bias), *_linear("up_proj", inner, h, mlp_bias),
             *_linear("down_proj", h, inner, mlp_bias),
             *(pair for number in range(norms) for pair in _norm(f"norm_{number}", h, False)),
@@ -235,10 +244,10 @@ def _head(sizes: _Sizes, bias: bool = False) -> _Named:
 
 _FAMILIES: dict[str, Callable[[_Sizes], tuple[_Named, _Named, _Named]]] = {
     "bert": _bert, "gpt2": _gpt2, "gpt_neo": _gpt_neo, "gptj": _gptj, "gpt_neox": _gpt_neox, "llama": _llama(),
-    "mistral": _llama(), "qwen2": _llama(query_bias=True), "gemma": _llama(), "gemma2": _llama(norms=4),
-    "mpt": _mpt,
+    "mistral": _llama(), "qwen2": _llama(query_bias=True), "qwen3": _llama(head_norms=True), "gemma": _llama(),
+    "gemma2": _llama(norms=4), "mpt": _mpt,
 }  # fmt: skip
-_GATED = ("llama", "mistral", "qwen2", "gemma", "gemma2")
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 
 
 def _whole(name: str, key: str, value: Any) -> int:
@@ -271,7 +280,7 @@ def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _shape_of_words(text: str) -> ModelShape:
-    """layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama where it has `inner` or fewer key heads."""
+    """layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama where it says what only that has."""
     words = dict(part.partition("=")[::2] for part in text.split(","))
     unknown = [word for word in words if word not in _WORDS]
     if unknown:
@@ -281,14 +290,16 @@ def _shape_of_words(text: str) -> ModelShape:
     missing = [word for word in _KEYS if word not in words]
     if missing:
         raise UserError(f"{text[:80]} does not say its {', '.join(missing)}", "add what is missing")
-    model_type = words.pop("type", "llama" if {"inner", "key_value_heads"} & words.keys() else "gpt2")
+    model_type = words.pop("type", "llama" if {"inner", "key_value_heads", "head_dim"} & words.keys() else "gpt2")
+    if "head_dim" in words and model_type not in _GATED:
+        raise UserError(f"{text[:80]}: a {model_type[:20]} divides its width among its heads", "leave head_dim out")
     numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
     keys = {word: keys[0] for word, keys in _KEYS.items()}
     keys |= {
         "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
-        "tied": "tie_word_embeddings",
+        "tied": "tie_word_embeddings", "head_dim": "head_dim",
     }  # fmt: skip
     architecture = {keys[word]: value for word, value in numbers.items()}
-    if model_type in ("gpt_neox", "llama", "mistral", "qwen2", "gemma", "gemma2"):
+    if model_type in ("gpt_neox", *_GATED):
         architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)
     return shape_of_architecture(text, model_type, architecture)

@@ -31,8 +31,7 @@ def table() -> pd.DataFrame:
             sequence_length=int(flags["--seq_length"]), micro_batch=int(flags["--global_batch_size"]) // ranks,
             accumulation=1, precision=flags["--precision"], gradient_checkpointing=False, attention="sdpa",
         ))  # fmt: skip
-        whole = memory.host_parts["save"] - memory.host_parts["train"]
-        predicted = (memory.steady_allocated.value + memory.host_parts["rank"] + whole) / GIB
+        predicted = (memory.steady_allocated.value + memory.host_parts["rank"]) / GIB
         measured = max(rank["phases_host_gib"]["save"] for rank in arm["save"])
         lines.append({
             "strategy": name, "while it saves, GiB": round(measured, 2), "predicted": round(predicted, 2),
