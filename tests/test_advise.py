@@ -45,6 +45,7 @@ from study.spec.strategies import WITH_COPIES, read_strategy
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.
+SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
 FLASH = ["--attn_implementation", "flash_attention_2"]
 TINY = Question(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
@@ -474,12 +475,19 @@ def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
         write_files(best, tmp_path / "file", "nvme_offload")
 
 
+def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:
+    tied, apart = (model_shape(f"{SIZES},tied={said}").parameters for said in ("true", "false"))
+    assert apart - tied == 768 * 50257
+    assert model_shape(SIZES).parameters == tied
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--model_name_or_path", "gtp2", "--hardware", "H100"], "did you mean gpt2"),
         (["--model_name_or_path", "gpt2", "--hardware", "8xH10O"], "did you mean H100"),
         (["--model_name_or_path", "layers=2,hidden=64", "--hardware", "H100"], "does not say its heads, vocabulary"),
+        (["--model_name_or_path", f"{SIZES},tied=no", "--hardware", "H100"], "neither true nor false"),
         (["--model_name_or_path", LLAMA_8B[:-1] + "5", "--hardware", "H100"], "5 key heads do not divide 32 heads"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "0"], "no whole number"),
         (["--model_name_or_path", "gpt2", "--hardware", "H100", "--seq_length", "1025"], "gpt2 has 1024 positions"),

@@ -113,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
             "head_dim": 16, "intermediate_size": 64,
         }
-        for family in ("llama", "mistral", "qwen2", "gemma", "gemma2")
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
     },
 }  # fmt: skip
 

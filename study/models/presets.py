@@ -33,7 +33,7 @@ DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     "gpt_neo": ("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout"),
     "gptj": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "gpt_neox": ("attention_dropout", "hidden_dropout", "classifier_dropout"),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), ("attention_dropout",)),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), ("attention_dropout",)),
 }
 
 # DeepNet has the most that anybody has published, 1000 (https://arxiv.org/abs/2203.00555), and such a model is made

@@ -33,6 +33,7 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
+_TIED = {"true": True, "false": False, "1": True, "0": False}
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 _Sizes = Mapping[str, Any]
 # Name, shape.
@@ -293,12 +294,18 @@ def _shape_of_words(text: str) -> ModelShape:
     model_type = words.pop("type", "llama" if {"inner", "key_value_heads", "head_dim"} & words.keys() else "gpt2")
     if "head_dim" in words and model_type not in _GATED:
         raise UserError(f"{text[:80]}: a {model_type[:20]} divides its width among its heads", "leave head_dim out")
-    numbers = {word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()}
+    if (tied := words.get("tied", "true")) not in _TIED:
+        raise UserError(f"tied={tied[:20]} in the sizes is neither true nor false", "use one of the two")
+    numbers: dict[str, Any] = {
+        word: int(value) if value.isdecimal() and len(value) < 13 else value for word, value in words.items()
+    }
     keys = {word: keys[0] for word, keys in _KEYS.items()}
     keys |= {
         "inner": "intermediate_size", "key_value_heads": "num_key_value_heads", "positions": "n_positions",
         "tied": "tie_word_embeddings", "head_dim": "head_dim",
     }  # fmt: skip
+    if "tied" in words:
+        numbers["tied"] = _TIED[words["tied"]]
     architecture = {keys[word]: value for word, value in numbers.items()}
     if model_type in ("gpt_neox", *_GATED):
         architecture.setdefault("intermediate_size", 4 * numbers["hidden"] if isinstance(numbers["hidden"], int) else 0)
