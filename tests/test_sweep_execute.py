@@ -262,6 +262,18 @@ def test_the_rate_of_matrix_products_is_measured_for_the_records_of_a_box_with_a
     assert measured["device"]
 
 
+@pytest.mark.parametrize(("scale", "is_measured"), [("laptop", False), ("paper", True)])
+def test_it_is_measured_for_models_of_full_size_alone(tmp_path, scale, is_measured):
+    box = Box((80.0,), 64.0)
+    fixed = {**TINY, "scale": scale, "model_name_or_path": "gpt-tiny", "weights": "random", "time_limit_s": 0.1}
+    suite = write_suite(tmp_path, {"strategy": "single"}, fixed)
+    (cell,) = plan_cells(read_suite(suite), box)
+    run_cells([cell], tmp_path / "runs", box)
+    (attempt,) = read_json(tmp_path / "runs" / cell.id / "sweep.json")["attempts"]
+    assert attempt["state"] == "timeout"
+    assert ("tflops" in attempt["matmul_rates"]) == is_measured
+
+
 def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     result = run(write_suite(tmp_path, {"strategy": "single"}), tmp_path / "file")

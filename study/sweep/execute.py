@@ -162,7 +162,7 @@ class Sweep:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
-        # A tiny model's MFU says nothing, and a box that is rented by the minute measures for ten seconds.
+        # A tiny model's MFU says nothing, and a rehearsal on a rented box should not wait for it.
         rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
         nodes = self._nodes(cell)
         foreign = {"before": self._foreign_gpu_processes()}
