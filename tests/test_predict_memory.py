@@ -192,7 +192,9 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     ok = laptop.runs[laptop.runs["status_state"] == "ok"]
     runs = pd.concat([ok[ok["strategy"] == "zero2"].iloc[:3], ok[ok["strategy"] == "zero3_nvme"].iloc[:1]]).copy()
     runs["devices"] = json.dumps(["NVIDIA H100 80GB HBM3"])
-    runs["peak_memory_gib_allocated"] = [3.0, 4.0, math.nan, 1.0]
+    runs["memory_first_step_allocated_gib"], runs["memory_steady_allocated_gib"] = 2.5, [3.0, 4.0, math.nan, 1.0]
+    # The start's, which is no part of a step.
+    runs["peak_memory_gib_allocated"] = [5.0, 5.0, math.nan, 5.0]
     runs["status_state"] = ["ok", "ok", "oom", "ok"]
     runs["status_reason"] = ["", "", f"{DEVICE_RAN_OUT} (CUDA out of memory; 0.1 GiB of the device were free)", ""]
     runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0, math.nan]

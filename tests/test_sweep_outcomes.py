@@ -166,6 +166,15 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert judge(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
+def test_cublas_that_cannot_start_is_memory_only_where_none_was_free():
+    words = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+    full = ending_of_text(words, free=FreeMemory(0.1, 90.0))
+    assert full is not None
+    assert (full.state, full.reason.partition(" (")[0]) == ("oom", "the device's memory ran out")
+    assert ending_of_text(words, free=FreeMemory(40.0, 90.0)) is None
+    assert ending_of_text(words) is None
+
+
 def test_what_was_free_is_said_of_whatever_ran_out():
     free = FreeMemory(0.21, 90.04)
 

@@ -18,12 +18,19 @@ exec > >(tee -a "$out/log.txt") 2>&1
 # On a box that is still warm the files here are newer.
 if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files || exit 1; fi
 
-# Ranks meet over the loopback, which a box without a network may have left down.
+# Ranks meet over the loopback, which a box without a network may have left down, and ask for this box's own name, which
+# nothing but this file may know there.
 ip link set lo up 2>/dev/null
-if compgen -G 'wheels/*.whl' >/dev/null; then
-  python3 -m pip install --quiet --no-index --no-deps wheels/*.whl || exit 1
+[ ! -w /etc/hosts ] || grep -qw "$(hostname)" /etc/hosts || echo "127.0.0.1 $(hostname)" >> /etc/hosts
+
+install() { python3 -m pip install --quiet --no-index --no-deps --no-build-isolation "$@"; }
+wheels=()
+! compgen -G 'wheels/*.whl' >/dev/null || wheels=(wheels/*.whl)
+if ! install ${wheels[@]+"${wheels[@]}"} -e .; then
+  # Its owner keeps this Python as it is, so they go beside it.
+  install --target packages ${wheels[@]+"${wheels[@]}"} . || exit 1
+  export PYTHONPATH=$PWD:$PWD/packages PATH=$PATH:$PWD/packages/bin
 fi
-python3 -m pip install --quiet --no-index --no-deps --no-build-isolation -e . || exit 1
 [ "$suite" = first ] || python3 -m study.cli status "$suite" >/dev/null || exit
 
 if compgen -G 'libaio*.deb' >/dev/null; then

@@ -168,9 +168,9 @@ def points_of(request: Request) -> list[Point]:
     weight = weight_bytes(request)
     moments = moments_of(request)
     standing = _standing(request, state)
-    earlier = (
-        state_of(request, waiting=False).grads_device if request.accumulation > 1 and strategy.zero_stage != 3 else 0.0
-    )
+    # Stage 3's buffer of gradients is there from the start, where an offload has not taken it to the host.
+    has_earlier = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
+    earlier = state_of(request, waiting=False).grads_device if has_earlier else 0.0
     # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
     live, small = max(gathers.live_forward.values(), default=(0, 0))

@@ -24,6 +24,8 @@ _DEVICE_MEMORY = re.compile(r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryErro
 _CUDA_MEMORY = re.compile(
     r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
 )
+# cuBLAS says this where its workspace has no room, and after an index that was out of range, too.
+_NO_HANDLE = re.compile(r"CUBLAS_STATUS_NOT_INITIALIZED")
 _LOCKING = re.compile(r", in \w*(pin_memory|pinned)\b|cudaHost(Alloc|Register)")
 # Where so much of the device was free, it was not the device. CUDA's own blocks are smaller.
 _ENOUGH_GIB = 2
@@ -35,6 +37,7 @@ _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 DEVICE_RAN_OUT = "the device's memory ran out"
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
     (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
+    (_NO_HANDLE, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
     (
         _CUDA_MEMORY,
         "oom",
@@ -100,6 +103,8 @@ def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) 
     for words, state, what, hint in _RAN_OUT:
         if found := words.search(text):
             device_is_free = free is not None and (free.device_gib or 0) > _ENOUGH_GIB
+            if words is _NO_HANDLE and (device_is_free or free is None):
+                continue
             if words is _CUDA_MEMORY and (device_is_free or _LOCKING.search(frames)):
                 what, hint = "no more host memory could be locked in place", SMALLER_ON_THE_HOST
             start, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
