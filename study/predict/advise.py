@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from study.errors import UserError
@@ -212,6 +213,7 @@ def _best_of(question: Question, name: str, surely: bool) -> Option:
 def _largest(question: Question, name: str, strategy: Strategy, again: bool, surely: bool) -> Option:
     """At the largest micro-batch that is sure to fit, else at the largest that may, else at the smallest."""
 
+    @functools.cache
     def asked(micro_batch: int) -> tuple[Request, Memory]:
         steps = (question.share or 0) // micro_batch
         request = Request(

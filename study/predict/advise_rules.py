@@ -7,6 +7,8 @@ rules of "DeepSpeed ZeRO-3 Architecture". docs/claims.md judges their claims.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from study.host.memory import GIB
 from study.predict.advise import Advice, Option, advise, error_of_time
@@ -40,24 +42,25 @@ def rules(advice: Advice) -> list[Rule]:
     """None for LoRA: both guides speak of training all of a model."""
     if advice.question.shape.lora_rank:
         return []
+    option = functools.cache(functools.partial(_option, advice))
     count = advice.question.shape.parameters
     size = f"{count_text(count)} parameters"
     asked = [
-        ("S0", "the decision tree: stage 0 if that fits, else stage 2, else stage 3", _tree(advice)),
+        ("S0", "the decision tree: stage 0 if that fits, else stage 2, else stage 3", _tree(option)),
         ("S0", f"by size: {size}", "zero0" if count <= _S0_SMALL else "zero2" if count <= _S0_MIDDLE else "zero3"),
         ("S1", f"by size: {size}", "zero3_cpu" if count > _S1_LARGE else "zero2"),
     ]
     device, weights = advice.question.box.device.memory_gib * GIB, 2 * count
     if 0 < device < _S1_OFFLOAD_BELOW * weights:
         asked.append(("S1", "offload where a GPU has less than 1.5 times the model", "zero3_cpu"))
-    return [Rule(document, says, choice, _misleads(advice, choice)) for document, says, choice in asked]
+    return [Rule(document, says, choice, _misleads(advice, option(choice))) for document, says, choice in asked]
 
 
-def _tree(advice: Advice) -> str:
+def _tree(option: Callable[[str], Option | None]) -> str:
     """Its first question is of plain data parallelism, which it calls stage 0."""
     for name in ("zero0", "zero2"):
-        option = _option(advice, name)
-        if option is not None and option.fits:
+        tried = option(name)
+        if tried is not None and tried.fits:
             return name
     return "zero3"
 
@@ -71,8 +74,8 @@ def _option(advice: Advice, name: str) -> Option | None:
     return advise(advice.question, [name]).options[0] if tried is None and alone else tried
 
 
-def _misleads(advice: Advice, choice: str) -> str:
-    option, best = _option(advice, choice), advice.best
+def _misleads(advice: Advice, option: Option | None) -> str:
+    best = advice.best
     if option is None or best is None:
         return ""
     if not option.fits:

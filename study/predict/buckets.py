@@ -5,6 +5,7 @@ The engines' own order: the last parameter first, each gradient into the bucket,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -74,9 +75,14 @@ def standing_bucket(request: Request, settings: EngineSettings) -> float:
     return bucket.bytes
 
 
-@same_for_any_micro_batch
 def moments_of(request: Request) -> list[Moment]:
     """Of the last micro-batch of a step: with accumulation gradients of the earlier ones are there already."""
+    # Checkpointed or not, gradients come in the same order.
+    return _moments_of(dataclasses.replace(request, gradient_checkpointing=False))
+
+
+@same_for_any_micro_batch
+def _moments_of(request: Request) -> list[Moment]:
     stage = request.strategy.zero_stage
     if request.strategy.is_fsdp:
         return list(fsdp_moments(request))
@@ -95,12 +101,17 @@ def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
     """
     embedding = pieces_of(request.shape)[0]
     size, waits = embedding.elements * float(weight_bytes(request)), True
+    small = kept_by_c_library(size)
     for moment in moments:
         extra = size if waits else 0.0
         if moment.piece is embedding:
             extra, waits = (2 * size if moment.arrival else 0.0), False
-        small = kept_by_c_library(size) * (extra > 0)
-        yield moment._replace(grads=moment.grads + (0.0 if moment.step else extra), small=moment.small + small)
+        if extra and not moment.step:
+            yield moment._replace(grads=moment.grads + extra, small=moment.small + small)
+        elif extra:
+            yield moment._replace(small=moment.small + small)
+        else:
+            yield moment
 
 
 def _whole(request: Request) -> Iterator[Moment]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from study.predict.activations import Activations, activations_of
@@ -206,14 +206,6 @@ def points_of(request: Request) -> list[Point]:
     return points
 
 
-_RESPECTS: tuple[Callable[[Moment], float], ...] = (
-    lambda moment: moment.grads + moment.buffers,
-    lambda moment: moment.grads,
-    lambda moment: moment.buffers,
-    lambda moment: moment.small,
-)
-
-
 @same_for_any_micro_batch
 def _telling(request: Request) -> list[Moment]:
     """With all buffers. Of each layer, and of the step, what holds most in some respect: the rest of what is there then
@@ -221,17 +213,28 @@ def _telling(request: Request) -> list[Moment]:
     standing, gathers = _standing(request, state_of(request)), Gathers()
     if request.strategy.zero_stage == 3:
         gathers = gathers_of(request, engine_settings(request.strategy, request.shape.hidden))
-    weight, whole = weight_bytes(request), list[Moment]()
-    for moment in moments_of(request):
-        at_place = (0, 0) if moment.step else gathers.live_backward.get(moment.place, (0, 0))
-        live, small = gathers.live_at.get(id(moment.piece), at_place)
-        buffers = max(standing, moment.buffers) + live * weight
-        whole.append(moment._replace(buffers=buffers, small=moment.small + small * weight))
-    by_layer: dict[int | None, list[Moment]] = {}
-    for moment in whole:
-        by_layer.setdefault(None if moment.step else moment.place, []).append(moment)
-    kept = {id(max(several, key=respect)) for several in by_layer.values() for respect in _RESPECTS}
-    return [moment for moment in whole if id(moment) in kept]
+    weight, moments = weight_bytes(request), moments_of(request)
+    # By layer, and None for the step: the most in each respect, and the moment it is of.
+    most: dict[int | None, list[tuple[float, int]]] = {}
+    totals = list[tuple[float, float]]()
+    for at, moment in enumerate(moments):
+        at_place = _NOTHING if moment.step else gathers.live_backward.get(moment.place, _NOTHING)
+        live, small_live = gathers.live_at.get(id(moment.piece), at_place)
+        buffers, small = max(standing, moment.buffers) + live * weight, moment.small + small_live * weight
+        totals.append((buffers, small))
+        respects = (moment.grads + buffers, moment.grads, buffers, small)
+        layer = None if moment.step else moment.place
+        if (so_far := most.get(layer)) is None:
+            most[layer] = [(size, at) for size in respects]
+            continue
+        for respect, size in enumerate(respects):
+            if size > so_far[respect][0]:
+                so_far[respect] = (size, at)
+    kept = sorted({at for several in most.values() for _, at in several})
+    return [moments[at]._replace(buffers=totals[at][0], small=totals[at][1]) for at in kept]
+
+
+_NOTHING = (0, 0)
 
 
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:

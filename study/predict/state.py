@@ -191,7 +191,8 @@ def padded_elements(request: Request, piece: Piece) -> int:
 
 
 def part_elements(request: Request, pieces: Sequence[Piece]) -> int:
-    return sum(padded_elements(request, piece) for piece in pieces) // request.box.ranks
+    ranks = request.box.ranks
+    return sum(math.ceil(piece.elements / ranks) for piece in pieces)
 
 
 def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
@@ -208,9 +209,9 @@ def kept_whole(request: Request, settings: EngineSettings) -> list[Piece]:
 
 def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
     """stage3.py, _create_fp16_sub_groups: elements of this rank's part in each."""
-    groups, current = [], 0
+    groups, current, ranks = [], 0, request.box.ranks
     for piece in trained_of(request.shape):
-        current += math.ceil(piece.elements / request.box.ranks)
+        current += math.ceil(piece.elements / ranks)
         if current >= settings.sub_group:
             groups.append(current)
             current = 0
