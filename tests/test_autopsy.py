@@ -194,6 +194,7 @@ def arm_of(ran: pd.DataFrame, session: str, arm: str) -> pd.Series:
     return found
 
 
+@pytest.mark.long
 def test_as_printed_the_engine_is_off_though_the_arguments_say_it(ran: pd.DataFrame) -> None:
     zero = arm_of(ran, "1-factorial-ewpob", "zero")
     assert zero["arguments_say_deepspeed"] is True
@@ -205,6 +206,7 @@ def test_as_printed_the_engine_is_off_though_the_arguments_say_it(ran: pd.DataFr
     assert engine_was_on(ran, sets_it_as_printed) == (0, 2)
 
 
+@pytest.mark.long
 def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFrame) -> None:
     zero, standard = (arm_of(ran, "1-corrected-EWPOB", arm) for arm in ("zero", "standard"))
     assert (zero["deepspeed_enabled"], zero["zero_stage"], zero["clips_at"]) == (True, 3, 1.0)
@@ -213,6 +215,7 @@ def test_corrected_the_engine_is_on_and_trains_to_the_same_loss(ran: pd.DataFram
     assert corrected_ratio(ran, "eval_loss").n == 1
 
 
+@pytest.mark.long
 def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFrame) -> None:
     first, second = (arm_of(ran, "1-factorial-ewpob", arm) for arm in ("standard", "zero"))
     assert first["start_weights_abs_sum"] != second["start_weights_abs_sum"]
@@ -223,6 +226,7 @@ def test_carried_weights_are_those_that_the_first_arm_ended_with(ran: pd.DataFra
     assert zero["start_weights_abs_sum"] == standard["start_weights_abs_sum"]
 
 
+@pytest.mark.long
 def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame) -> None:
     assert list(of_cell(ran, "train_loss", "aa", AA)) == [0.0]
     for _, arm in ran[ran["arm"].notna()].iterrows():
@@ -231,6 +235,7 @@ def test_two_equal_arms_have_one_loss_and_each_phase_its_time(ran: pd.DataFrame)
         assert arm["host_peak_reset"] <= arm["host_peak_never_reset"]
 
 
+@pytest.mark.long
 def test_a_refused_dictionary_is_a_row_with_its_reason(ran: pd.DataFrame) -> None:
     (gate,) = [row for _, row in ran[ran["kind"] == "gate"].iterrows()]
     assert gate["state"] == "failed"

@@ -330,6 +330,7 @@ accelerator.prepare(model, torch.optim.AdamW(model.parameters()), torch.utils.da
 """
 
 
+@pytest.mark.long
 def test_no_fp32_weights_are_left_when_the_engine_makes_the_optimizer(tmp_path: Path) -> None:
     """Why loading and an optimizer on the host are not added up: on a GPU the 16-bit weights are not there either."""
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}

@@ -94,6 +94,7 @@ def test_two_machines_with_one_folder_train_under_stage_3(tmp_path: Path, run_of
     assert_same_training(read_run(tmp_path / "shared"), run_of("zero3", *GPT))
 
 
+@pytest.mark.long
 def test_what_one_machine_finds_wrong_both_say_at_once_and_nothing_is_left(tmp_path: Path) -> None:
     (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--learning_rate", "0.5"))
     assert 0 not in (status, other_status)
@@ -274,6 +275,7 @@ def fill(disk: Path, left_bytes: int) -> None:
     (disk / "filler").write_bytes(b"x" * (shutil.disk_usage(disk).free - left_bytes))
 
 
+@pytest.mark.long
 def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> None:
     command = [sys.executable, "study/train.py", *FLAGS, *GPT, "--output_dir", str(small_disk / "run")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

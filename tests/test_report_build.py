@@ -158,22 +158,19 @@ def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
 
 def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
     output = committed(tmp_path)
-    mine = {"figures/my_own_figure.png"}
-    (output / "figures" / "my_own_figure.png").write_text("mine")
-    for _ in range(2):
-        build(few(), "laptop", output, notebooks=notebooks)
-        assert {name for name, content in contents(output).items() if content == b"mine"} == mine
-        # What the earlier report made, and this one did not, is gone.
-        assert sorted(file.name for file in (output / "figures").iterdir()) == [
-            "loss_1.png", "loss_1.svg", "my_own_figure.png",
-        ]  # fmt: skip
-        assert [file.name for file in tmp_path.iterdir()] == ["report"]
-        listed = json.loads((output / "files.json").read_text())["files"]
-        assert {*listed, "files.json"} == set(contents(output)) - mine
-        mine |= {"notes.txt", "mine/index.html"}
-        (output / "notes.txt").write_text("mine")
-        (output / "mine").mkdir(exist_ok=True)
-        (output / "mine" / "index.html").write_text("mine")
+    mine = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
+    (output / "mine").mkdir(exist_ok=True)
+    for name in mine:
+        (output / name).write_text("mine")
+    build(few(), "laptop", output, notebooks=notebooks)
+    assert {name for name, content in contents(output).items() if content == b"mine"} == mine
+    # What the earlier report made, and this one did not, is gone.
+    assert sorted(file.name for file in (output / "figures").iterdir()) == [
+        "loss_1.png", "loss_1.svg", "my_own_figure.png",
+    ]  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["report"]
+    listed = json.loads((output / "files.json").read_text())["files"]
+    assert {*listed, "files.json"} == set(contents(output)) - mine
 
 
 @pytest.mark.parametrize(

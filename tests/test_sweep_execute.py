@@ -143,25 +143,31 @@ def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, cap
     assert Path(shlex.split(line)[0]).name == "accelerate"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "a row is missing",
-        *(pytest.param(f"{name}.json is cut", marks=pytest.mark.long) for name in ("summary", "status")),
-    ],
-)
-def test_a_damaged_record_is_not_taken_for_finished_and_is_made_again(swept, tmp_path, damage):
-    suite, runs = swept[0], tmp_path / "runs"
+DAMAGED = ("steps.jsonl", "summary.json", "status.json")
+
+
+def damaged(swept, runs, name):
     shutil.copytree(swept[1], runs)
     cell = cell_of(runs, "single")
-    losses = [row["loss"] for row in read_run(cell).steps]
-    name = "steps.jsonl" if "row" in damage else damage.split()[0]
     text = (cell / name).read_text()
-    (cell / name).write_text("\n".join(text.splitlines()[:-1]) + "\n" if "row" in damage else text[: len(text) // 2])
-    assert cell_state(cell).state == "damaged"
-    if "row" in damage:
-        assert run(suite, runs).returncode == 0
-        assert [row["loss"] for row in read_run(cell).steps] == losses
+    # A row less, or half of a document.
+    kept = "\n".join(text.splitlines()[:-1]) + "\n" if name.endswith("l") else text[: len(text) // 2]
+    (cell / name).write_text(kept)
+    return cell
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_not_taken_for_finished(swept, tmp_path, name):
+    assert cell_state(damaged(swept, tmp_path / "runs", name)).state == "damaged"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_record_is_made_again(swept, tmp_path, name):
+    cell = damaged(swept, tmp_path / "runs", name)
+    assert run(swept[0], tmp_path / "runs").returncode == 0
+    losses = [[row["loss"] for row in read_run(each).steps] for each in (cell_of(swept[1], "single"), cell)]
+    assert losses[0] == losses[1]
 
 
 def test_what_was_interrupted_or_failed_is_run_again_and_the_rest_is_not(tmp_path, capsys):

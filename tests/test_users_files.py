@@ -180,6 +180,7 @@ def _kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=20)
 
 
+@pytest.mark.long
 def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leaves_what_is_the_user_s(tmp_path, orphans):
     folder = tmp_path / "run"
     # The launcher is gone, and they train on.
