@@ -209,9 +209,9 @@ def test_a_run_that_raises_is_failed_with_its_exception_and_its_last_lines(tmp_p
 
 FULL_DISK = """
 set -u
-mount -t tmpfs -o size=2m tmpfs "$1" || exit 77
+mount -t tmpfs -o size=24m tmpfs "$1" || exit 77
 "$PYTHON" -m study.cli run "$2" --runs-dir "$1" --only '*-single-*'; echo "first $?"
-head -c 3m /dev/zero > "$1/filler" 2>/dev/null
+head -c 30m /dev/zero > "$1/filler" 2>/dev/null
 "$PYTHON" -m study.cli run "$2" --runs-dir "$1"; echo "full $?"
 "$PYTHON" -m study.cli status "$2" --runs-dir "$1"
 rm "$1/filler"
