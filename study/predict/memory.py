@@ -206,6 +206,10 @@ def points_of(request: Request) -> list[Point]:
     return points
 
 
+# Of what is gathered, and of that in small tensors.
+_NOTHING = (0, 0)
+
+
 @same_for_any_micro_batch
 def _telling(request: Request) -> list[Moment]:
     """With all buffers. Of each layer, and of the step, what holds most in some respect: the rest of what is there then
@@ -232,9 +236,6 @@ def _telling(request: Request) -> list[Moment]:
                 so_far[respect] = (size, at)
     kept = sorted({at for several in most.values() for _, at in several})
     return [moments[at]._replace(buffers=totals[at][0], small=totals[at][1]) for at in kept]
-
-
-_NOTHING = (0, 0)
 
 
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
