@@ -26,7 +26,7 @@ from study.sweep.suite_file import find_suite
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", ".github/*.md", "*/README.md")
+    for pattern in ("*.md", "docs/*.md", ".github/*.md", "[!.]*/README.md")
     for file in REPOSITORY.glob(pattern)
 )
 FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
