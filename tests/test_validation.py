@@ -102,7 +102,6 @@ def test_stage_3_holds_its_gradients_in_the_forward_pass_as_well() -> None:
     rows = [row for row in COUNTED if row.source == "deepspeed-bf16-states"]
     assert {row.request.strategy.zero_stage for row in rows} == {3}
     for row in rows:
-        # What it holds of them is 4 % of the smaller peak.
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
 
 

@@ -29,7 +29,7 @@ wheels=()
 if ! install ${wheels[@]+"${wheels[@]}"} -e .; then
   # Its owner keeps this Python as it is, so they go beside it.
   install --target packages ${wheels[@]+"${wheels[@]}"} . || exit 1
-  export PYTHONPATH=$PWD:$PWD/packages PATH=$PATH:$PWD/packages/bin
+  export PYTHONPATH=$PWD:$PWD/packages${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:$PWD/packages/bin
 fi
 [ "$suite" = first ] || python3 -m study.cli status "$suite" >/dev/null || exit
 

@@ -106,12 +106,10 @@ def _with_tied(request: Request, moments: Iterator[Moment]) -> Iterator[Moment]:
         extra = size if waits else 0.0
         if moment.piece is embedding:
             extra, waits = (2 * size if moment.arrival else 0.0), False
-        if extra and not moment.step:
-            yield moment._replace(grads=moment.grads + extra, small=moment.small + small)
-        elif extra:
-            yield moment._replace(small=moment.small + small)
-        else:
+        if not extra:
             yield moment
+            continue
+        yield moment._replace(grads=moment.grads + (0.0 if moment.step else extra), small=moment.small + small)
 
 
 def _whole(request: Request) -> Iterator[Moment]:
