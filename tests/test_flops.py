@@ -29,6 +29,7 @@ DEVICE_NAMES = {
     "NVIDIA GH200 480GB": "GH200 96GB",
     "NVIDIA GH200 144G HBM3e": "GH200 144GB",
     "NVIDIA B200": "B200 SXM",
+    "NVIDIA B300 SXM6 AC": "B300 SXM",
     "NVIDIA L4": "L4",
     "Tesla T4": "T4",
     "Tesla V100-SXM2-16GB": "V100 SXM2 16GB",
@@ -145,7 +146,7 @@ def test_precision_chooses_the_rate() -> None:
         "cpu",
         "Intel(R) Xeon(R) Platinum 8480+",
         # Other cards, slices and virtual ones, whose names begin or end as those of known ones.
-        *("NVIDIA H100", "NVIDIA H800 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA B300 SXM6 AC", "NVIDIA H20-3e"),
+        *("NVIDIA H100", "NVIDIA H800 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GB300", "NVIDIA H20-3e"),
         *("NVIDIA A800 80GB PCIe", "NVIDIA H800 PCIe", "NVIDIA L40G", "NVIDIA A10M", "NVIDIA A16", "NVIDIA A2"),
         *("NVIDIA RTX A400", "NVIDIA RTX A4000", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"),
         *("Quadro RTX 6000", "NVIDIA RTX 5000 Ada Generation"),

@@ -44,6 +44,11 @@ PARAMETERS = {
     "gpt-neo-2.7b": 2_651_307_520,
     "gpt-j-6b": 6_050_882_784,
     "gemma-2-9b": 9_241_705_984,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
     # Of sizes that papers speak of, and nobody published weights of: by 12 width^2 + 13 width per layer, vocabulary,
     # positions and the last norm.
     "gpt-7.5b": 7_467_786_240,

@@ -107,6 +107,15 @@ _GPT2 = {
 }  # fmt: skip
 # GPT-2's architecture with the vocabulary and the context that Megatron pads it to; nobody publishes weights.
 _MEGATRON = _GPT2 | {"vocab_size": 51200, "n_positions": 2048, "bos_token_id": None, "eos_token_id": None}
+_LLAMA_3 = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
 
 _ALL = (
     Preset(
@@ -182,6 +191,44 @@ _ALL = (
             "final_logit_softcapping": 30.0, "attention_dropout": 0.0,
         },
         "google/gemma-2-9b", "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
+    ),
+    # What is fine-tuned most.
+    Preset("llama-3.1-8b", "llama", _LLAMA_3, "meta-llama/Llama-3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b"),
+    Preset(
+        "llama-3.1-70b", "llama",
+        _LLAMA_3 | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                    "num_attention_heads": 64},
+        "meta-llama/Llama-3.1-70B", "349b2ddb53ce8f2849a6c168a81980ab25258dac",
+    ),
+    Preset(
+        "mistral-7b-v0.3", "mistral",
+        {
+            "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-5,
+            "sliding_window": None, "attention_dropout": 0.0,
+        },
+        "mistralai/Mistral-7B-v0.3", "caa1feb0e54d415e2df31207e5f4e273e33509b1",
+    ),
+    Preset(
+        "qwen2.5-7b", "qwen2",
+        {
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+            "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+        },
+        "Qwen/Qwen2.5-7B", "d149729398750b98c0af14eb82c78cfe92750796",
+    ),
+    Preset(
+        "qwen3-8b", "qwen3",
+        {
+            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
+            "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+        },
+        "Qwen/Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218",
     ),
 )  # fmt: skip
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}

@@ -19,7 +19,8 @@ from study.predict.request import Box
 from study.theory.hardware import Device, find_device, known_devices
 
 # What people call the devices of hardware.yaml, and the network of one device to other nodes where several are common,
-# GB/s: eight cards of 400 Gbit/s for eight H100, of 200 for eight A100 (DGX), four of 100 for eight V100 (DGX-1).
+# GB/s: eight cards of 800 Gbit/s for eight B300, of 400 for eight H100, of 200 for eight A100 (DGX), four of 100 for
+# eight V100 (DGX-1).
 _NAMES: dict[str, tuple[str, float]] = {
     "T4": ("T4", 6.25),
     "L4": ("L4", 6.25),
@@ -62,6 +63,7 @@ _NAMES: dict[str, tuple[str, float]] = {
     "GH200": ("GH200 96GB", 50.0),
     "GH200-144": ("GH200 144GB", 50.0),
     "B200": ("B200 SXM", 50.0),
+    "B300": ("B300 SXM", 100.0),
 }
 BOX_NAMES = (*_NAMES, "this")
 _SPEED = functools.partial(real, below=1e6)

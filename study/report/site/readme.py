@@ -17,6 +17,7 @@ import pandas as pd
 from study.host.memory import GIB, MIB
 from study.predict.advise import advise
 from study.predict.advise_command import add_arguments, question_of
+from study.predict.fits import device_bytes
 from study.record.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.table1 import state_beside_paper
 from study.report.records.frames import Records, only_virtual, read_parquet
@@ -27,7 +28,8 @@ from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _ADVICE = re.compile(r"(<!-- advice -->\n).*?(<!-- end of advice -->)", re.DOTALL)
 _ASKED = (
-    ("bert-large-uncased", "T4"), ("gpt2-xl", "RTX4090"), ("gemma-2-9b", "4xRTX4090"), ("gemma-2-9b", "8xH100")
+    ("bert-large-uncased", "T4"), ("gpt2-xl", "RTX4090"), ("gemma-2-9b", "4xRTX4090"), ("gemma-2-9b", "8xH100"),
+    ("llama-3.1-8b", "4xA100"), ("llama-3.1-70b", "8xH100"),
 )  # fmt: skip
 _PLACES = {"device": "on the device, MiB", "host": "on the host", "nvme": "on NVMe"}
 # The documents that hold such a table.
@@ -75,12 +77,12 @@ def advice_table() -> str:
         options = parser.parse_args(["--model_name_or_path", model, "--hardware", hardware])
         best = advise(question_of(options)).best
         assert best is not None
-        host, peak = best.memory.host_peak.value, best.memory.peak_reserved
+        host, upper = best.memory.host_peak.value, device_bytes(best.memory, at_upper_end=True)
         lines.append({
             "model": f"`{model}`", "box": f"`{hardware}`", "take": f"`{best.name}`",
             "samples of a rank": best.batches,
             "checkpointing": "yes" if best.request.gradient_checkpointing else "no",
-            "peak of a GPU, GiB": f"{_number(peak.value, 1, GIB)} (to {_number(peak.high or math.nan, 1, GIB)})",
+            "peak of a GPU, GiB": f"{_number(device_bytes(best.memory), 1, GIB)} (to {_number(upper, 0, GIB)})",
             "host, GiB": _number(host, 0, GIB), "tokens/s": _number(best.tokens_per_s, 0),
         })  # fmt: skip
     return table_markdown(pd.DataFrame(lines))
