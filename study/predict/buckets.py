@@ -183,6 +183,8 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         held = float(total * width) + piece.elements * weight if request.accumulation > 1 else grads
         yield Moment(piece.place, held, bucket.bytes + staging, piece=piece, arrival=True, small=small)
     own, moved, held, in_bucket = set(map(id, own_pieces(request))), 0, 0.0, 0
+    # Larger than the bucket, and this rank's own: it lets go of them once they are copied. The others stay.
+    own_waiting: list[int] = []
     for piece in trained_of(request.shape):
         if bucket.is_full_with(piece):
             whole, copy = float((total - moved) * width), _copied(bucket, request)
@@ -190,9 +192,16 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
             held, in_bucket = held + (0 if offloaded else in_bucket * width), 0
             yield Moment(BEFORE, whole + held, bucket.bytes + staging, step=True, small=small)
             bucket.empty()
+            moved, small = (
+                moved + sum(own_waiting),
+                small - sum(kept_by_c_library(size * width) for size in own_waiting),
+            )
+            own_waiting.clear()
         bucket.add(piece)
         if piece.elements <= settings.reduce_bucket:
             moved, small = moved + piece.elements, small - kept_by_c_library(piece.elements * width)
+        elif id(piece) in own and not offloaded:
+            own_waiting.append(piece.elements)
         in_bucket += piece.elements if id(piece) in own else 0
     whole, copy = float((total - moved) * width), _copied(bucket, request)
     yield Moment(BEFORE, whole + held, bucket.bytes + staging + copy, step=True, small=small)
@@ -238,7 +247,7 @@ def _stage3(request: Request, settings: EngineSettings) -> Iterator[Moment]:
             yield Moment(piece.place, held, reduced(), piece=piece, small=small)
             bucket.empty()
         bucket.add(piece)
-    yield Moment(BEFORE, grads + bucket.waiting * weight, reduced())
+    yield Moment(BEFORE, grads + bucket.waiting * weight, reduced(), piece=piece)
     if settings.optimizer is None:
         largest = math.ceil(request.shape.largest_trained / ranks)
         yield Moment(BEFORE, grads, standing + largest * NORM_BYTES, step=True)

@@ -30,7 +30,9 @@ class Gathers:
     live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
-    # While the gradient of each tensor comes, by the tensor's id.
+    # Just before the gradient of each tensor comes, by the tensor's id, while its module is made whole; and when it is
+    # there, and what the gathers went through has been let go of.
+    live_before: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_at: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -114,6 +116,11 @@ class _Coordinator:
         came = self.gather(coming)
         return max(peak, self.total + copied + (came if self.gloo else 0))
 
+    @property
+    def settled(self) -> int:
+        """Elements that are whole once a module's own are there, with the buffers that are still to be copied out."""
+        return self.total + sum(group.size for group in self.together if group.is_open)
+
     def release(self, at: int) -> None:
         for piece in self.sharded[at]:
             again = self.next_use[at].get(id(piece))
@@ -150,6 +157,7 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     trace = (*forward, *backward)
     coordinator = _Coordinator(trace, whole, settings, request)
     held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+    live_before: dict[int, tuple[int, int]] = {}
     live_at: dict[int, tuple[int, int]] = {}
     since = (0, 0)
     for at, call in enumerate(trace):
@@ -161,9 +169,10 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
             most = max(since, (live, coordinator.small))
             is_frozen = any(not piece.trained for piece in call.pieces)
             since = most if is_frozen else (0, 0) if call.pieces else since
-            live_at |= dict.fromkeys(map(id, call.pieces), most)
+            live_before |= dict.fromkeys(map(id, call.pieces), most)
+            live_at |= dict.fromkeys(map(id, call.pieces), (coordinator.settled, coordinator.small))
         coordinator.release(at)
-    return Gathers(coordinator.gathered, coordinator.calls, *held, live_at)
+    return Gathers(coordinator.gathered, coordinator.calls, *held, live_before, live_at)
 
 
 def _next_use(sharded: Sequence[Sequence[Piece]]) -> list[dict[int, int]]:

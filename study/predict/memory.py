@@ -217,16 +217,20 @@ def _telling(request: Request) -> list[Moment]:
     standing, gathers = _standing(request, state_of(request)), Gathers()
     if request.strategy.zero_stage == 3:
         gathers = gathers_of(request, engine_settings(request.strategy, request.shape.hidden))
-    weight, moments = weight_bytes(request), moments_of(request)
+    weight = weight_bytes(request)
+    moments = list[Moment]()
+    for moment in moments_of(request):
+        at_place = _NOTHING if moment.step else gathers.live_backward.get(moment.place, _NOTHING)
+        moments.append(_with_gathered(moment, gathers.live_at.get(id(moment.piece), at_place), standing, weight))
+        if moment.arrival and moment.piece is not None and id(moment.piece) in gathers.live_before:
+            # Tied, the gradients of both and their sum are there; before that, the head's alone.
+            came = 2 if moment.piece is pieces_of(request.shape)[0] and has_tied_gradients(request.shape) else 1
+            before = moment._replace(grads=moment.grads - float(came * moment.piece.elements * weight))
+            moments.append(_with_gathered(before, gathers.live_before[id(moment.piece)], standing, weight))
     # By layer, and None for the step: the most in each respect, and the moment it is of.
     most: dict[int | None, list[tuple[float, int]]] = {}
-    totals = list[tuple[float, float]]()
     for at, moment in enumerate(moments):
-        at_place = _NOTHING if moment.step else gathers.live_backward.get(moment.place, _NOTHING)
-        live, small_live = gathers.live_at.get(id(moment.piece), at_place)
-        buffers, small = max(standing, moment.buffers) + live * weight, moment.small + small_live * weight
-        totals.append((buffers, small))
-        respects = (moment.grads + buffers, moment.grads, buffers, small)
+        respects = (moment.grads + moment.buffers, moment.grads, moment.buffers, moment.small)
         layer = None if moment.step else moment.place
         if (so_far := most.get(layer)) is None:
             most[layer] = [(size, at) for size in respects]
@@ -234,8 +238,13 @@ def _telling(request: Request) -> list[Moment]:
         for respect, size in enumerate(respects):
             if size > so_far[respect][0]:
                 so_far[respect] = (size, at)
-    kept = sorted({at for several in most.values() for _, at in several})
-    return [moments[at]._replace(buffers=totals[at][0], small=totals[at][1]) for at in kept]
+    return [moments[at] for at in sorted({at for several in most.values() for _, at in several})]
+
+
+def _with_gathered(moment: Moment, live: tuple[int, int], standing: float, weight: int) -> Moment:
+    whole, small = live
+    buffers = max(standing, moment.buffers) + whole * weight
+    return moment._replace(buffers=buffers, small=moment.small + small * weight)
 
 
 def _stored(request: Request, kept: Activations, layers: int, working: bool = False) -> dict[str, float]:
