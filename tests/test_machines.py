@@ -115,8 +115,11 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
         monkeypatch.setenv(name, value)
     fork = multiprocessing.get_context("fork")
     answers = [fork.SimpleQueue() for _ in works]
+    # The store's thread resolves the name of who connects: a fork meanwhile copies a lock that nobody opens.
+    all_there = fork.Event()
 
     def be(rank: int) -> None:
+        all_there.wait()
         os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank)}
         try:
             answers[rank].put(works[rank]())
@@ -128,6 +131,7 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
     ranks = [fork.Process(target=be, args=(rank,)) for rank in range(len(works))]
     for rank in ranks:
         rank.start()
+    all_there.set()
     for rank in ranks:
         rank.join(20)
         if rank.is_alive():
