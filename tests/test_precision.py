@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_refusals import assert_refused
 
 from forked import fork_ranks
 from runs import FLAGS, RunFactory, losses, trained
@@ -25,10 +26,15 @@ SAVES = ("--checkpointing_steps", "4")
 FP16_RELATIVE = 2**-12
 BF16_RELATIVE = 2**-9
 
-needs_fp16 = pytest.mark.skipif(
-    not (torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()),
-    reason="this processor has no fp16",
-)
+HAS_FP16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16")
+
+
+@pytest.mark.skipif(HAS_FP16, reason="this processor has fp16")
+@pytest.mark.parametrize("precision", ["fp16", "fp16-engine"])
+def test_a_processor_without_fp16_is_told_what_it_has(precision: str, tmp_path: Path) -> None:
+    says, fix = (f"--precision {precision}", "this processor has no fp16"), "use --precision bf16"
+    assert_refused(tmp_path, "--scale", "laptop", "--precision", precision, says=says, fix=fix)
 
 
 def skipped(run: Run) -> list[int]:

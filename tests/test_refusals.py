@@ -34,7 +34,7 @@ from study.tasks import load_data
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
 # One that is refused before anything is imported, and two after.
-WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "fp16-engine"])
+WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "bf16-engine"])
 
 
 def refuse(
@@ -130,7 +130,7 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
             ("bert-large-uncased", "hub cannot be reached"), "",
         ),
         (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
-        (["--precision", "fp16-engine"], ("fp16-engine", "single"), "use --precision fp16,"),
+        (["--precision", "bf16-engine"], ("bf16-engine", "single"), "use --precision bf16,"),
         (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "or use a zero* strategy"),
         (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
         (["--resume_from_checkpoint", "nonsense"], ("--resume_from_checkpoint nonsense",), "`latest`"),
