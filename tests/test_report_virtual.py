@@ -80,17 +80,22 @@ def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Re
     assert "zero3 at 64 1.88 GB (paper 1.88)" in drawing.alt
 
 
-def test_two_depths_make_no_line(blank: Records) -> None:
+def lines(records: Records) -> int:
+    return sum(one["extrapolated"] is not None for one in summaries(records))
+
+
+def test_two_depths_make_no_line_and_stand_for_themselves(blank: Records) -> None:
     records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3)))
-    assert summaries(records) == []
+    assert lines(records) == 0
+    assert [one["model"] for one in summaries(records)] == ["gpt-7.5b-2layers", "gpt-7.5b-3layers"]
     assert TABLES["table1"](records).empty
 
 
 def test_depths_of_different_settings_are_never_one_line(blank: Records) -> None:
     rows = [row(blank, "zero2", 16, layers) for layers in (2, 3)]
-    assert summaries(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == []
-    assert summaries(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == []
-    assert len(summaries(together(*rows, row(blank, "zero2", 16, 4)))) == 1
+    assert lines(together(*rows, row(blank, "zero2", 16, 4, "zero_optimization.reduce_bucket_size=5"))) == 0
+    assert lines(together(*rows, row(blank, "zero2", 16, 4, seq_length=32))) == 0
+    assert lines(together(*rows, row(blank, "zero2", 16, 4))) == 1
 
 
 def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Records) -> None:

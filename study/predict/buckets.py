@@ -20,6 +20,7 @@ from study.predict.state import (
     Piece,
     flat_elements,
     master_bytes,
+    own_parts,
     own_pieces,
     part_elements,
     pieces_of,
@@ -42,6 +43,10 @@ class _Bucket:
         self.filled = self.waiting = self.count = 0
         self.copies = 2 if settings.overlaps and settings.stage < 3 else 1
         self.lazily = request.box.in_host_memory
+        # Where the optimizer is offloaded, the norm of each is taken when it is copied out of the bucket.
+        copied_out = settings.optimizer is not None and settings.stage < 3
+        self.own = {id(piece): kept for piece, kept in own_parts(request)} if copied_out else {}
+        self.norm = 0
 
     def is_full_with(self, piece: Piece) -> bool:
         return self.filled + piece.elements > self.settings.reduce_bucket and self.filled > 0
@@ -52,9 +57,10 @@ class _Bucket:
             self.waiting += piece.elements
         self.filled, self.count = self.filled + piece.elements, self.count + 1
         self.written = max(self.written, self.filled - self.waiting)
+        self.norm = max(self.norm, self.own.get(id(piece), 0) * NORM_BYTES)
 
     def empty(self) -> None:
-        self.filled = self.waiting = self.count = 0
+        self.filled = self.waiting = self.count = self.norm = 0
 
     @property
     def bytes(self) -> float:
@@ -136,9 +142,11 @@ def _own(request: Request) -> list[tuple[Piece, bool]]:
 
 
 def _copied(bucket: _Bucket, request: Request) -> float:
-    """Reduced to everybody, a bucket is flattened, which copies it; sent to each owner, its parts are not."""
+    """Reduced to everybody, a bucket is flattened, which copies it; sent to each owner, its parts are not. After that
+    the parts that go to the host are made fp64, one by one."""
     alone = request.box.ranks == 1 and bucket.count == 1
-    return 0.0 if alone or not bucket.settings.reduces_to_all else float(bucket.filled * bucket.width)
+    flat = 0 if alone or not bucket.settings.reduces_to_all else bucket.filled * bucket.width
+    return float(max(flat, bucket.norm))
 
 
 def _stage2(request: Request, settings: EngineSettings) -> Iterator[Moment]:
@@ -200,7 +208,7 @@ def _stage1(request: Request, settings: EngineSettings) -> Iterator[Moment]:
         bucket.add(piece)
         if piece.elements <= settings.reduce_bucket:
             moved, small = moved + piece.elements, small - kept_by_c_library(piece.elements * width)
-        elif id(piece) in own and not offloaded:
+        elif id(piece) in own:
             own_waiting.append(piece.elements)
         in_bucket += piece.elements if id(piece) in own else 0
     whole, copy = float((total - moved) * width), _copied(bucket, request)

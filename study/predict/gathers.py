@@ -16,7 +16,7 @@ from study.host.memory import LARGEST_KEPT_BYTES
 from study.predict.modules import Call, calls_of
 from study.predict.request import Request
 from study.predict.settings import EngineSettings
-from study.predict.state import Piece, kept_whole, weight_bytes
+from study.predict.state import BEFORE, Piece, kept_whole, weight_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,15 @@ class Gathers:
     # Put out by all gathers of one forward and backward pass, padded, and how many calls these are.
     elements: int = 0
     calls: int = 0
-    # The most that is whole at once at each place, forward and backward, and of that what lies in small tensors.
+    # The most that is whole at once at each place, forward and backward, and of that what lies in small tensors. Of the
+    # forward pass only places after which there is less.
     live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-
+    # When the head has run, and what it was gathered through has been let go of; then where the backward pass begins,
+    # while the head is made whole again and when it is.
+    live_at_end: tuple[int, int] = (0, 0)
+    live_before_head: tuple[int, int] = (0, 0)
+    live_at_head: tuple[int, int] = (0, 0)
     # Just before the gradient of each tensor comes, by the tensor's id, while its module is made whole; and when it is
     # there, and what the gathers went through has been let go of.
     live_before: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -156,23 +161,47 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     whole = {id(piece) for piece in kept_whole(request, settings)}
     trace = (*forward, *backward)
     coordinator = _Coordinator(trace, whole, settings, request)
-    held: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+    live_forward: dict[int, tuple[int, int]] = {}
+    live_backward: dict[int, tuple[int, int]] = {}
     live_before: dict[int, tuple[int, int]] = {}
     live_at: dict[int, tuple[int, int]] = {}
-    since = (0, 0)
+    place, since, at_end, head = BEFORE, (0, 0), (0, 0), ((0, 0), (0, 0))
     for at, call in enumerate(trace):
-        live = coordinator.call(at)
-        where = held[at >= len(forward)]
-        where[call.place] = max(where.get(call.place, (0, 0)), (live, coordinator.small))
-        if at >= len(forward):
+        live, settled = (coordinator.call(at), coordinator.small), (coordinator.settled, coordinator.small)
+        if at < len(forward):
+            # What is around all layers is called before them.
+            place = call.place if call.pieces else place
+            live_forward[place] = max(live_forward.get(place, (0, 0)), live)
+            at_end = settled
+        else:
+            live_backward[call.place] = max(live_backward.get(call.place, (0, 0)), live)
             # While frozen weights are whole no gradient comes: the next one stands for them.
-            most = max(since, (live, coordinator.small))
+            most = max(since, live)
             is_frozen = any(not piece.trained for piece in call.pieces)
             since = most if is_frozen else (0, 0) if call.pieces else since
             live_before |= dict.fromkeys(map(id, call.pieces), most)
-            live_at |= dict.fromkeys(map(id, call.pieces), (coordinator.settled, coordinator.small))
+            live_at |= dict.fromkeys(map(id, call.pieces), settled)
+            if call.pieces and head == ((0, 0), (0, 0)):
+                head = live, settled
         coordinator.release(at)
-    return Gathers(coordinator.gathered, coordinator.calls, *held, live_before, live_at)
+    if not coordinator.gloo:
+        # A buffer that was gathered into waits for the stream that computes (record_stream), and Python is ahead of it.
+        at_end = max(live_forward.values())
+        live_forward = {request.shape.layers: at_end}
+    return Gathers(
+        coordinator.gathered, coordinator.calls, _before_less(live_forward), live_backward, at_end, *head, live_before,
+        live_at,
+    )  # fmt: skip
+
+
+def _before_less(live: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """What a place keeps only grows, so one that has no more than a later one decides nothing."""
+    kept, most = dict[int, tuple[int, int]](), (-1, -1)
+    for place in sorted(live, reverse=True):
+        larger = max(most[0], live[place][0]), max(most[1], live[place][1])
+        if larger != most:
+            kept[place], most = live[place], larger
+    return kept
 
 
 def _next_use(sharded: Sequence[Sequence[Piece]]) -> list[dict[int, int]]:

@@ -171,29 +171,30 @@ def points_of(request: Request) -> list[Point]:
     # Stage 3's buffer of gradients is there from the start, where an offload has not taken it to the host.
     has_earlier = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
     earlier = state_of(request, waiting=False).grads_device if has_earlier else 0.0
-    # The end of the forward pass, where the logits are made into a loss; then the loss's gradient.
     stored = _stored(request, kept, layers)
-    live, small = max(gathers.live_forward.values(), default=(0, 0))
     begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
     # Until the forward pass has ended, autocast keeps its copies of all weights.
-    cached = kept.cast_cached * layers / request.checkpoint_every if recomputed else 0.0
-    points = [
-        Point(
-            {**stored, "gradients": earlier, "buffers": standing + live * weight,
-             "activations": stored["activations"] + cached, "logits": kept.logits + kept.logits_forward},
-            small * weight,
-        ),
-        # A layer whose tensors are not kept, the last one.
-        Point(
-            {**stored, "gradients": earlier, "buffers": standing + live * weight,
-             "activations": stored["activations"] + cached + (kept.layer_forward if recomputed else 0.0)},
-            small * weight,
-        ),
-        Point(
-            {**stored, "gradients": earlier, "buffers": begun + live * weight,
-             "logits": kept.logits + kept.logits_backward}, small * weight,
-        ),
-    ]  # fmt: skip
+    cached = kept.cast_cached / request.checkpoint_every if recomputed else 0.0
+
+    def point(whole: tuple[int, int], **parts: float) -> Point:
+        live, small = whole
+        held = {**stored, "gradients": earlier, **parts}
+        return Point({**held, "buffers": held.get("buffers", standing) + live * weight}, small * weight)
+
+    # The end of the forward pass, where the logits are made into a loss.
+    activations, logits = stored["activations"] + cached * layers, kept.logits + kept.logits_forward
+    points = [point(gathers.live_at_end, activations=activations, logits=logits)]
+    # In it, a layer whose tensors are not kept.
+    for place, whole in (gathers.live_forward or {layers - 1: _NOTHING}).items():
+        so_far = min(layers, place + 1)
+        before = _stored(request, kept, so_far)
+        working = kept.layer_forward if recomputed and so_far else 0.0
+        points.append(point(whole, **before | {"activations": before["activations"] + cached * so_far + working}))
+    # The loss's gradient; then the logits', while the head is made whole again, and beside the head's.
+    points.append(point(gathers.live_at_end, buffers=begun, logits=kept.logits + kept.logits_backward))
+    grads, came = moments[0].grads, _head_gradient(request, moments[0])
+    for whole, there in ((gathers.live_before_head, grads - came), (gathers.live_at_head, grads)):
+        points.append(point(whole, gradients=there, buffers=begun, logits=kept.logits_gradient))
     for moment in _telling(request):
         parts = {"gradients": moment.grads, "buffers": moment.buffers}
         if not moment.step:
@@ -204,6 +205,14 @@ def points_of(request: Request) -> list[Point]:
             parts = {**stored, **parts}
         points.append(Point(parts, moment.small, moment.step))
     return points
+
+
+def _head_gradient(request: Request, first: Moment) -> float:
+    """The part of the first gradients that is the head's: tied, it waits for that of the embedding."""
+    tied = has_tied_gradients(request.shape)
+    head = pieces_of(request.shape)[0] if tied else first.piece
+    is_there = head is not None and (tied or head.place == request.shape.layers)
+    return float(head.elements * weight_bytes(request)) if head is not None and is_there else 0.0
 
 
 # Of what is gathered, and of that in small tensors.

@@ -129,13 +129,15 @@ def _stage12(request: Request, settings: EngineSettings, waiting: bool) -> State
     part = flat_elements(request) // ranks
     held = part * (master_bytes(settings) + moments_bytes(request, settings))
     params = float((flat_elements(request) + request.shape.frozen_parameters) * weight)
+    # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
+    late, last = last_bucket(request, settings) if waiting else (0, set())
     if settings.optimizer is not None:
-        return State(params, 0.0, 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
+        # Stage 1 reduces none before the backward pass has ended.
+        late = request.shape.trained_parameters if waiting and settings.stage == 1 else late
+        return State(params, float(late * weight), 0.0, grads_host=part * FP32_BYTES, optimizer_host=held)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     if settings.stage == 1:
         return State(params, float(request.shape.trained_parameters * kept), held + STEP_BYTES)
-    # When the backward pass has ended, this rank's reduced ones, whole, and one too large for the bucket.
-    late, last = last_bucket(request, settings) if waiting else (0, set())
     reduced = sum(piece.elements for piece in own_pieces(request) if id(piece) not in last) if waiting else 0
     return State(params, float(max(part * kept, (reduced + late) * weight)), held + STEP_BYTES)
 
@@ -156,12 +158,16 @@ def unswapped(request: Request) -> str | None:
 
 def own_pieces(request: Request) -> list[Piece]:
     """Those of which rank 0 keeps some: stages 1 and 2 cut the flat buffer, not each tensor."""
-    part, at, found = flat_elements(request) // request.box.ranks, 0, []
+    return [piece for piece, _ in own_parts(request)]
+
+
+def own_parts(request: Request) -> Iterator[tuple[Piece, int]]:
+    """With how much of it rank 0 keeps."""
+    left = flat_elements(request) // request.box.ranks
     for piece in trained_of(request.shape):
-        if at < part:
-            found.append(piece)
-        at += piece.elements
-    return found
+        if left > 0:
+            yield piece, min(piece.elements, left)
+        left -= piece.elements
 
 
 def last_bucket(request: Request, settings: EngineSettings) -> tuple[int, set[int]]:

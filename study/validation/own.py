@@ -30,7 +30,7 @@ from study.virtual.summary import wire_bytes
 
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
-          "virtual_neighbours", "virtual_lora", "virtual_models")  # fmt: skip
+          "virtual_neighbours", "virtual_lora", "virtual_models", "virtual_tuning")  # fmt: skip
 # Of GPUs, once there are any.
 GPU = "gpu"
 ALL_STATE, SENT = "state, all", "sent in a step"

@@ -1,7 +1,7 @@
 """Virtual ranks: one summary per model, strategy, world and setting.
 
 A model that a box held whole is measured. A model that ran at three depths is a line over layers, and its summary says
-so: with the depths, and with how far off the line is at the third.
+so: with the depths, and with how far off the line is at the third. At fewer depths it stands for itself alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BOOKKEEPING = 0.005
 
 def summaries(records: Records) -> list[Summary]:
     """One per model, strategy, world and setting; three depths of one model become one that is extrapolated."""
-    found = [whole(depths) or line_over(depths) for depths in groups(records)]
+    found = [one for depths in groups(records) for one in _summaries_of(depths)]
     return sorted(
-        (summary for summary in found if summary is not None),
+        found,
         key=lambda one: (one["model_parameters"], one["world_size"], one["strategy"], one["setting"] != AS_SHIPPED,
                          one["setting"]),
     )  # fmt: skip
@@ -71,6 +71,13 @@ def line_over(depths: Mapping[int, Summary]) -> Summary | None:
     first = chosen[0]
     line = extrapolate([one["held"] for one in chosen], first["model"], int(first["preset_layers"]))
     return first | line.document() | {"held": line}
+
+
+def _summaries_of(depths: Mapping[int, Summary]) -> list[Summary]:
+    if (summary := whole(depths) or line_over(depths)) is not None:
+        return [summary]
+    named = [(f"{one['model']}-{layers}layers", one) for layers, one in depths.items()]
+    return [one | {"model": model, "alike": (model, *one["alike"][1:])} for model, one in named]
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
