@@ -108,15 +108,10 @@ def test_stage_3_holds_its_gradients_in_the_forward_pass_as_well() -> None:
 def test_what_waited_for_a_bucket_or_was_gathered_together_is_let_go_of_once_it_is_copied() -> None:
     rows = [row for row in own.own_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
     assert {row.request.strategy.zero_stage for row in rows} == {1, 2, 3}
-    # A table of these models is 0.25 to 1.2 GiB, and once more of it is 7 to 22 % of a peak.
+    # A table of these models is 0.25 to 1.2 GiB, and once more of it is 7 to 22 % of a peak. Where a part of it goes to
+    # the host, its norm in fp64 is 4 %.
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01), row.name
-
-
-def test_the_norm_of_a_part_that_goes_to_the_host_is_taken_in_fp64() -> None:
-    (row,) = [row for row in own.own_rows() if row.name.startswith("virtual_tuning ") and "zero2_cpu" in row.name]
-    # 1.4 of 11.4 GiB, beside the gradient of the table that it is taken of.
-    assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.01)
 
 
 def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:

@@ -101,8 +101,6 @@ class Activations:
     # The most that the loss makes beside them, forward and backward.
     logits_forward: float
     logits_backward: float
-    # Theirs, as the head takes it.
-    logits_gradient: float
     # Copies of the weights in 16 bits that autocast makes: of one layer, and of the head.
     cast_layer: float
     cast_head: float
@@ -187,7 +185,6 @@ def activations_of(request: Request) -> Activations:
         logits=loss[0],
         logits_forward=loss[1],
         logits_backward=loss[2],
-        logits_gradient=0.0 if request.chunked_loss else float(tokens * vocabulary * width),
         cast_layer=matrices * 2 if mode == "autocast" else 0,
         cast_head=head,
         cast_cached=trained * 2 if mode == "autocast" else 0,

@@ -30,11 +30,8 @@ class Gathers:
     # forward pass only places after which there is less.
     live_forward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_backward: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    # When the head has run, and what it was gathered through has been let go of; then where the backward pass begins,
-    # while the head is made whole again and when it is.
+    # When the head has run, and what it was gathered through has been let go of.
     live_at_end: tuple[int, int] = (0, 0)
-    live_before_head: tuple[int, int] = (0, 0)
-    live_at_head: tuple[int, int] = (0, 0)
     # Just before the gradient of each tensor comes, by the tensor's id, while its module is made whole; and when it is
     # there, and what the gathers went through has been let go of.
     live_before: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -165,7 +162,7 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
     live_backward: dict[int, tuple[int, int]] = {}
     live_before: dict[int, tuple[int, int]] = {}
     live_at: dict[int, tuple[int, int]] = {}
-    place, since, at_end, head = BEFORE, (0, 0), (0, 0), ((0, 0), (0, 0))
+    place, since, at_end = BEFORE, (0, 0), (0, 0)
     for at, call in enumerate(trace):
         live, settled = (coordinator.call(at), coordinator.small), (coordinator.settled, coordinator.small)
         if at < len(forward):
@@ -181,17 +178,14 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
             since = most if is_frozen else (0, 0) if call.pieces else since
             live_before |= dict.fromkeys(map(id, call.pieces), most)
             live_at |= dict.fromkeys(map(id, call.pieces), settled)
-            if call.pieces and head == ((0, 0), (0, 0)):
-                head = live, settled
         coordinator.release(at)
     if not coordinator.gloo:
         # A buffer that was gathered into waits for the stream that computes (record_stream), and Python is ahead of it.
         at_end = max(live_forward.values())
         live_forward = {request.shape.layers: at_end}
     return Gathers(
-        coordinator.gathered, coordinator.calls, _before_less(live_forward), live_backward, at_end, *head, live_before,
-        live_at,
-    )  # fmt: skip
+        coordinator.gathered, coordinator.calls, _before_less(live_forward), live_backward, at_end, live_before, live_at
+    )
 
 
 def _before_less(live: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

@@ -190,11 +190,8 @@ def points_of(request: Request) -> list[Point]:
         before = _stored(request, kept, so_far)
         working = kept.layer_forward if recomputed and so_far else 0.0
         points.append(point(whole, **before | {"activations": before["activations"] + cached * so_far + working}))
-    # The loss's gradient; then the logits', while the head is made whole again, and beside the head's.
+    # The loss's gradient.
     points.append(point(gathers.live_at_end, buffers=begun, logits=kept.logits + kept.logits_backward))
-    grads, came = moments[0].grads, _head_gradient(request, moments[0])
-    for whole, there in ((gathers.live_before_head, grads - came), (gathers.live_at_head, grads)):
-        points.append(point(whole, gradients=there, buffers=begun, logits=kept.logits_gradient))
     for moment in _telling(request):
         parts = {"gradients": moment.grads, "buffers": moment.buffers}
         if not moment.step:
@@ -205,14 +202,6 @@ def points_of(request: Request) -> list[Point]:
             parts = {**stored, **parts}
         points.append(Point(parts, moment.small, moment.step))
     return points
-
-
-def _head_gradient(request: Request, first: Moment) -> float:
-    """The part of the first gradients that is the head's: tied, it waits for that of the embedding."""
-    tied = has_tied_gradients(request.shape)
-    head = pieces_of(request.shape)[0] if tied else first.piece
-    is_there = head is not None and (tied or head.place == request.shape.layers)
-    return float(head.elements * weight_bytes(request)) if head is not None and is_there else 0.0
 
 
 # Of what is gathered, and of that in small tensors.
