@@ -41,6 +41,7 @@ from study.predict.shape import model_shape
 from study.predict.state import state_of
 from study.predict.time import predict_time
 from study.record.directory import read_run
+from study.spec.config import parse_command_line, resolved
 from study.spec.strategies import WITH_COPIES, read_strategy
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
@@ -203,6 +204,9 @@ def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
     of_study = write_files(best, tmp_path, "drive").of_study
     assert of_study is not None
     assert of_study.endswith("--peft lora --lora_rank 16")
+    config = resolved(parse_command_line(of_study.partition("study/train.py ")[2].split()), accelerator_visible=True)
+    assert (config.task, config.model_name_or_path) == ("gpt-wikitext", "gpt2-xl")
+    assert config.batch_plan(2).per_device_train_batch_size == best.request.micro_batch
 
 
 def _speed(option: Option) -> float:

@@ -228,7 +228,7 @@ def checks(text: str) -> str:
             "stat",
         ),
         (checks("form: virtual, report: r, model: m, strategy: zero1, ranks: 8, figure: stat, at_most: 1"), 10, "stat"),
-        (checks("form: virtual_furthest, report: r, model: m, parameters_b: 1, ranks: 4x, at_most: 1"), 10, "4x"),
+        (checks("form: virtual_furthest, report: r, model: m, printed: 4 x, at_most: 1"), 10, "4 x"),
         (checks("form: missing, needs: more, at_most: 1"), 10, "judges no figure"),
         (
             checks(

@@ -26,6 +26,7 @@ from study.launch.step import on_nodes, supervised
 from study.launch.verdict import Evidence, judge
 from study.record.directory import read_run
 from study.record.lock import Held
+from study.spec.config import parse_command_line, resolved
 from study.sweep.plan import plan_cells
 from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite, read_suite
@@ -177,6 +178,14 @@ def test_the_file_for_skypilot_asks_what_skypilot_knows() -> None:
     assert {type(value) for value in task["envs"].values()} == {str}
     for section in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[section]], check=True)
+
+
+def test_the_batch_for_skypilot_goes_over_the_ranks_of_two_machines_and_three() -> None:
+    task = sky_task()
+    config = resolved(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
+    each = int(task["resources"]["accelerators"].partition(":")[2])
+    for machines in (2, 3):
+        assert config.batch_plan(machines * each).per_device_train_batch_size
 
 
 @pytest.mark.long

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
+
 import pytest
 
+from study.host.stacks import release_order
 from study.releases.bare import read_rows
+from study.releases.causes import PACKAGES, read_causes
 from study.releases.page import BARE, PAGE, REPORT, page
 from study.report.records.frames import Records, read_parquet
 from study.report.records.stacks import Cell, release_cells
@@ -41,3 +46,20 @@ def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: 
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}
     assert "0.19.8" not in {cell.release for cell in wrong}
+
+
+def test_what_is_recommended_instead_of_a_cause_has_no_other() -> None:
+    """The release that `instead` names, and those after it, beside what is installed."""
+    causes = read_causes()
+    mended = [cause.left.release for cause in causes if cause.left.release[:1].isdigit()]
+    found = []
+    for cause in causes:
+        if not (named := re.search(r"DeepSpeed ([\d.]+) or later", cause.instead)):
+            continue
+        for release in (named[1], *(each for each in mended if release_order(each) > release_order(named[1]))):
+            versions = {"deepspeed": release, **{name: version(name) for name in PACKAGES if name != "deepspeed"}}
+            found += [
+                (cause.id, release, other.id) for other in causes for strategy in cause.strategies
+                if other.gpu != "hidden" and other.is_in(versions) and other.shows_in(strategy, 4, "bf16-engine")
+            ]  # fmt: skip
+    assert found == []

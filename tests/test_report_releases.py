@@ -133,7 +133,7 @@ def test_a_cell_of_which_one_run_is_wrong_is_wrong_and_says_that_it_is_luck(reco
 def test_the_answer_names_the_good_release_and_a_report_of_stacks_asks_nothing_of_their_speed(records: Records) -> None:
     answer = QUESTION.answer(records)
     assert answer is not None
-    assert "torch 1 of 3 releases train otherwise" in answer.sentence
+    assert "torch, on CPU ranks, 1 of 3 releases that run train otherwise" in answer.sentence
     assert "train: 0.19.2, 0.19.8." in answer.sentence
     assert "Of 2 cells that are wrong today" in answer.notes[1]
     assert "1 are right there" in answer.notes[1]

@@ -317,4 +317,4 @@ def test_neighbours_stand_beside_the_stages_with_what_they_hold_keep_and_send() 
     assert mine.loc["ulysses_zero3 x2", "Calls"] > mine.loc["zero3 x2", "Calls"]
     answer = neighbours.answer(records)
     assert answer is not None
-    assert answer.sentence.startswith("Of 4 ranks each holds least state under `fsdp2 x4`")
+    assert answer.sentence.startswith("gpt-wikitext, gpt-tiny: of 4 ranks each holds least state under `fsdp2 x4`")

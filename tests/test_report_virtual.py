@@ -148,7 +148,7 @@ def test_what_stage_3_keeps_whole_stands_beside_what_is_too_much(blank: Records)
     kept = 4_000_000
     records = together(row(blank, "zero3", 1024, kept_whole_bytes=kept, params_bytes_host=float(kept)))
     answer = told(table1_question.answer(records))
-    assert answer.sentence.startswith("What the paper says: 0 of 1 cells of the paper's Table 1 are within 1 % of it")
+    assert answer.sentence.startswith("What the paper's formula says: 0 of 1 cases are within 1 % of it")
     assert answer.notes[-1] == (
         "The furthest holds 4.00 MB more than the paper says, with 4.00 MB of parameters kept whole"
         " (`stage3_param_persistence_threshold`)."
@@ -209,7 +209,7 @@ def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: 
     # A setting that moves no state would be one more case that agrees.
     changed = row(blank, "zero2", 8, setting="overlap_comm=true", model_name_or_path="bert-large-uncased")
     two = told(table1_question.answer(together(other.runs, changed)))
-    assert two.sentence.startswith("What the paper says: 1 of 1 cases are within 1 %")
+    assert two.sentence.startswith("What the paper's formula says: 1 of 1 cases are within 1 %")
 
 
 def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:

@@ -96,9 +96,9 @@ def shares_gb(_: Evidence, *, params_gb: float, grads_gb: float, optimizer_gb: f
 
 @form("consistency")
 def settings_changed(_: Evidence, *, strategy: str, over: str) -> Figure:
-    """DeepSpeed's ZeRO keys that are in both strategies' files, and differ."""
+    """DeepSpeed's ZeRO keys that the second strategy's file lacks or has another value for."""
     mine, others = (dict((read_strategy(name).deepspeed or {})["zero_optimization"]) for name in (strategy, over))
-    changed = [key for key in mine.keys() & others.keys() if mine[key] != others[key]]
+    changed = [key for key in mine if key not in others or mine[key] != others[key]]
     return Figure(len(changed), records=tuple(f"accelerate_configs/{name}.yaml" for name in (over, strategy)))
 
 

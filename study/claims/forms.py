@@ -18,6 +18,8 @@ _PRECISIONS = "|".join(get_args(Precision))
 _STATE = r"(state|params|grads|optimizer)(_(device|host|nvme))?"
 _VIRTUAL = rf"{_STATE}|sent|calls|host_peak|device_peak|collective\.\w+"
 _SIZE = rf"({_STATE}|sent|gathered|calls|forward)"
+# Of a table: ranks, and what is printed for stages 1, 2 and 3.
+_CELLS = r"\d+: [\d.]+ [\d.]+ [\d.]+"
 _COUNTED = rf"{_SIZE}(/(tokens|parameters))?|parameters|tokens"
 _MEASURED = "|".join(
     ("step_time_s_median", "tokens_per_s", "train_loss_final", "eval_loss_final", "host_peak_rss_gib",
@@ -29,7 +31,7 @@ _ALONG = "model_parameters|seq_length|global_batch_size|micro_batch_size"
 WORDS = {
     "strategy": _STRATEGIES, "over": f"{_STRATEGIES}|paper", "precision": _PRECISIONS, "over_precision": _PRECISIONS,
     "what": "weights|sharded|rest", "virtual.figure": _VIRTUAL, "virtual.over_figure": _VIRTUAL,
-    "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.ranks": r"\d+( \d+)*",
+    "counted.figure": _COUNTED, "counted.over_figure": _COUNTED, "virtual_furthest.printed": rf"{_CELLS}(; {_CELLS})*",
     "paired.figure": _MEASURED, "ratio_slope.figure": _MEASURED, "growth.figure": _MEASURED, "along": _ALONG,
     "where": f"{_WHERE}( {_WHERE})*", "over_where": f"{_WHERE}( {_WHERE})*", "probed.over": ".+",
     "corrected.figure": "|".join(each.name for each in RESPONSES),

@@ -17,7 +17,6 @@ from study.claims.form import form
 from study.claims.verdicts import Figure, NotJudged, awaited
 from study.report.records.statistics import interval
 from study.report.records.virtual_ranks import AS_SHIPPED, Summary
-from study.theory.paper import papers_state_bytes
 
 
 @form("virtual")
@@ -45,14 +44,22 @@ def virtual(
 
 
 @form("virtual")
-def virtual_furthest(evidence: Evidence, *, report: str, model: str, parameters_b: float, ranks: str) -> Figure:
-    """How far the furthest cell is from the ZeRO paper, as a share; every stage at every one of these ranks counts."""
-    cells = [evidence.rank(report, model, f"zero{stage}", int(world), AS_SHIPPED)
-             for world in ranks.split() for stage in (1, 2, 3)]  # fmt: skip
-    off = [abs(_known(one, "state") / papers_state_bytes(GB * parameters_b, one["stage"], one["world_size"]) - 1)
-           for one in cells]  # fmt: skip
-    records = tuple(run for one in cells for run in evidence.runs_of(report, one))
-    return Figure(max(off), n=len(records), records=records)
+def virtual_furthest(evidence: Evidence, *, report: str, model: str, printed: str) -> Figure:
+    """How far the furthest cell is from what is printed for stages 1, 2 and 3, as a share of it.
+
+    A printed figure is rounded: half a unit of its last digit is not off.
+    """
+    furthest = 0.0
+    records: tuple[str, ...] = ()
+    for line in printed.split(";"):
+        ranks, figures = line.split(":")
+        for stage, figure in enumerate(figures.split(), start=1):
+            one = evidence.rank(report, model, f"zero{stage}", int(ranks), AS_SHIPPED)
+            half = 0.5 / 10 ** len(figure.partition(".")[2])
+            off = max(0.0, abs(_known(one, "state") / GB - float(figure)) - half)
+            furthest = max(furthest, off / float(figure))
+            records += evidence.runs_of(report, one)
+    return Figure(furthest, n=len(records), records=records)
 
 
 @form("measured")

@@ -41,6 +41,9 @@ How several checks make one verdict:
 | inconclusive | no record here can judge it yet |
 | untestable | no record of this study ever could; the ledger says what would |
 
+What "Overturned if" names is what a failing check has shown of its part of the claim: where another part holds, or
+could not be judged, the verdict is partly. A check that the claim cannot do without counts where it fails alone.
+
 Where two claims disagree, a check is `disputed`: one of them is wrong, and it does not say which. Model state counts 16
 bytes a parameter, as Adam in mixed precision keeps them, unless a check says otherwise.
 """

@@ -6,13 +6,16 @@ import copy
 import dataclasses
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from study.errors import UserError
+from study.models.presets import find_preset
 from study.predict.advise import Option
+from study.predict.request import Request
 from study.spec.strategies import STRATEGY_DIRECTORY
 from study.spec.strategy_files import read_yaml
 
@@ -23,7 +26,7 @@ _PORT = 29500
 class Files:
     accelerate: Path
     deepspeed: Path | None
-    # As a user's own program is launched, and as this study's is, whose loss is never in chunks.
+    # As a user's own program is launched, and as this study's is, if it can train that.
     command: str
     of_study: str | None
 
@@ -39,14 +42,24 @@ def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
         texts[inner] = json.dumps(settings, indent=2) + "\n"
     _write(folder, texts)
     launch = ["accelerate", "launch", "--config_file", str(outer)]
-    flags = ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
+    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _of_study(request, launch))
+
+
+def _of_study(request: Request, launch: Sequence[str]) -> str | None:
+    """This study's trainer has no loss in chunks, and takes no model that is nothing but sizes or their file."""
+    model, preset = request.shape.name, find_preset(request.shape.name)
+    if request.chunked_loss or "=" in model or Path(model).expanduser().is_file():
+        return None
+    task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
+    flags = ["--task", task, "--model_name_or_path", model]
+    flags += ["--weights", "random"] * (preset is not None and not preset.has_published_weights)
+    flags += ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
     if request.shape.lora_rank:
         flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
-    of_study = None if request.chunked_loss else shlex.join([*launch, "study/train.py", *flags])
-    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), of_study)
+    return shlex.join([*launch, "study/train.py", *flags])
 
 
 def _settings(option: Option, nvme_path: str) -> dict[str, Any] | None:

@@ -114,7 +114,8 @@ def _zero(case: Case) -> Iterator[Finding]:
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
     if stage == 3 and f"{ZERO}.stage3_max_live_parameters" in case.file.given and not ahead:
         yield Finding("nothing", f"{ZERO}.stage3_max_live_parameters", "it bounds prefetching alone, which is off")
-    elif stage == 3 and live < case.shape.parameters <= zero["stage3_max_reuse_distance"]:
+    elif stage == 3 and live < case.shape.parameters <= zero["stage3_max_reuse_distance"] / 2:
+        # From its forward to its backward pass a parameter waits for as many as the model has, twice.
         says = f"{live:,.0f} does not bound what is whole: stage3_max_reuse_distance keeps every parameter"
         yield Finding("conflict", f"{ZERO}.stage3_max_live_parameters", says)
 

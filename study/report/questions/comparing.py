@@ -60,11 +60,6 @@ def trains_plainly(arm: Arm) -> bool:
     return one_value(arm.runs["strategy"]) in BASELINES
 
 
-def compared_with(base: Arm, found: Iterable[Arm]) -> list[Arm]:
-    """The others on as many ranks without a broken invariant."""
-    return [arm for arm in found if arm.name != base.name and arm.is_fair() and ranks(arm) == ranks(base)]
-
-
 def ranks(arm: Arm) -> int:
     return int(one_value(arm.runs["world_size"]) or 0)
 
@@ -76,23 +71,26 @@ class BesideReference:
     workloads: dict[str, list[Arm]]
     bases: dict[str, Arm]
     figure: Callable[[Arm], float]
+    # Under a plain training it is the same on any number of ranks, as a rank's state is.
+    on_any_ranks: bool = False
 
     @property
     def sharding(self) -> list[Arm]:
-        """None that moves its state off the device."""
-        others = [(base, arm) for workload, base in self.bases.items() for arm in self.workloads[workload]]
+        """None that breaks an invariant, or moves its state off the device."""
         return [
-            arm for base, arm in others if compared_with(base, [arm]) and not moves_state(arm)
-            and not trains_plainly(arm)
+            arm for workload, base in self.bases.items() for arm in self.workloads[workload]
+            if arm.name != base.name and arm.is_fair() and not moves_state(arm) and not trains_plainly(arm)
+            and (ranks(arm) == ranks(base) or (self.on_any_ranks and trains_plainly(base)))
         ]  # fmt: skip
 
     def ratio(self, arm: Arm) -> float:
         return self.figure(arm) / self.figure(self.bases[arm.workload])
 
     @property
-    def ratios(self) -> list[tuple[float, str]]:
+    def ratios(self) -> list[tuple[float, Arm]]:
         """From the smallest to the largest, each with its arm."""
-        return sorted(entry for arm in self.sharding if not pd.isna((entry := (self.ratio(arm), arm.name))[0]))
+        found = [(ratio, arm) for arm in self.sharding if not pd.isna(ratio := self.ratio(arm))]
+        return sorted(found, key=lambda entry: (entry[0], entry[1].name))
 
     @property
     def names(self) -> str:
@@ -110,11 +108,15 @@ class BesideReference:
         return side_by_side(sentence, first_screen(self.workloads), columns, *notes)
 
 
-def beside_reference(records: Records, figure: Callable[[Arm], float]) -> BesideReference | None:
+def beside_reference(
+    records: Records, figure: Callable[[Arm], float], on_any_ranks: bool = False
+) -> BesideReference | None:
     """None where no reference has the figure."""
     found = workloads(records)
     bases = {workload: base for workload, arms in found.items() if (base := reference(arms)) and figure(base) > 0}
-    return BesideReference({workload: found[workload] for workload in bases}, bases, figure) if bases else None
+    if not bases:
+        return None
+    return BesideReference({workload: found[workload] for workload in bases}, bases, figure, on_any_ranks)
 
 
 class Judged:
@@ -196,12 +198,17 @@ def table_of(found: Iterable[Arm], figures: Callable[[Arm], Row], confound: str 
     return frame(arm.row(figures(arm), confound) for arm in found)
 
 
+def by_arms(found: Workloads) -> list[str]:
+    """The workloads, that with most arms first."""
+    return sorted(found, key=lambda workload: -len(found[workload]))
+
+
 def side_by_side(sentence: str, found: Workloads, columns: Columns, *notes: str) -> Answer:
     """One row per arm, one column per figure and workload; and why some cells are no fair comparison or have no value.
 
     Of many workloads those with most arms.
     """
-    chosen = sorted(found, key=lambda workload: -len(found[workload]))[:_MOST_WORKLOADS]
+    chosen = by_arms(found)[:_MOST_WORKLOADS]
     shown = [arm for workload in chosen for arm in found[workload]]
     every = {arm.name: strategy_order(one_value(arm.runs["strategy"])) for arm in shown}
     order = sorted(every, key=lambda name: every[name])

@@ -18,13 +18,14 @@ _AWAY = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
 
 
 def answer(records: Records) -> Answer | None:
-    beside = beside_reference(records, state_mib)
+    beside = beside_reference(records, state_mib, on_any_ranks=True)
     if beside is None:
         return None
     sentence = ""
     if beside.ratios:
         share, leanest = beside.ratios[0]
-        kept = f"down to {percent(share)} (`{leanest}`) of what it holds under {beside.names}"
+        base = beside.bases[leanest.workload].name
+        kept = f"down to {percent(share)} (`{leanest.name}`) of what it holds under `{base}`"
         sentence = f"With its state sharded a rank keeps {kept}."
     columns: Columns = {
         f"State, % of {beside.plain_names}": beside.cell(percent),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from study.host.memory import MIB
-from study.report.questions.comparing import Columns, ranks, side_by_side, table_of
+from study.report.questions.comparing import Columns, by_arms, ranks, side_by_side, table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import by_collective, sent_mib
 from study.report.records.arms import Arm, arms, one_value, state_mib
@@ -24,7 +24,7 @@ def answer(records: Records) -> Answer | None:
             found.setdefault(arm.workload, []).append(arm)
     # The arms on fewer ranks are in the details.
     shown = {workload: [arm for arm in of_it if ranks(arm) in (1, _most(of_it))] for workload, of_it in found.items()}
-    sentences = [said for workload, of_it in shown.items() if (said := _sentence(of_it))]
+    sentences = [said for workload in by_arms(shown) if (said := _sentence(workload, shown[workload]))]
     if not sentences:
         return None
     columns: Columns = {
@@ -58,7 +58,7 @@ def _held(arm: Arm) -> float:
     return arm.median("forward_holds_bytes") / MIB
 
 
-def _sentence(of_it: list[Arm]) -> str | None:
+def _sentence(workload: str, of_it: list[Arm]) -> str | None:
     """What of ZeRO's stages and its neighbours has least, where some of both were measured."""
     many = [arm for arm in of_it if ranks(arm) > 1]
     names = {str(one_value(arm.runs["strategy"])) for arm in many}
@@ -71,7 +71,7 @@ def _sentence(of_it: list[Arm]) -> str | None:
         if measured:
             least = min(measured, key=lambda name: measured[name])
             said.append(f"{words} under `{least}` ({measured[least]:.3g} MiB)")
-    return f"Of {_most(of_it)} ranks each {', '.join(said)}." if said else None
+    return f"{workload}: of {_most(of_it)} ranks each {', '.join(said)}." if said else None
 
 
 def neighbours_table(records: Records) -> pd.DataFrame:

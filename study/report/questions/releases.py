@@ -21,13 +21,17 @@ def answer(records: Records) -> Answer | None:
     if not cells:
         return None
     today = [cell for cell in clipped(cells) if not cell.is_of_its_time]
-    releases = sorted({cell.release for cell in today}, key=release_order)
-    good = [name for name in releases if not _bad(cell for cell in today if cell.release == name)]
-    sentence = (
-        f"With today's Accelerate and torch {len(releases) - len(good)} of {len(releases)} releases train otherwise"
-        f" than one process under some strategy. As it does under all of them train: {', '.join(good) or 'none'}."
-    )
     bad = _bad(today)
+    ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
+    wrong = {cell.release for cell in bad}
+    good = sorted(ran - wrong, key=release_order)
+    # A cause of one cell may be hidden on a GPU, and that of another not.
+    hidden = wrong - {cell.release for cell in bad if not cell.gpu_hides_it}
+    sentence = (
+        f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run train otherwise"
+        f" than one process under some strategy, {len(hidden)} of them by what a GPU does not show."
+        f" As it does under all of them train: {', '.join(good) or 'none'}."
+    )
     # What is a matter of luck may be right anywhere.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
     compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]

@@ -35,16 +35,15 @@ def answer(records: Records) -> Answer | None:
         return None
     worst = max(rows, key=lambda one: abs(_off(one)))
     which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
-    what = "cells of the paper's Table 1" if of_table1 else "cases"
     sentence = (
-        f"What the paper says: {_near(rows)} {what} are within 1 % of it, and the furthest, {which}, is"
+        f"What the paper's formula says: {_near(rows)} cases are within 1 % of it, and the furthest, {which}, is"
         f" {change_text(_off(worst))} off."
     )
     lines = sum(one["extrapolated"] is not None for one in rows)
     made = f"{len(rows) - lines} of these are measured whole, {lines} are lines over layers."
     if not of_table1:
         return Answer(sentence, _by_strategy(rows), (made,))
-    notes = ["GB of model state, in brackets the paper's; a line over layers is marked ~.", made]
+    notes = ["GB of model state, in brackets the paper's formula, not rounded; a line over layers is marked ~.", made]
     excess, kept = state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
     if excess > 0 and kept > 0:
         notes.append(

@@ -29,7 +29,7 @@ def answer(records: Records) -> Answer | None:
     sentence = ""
     if beside.ratios:
         sent, (_, most) = span((ratio for ratio, _ in beside.ratios), times_text), beside.ratios[-1]
-        sentence = f"With sharded state a step sends {sent} times the bytes of {beside.names}, most with `{most}`."
+        sentence = f"With sharded state a step sends {sent} times the bytes of {beside.names}, most with `{most.name}`."
     columns: Columns = {"Sent, MiB": sent_mib, f"x {beside.plain_names}": beside.cell(times_text)}
     about = "Bytes on the wire that one rank sends in one step."
     return beside.answer(sentence, "what a rank sends", columns, about)
