@@ -16,7 +16,7 @@ from engines import ROOT
 from study.errors import UserError
 from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
 from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, Workload, settle
-from study.predict.explain_findings import findings
+from study.predict.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
 from study.predict.explain_whys import Answer, answers
 from study.predict.memory import predict_memory
 from study.predict.shape import model_shape
@@ -555,3 +555,86 @@ def test_a_folder_a_pipe_and_a_misspelt_name_are_refused(tmp_path: Path) -> None
         with pytest.raises(UserError, match=says) as refusal:
             read_user_file(str(tmp_path / name))
     assert "mine.json" in refusal.value.fix
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples", "passes"),
+    [
+        ({"train_batch_size": 64}, 16, 1),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, 8, 2),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}, 4, 4),
+    ],
+)
+def test_a_whole_batch_is_cut_as_the_engine_cuts_it(
+    batch: dict[str, int], samples: int, passes: int, tmp_path: Path
+) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    case = case_of(tmp_path, {"bf16": {"enabled": True}, **batch})
+    assert (case.request.micro_batch, case.request.accumulation) == (samples, passes)
+    engine = DeepSpeedConfig.__new__(DeepSpeedConfig)
+    engine.world_size = case.ranks
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        setattr(engine, key, batch.get(key))
+    engine._configure_train_batch_size()
+    assert (engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps) == (samples, passes)
+
+
+def test_what_auto_is_taken_for_is_what_is_told(tmp_path: Path) -> None:
+    """The file of Hugging Face's documents names fp16 alone."""
+    plain = {key: value for key, value in PLAIN.items() if key != "bf16"}
+    assert case_of(tmp_path, {**plain, "fp16": {"enabled": "auto"}}).request.precision == "bf16-engine"
+    assert case_of(tmp_path, {**plain, "fp16": {"enabled": False}}).request.precision == "fp32"
+    accelerate = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8", "num_processes": 4,
+                  "deepspeed_config": {"zero_stage": 2}}  # fmt: skip
+    case = case_of(tmp_path, accelerate, name="fp8.yaml")
+    assert case.request.precision == "bf16-engine"
+    assert said(case)["mixed_precision"][0] == "noted"
+
+
+def test_an_optimizer_that_is_not_adam_is_told_or_refused(tmp_path: Path) -> None:
+    import inspect
+
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    assert set(ENGINES_OPTIMIZERS) == set(DEEPSPEED_OPTIMIZERS)
+    torchs = {name for name, found in vars(torch.optim).items() if inspect.isclass(found)} - {"Optimizer"}
+    assert set(TORCHS_OPTIMIZERS) == torchs
+
+    def kinds(name: str, **settings: Any) -> list[str]:
+        case = case_of(tmp_path, {**PLAIN, "optimizer": {"type": name}, **settings})
+        return [finding.kind for finding in findings(case) if finding.key == "optimizer.type"]
+
+    assert kinds("AdamW") == []
+    assert kinds("Lion") == ["noted"]
+    assert kinds("SGD") == ["noted", "refused"]
+    assert kinds("SGD", zero_allow_untested_optimizer=True) == ["noted"]
+    assert kinds("Adam8bit") == ["refused"]
+
+
+def test_a_second_copy_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:
+    assert said(case_of(tmp_path, zero(3, zero_hpz_partition_size=3)))["zero_hpz_partition_size"][0] == "refused"
+    assert "zero_hpz_partition_size" not in said(case_of(tmp_path, zero(3, zero_hpz_partition_size=2)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "says"),
+    [
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, "fsdp_sharding_strategy", "plain data parallelism"),
+        ({"fsdp_sharding_strategy": 2}, "fsdp_sharding_strategy", "weights stay whole"),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "fsdp_sharding_strategy", "the ranks of a machine"),
+        ({"fsdp_offload_params": True}, "fsdp_offload_params", "in host memory"),
+        ({"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy", "gathered at once"),
+    ],
+)
+def test_what_fsdp_does_otherwise_than_it_is_told_here_is_said(
+    asked: dict[str, Any], key: str, says: str, tmp_path: Path
+) -> None:
+    file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 4, "fsdp_config": asked}
+    case = case_of(tmp_path, file, name="fsdp.yaml")
+    assert says in said(case)[key][1]
+    ddp = case_of(tmp_path, {**file, "distributed_type": "MULTI_GPU", "fsdp_config": {}}, name="ddp.yaml")
+    whole = predict_memory(ddp.request).peak_allocated.value
+    is_whole = predict_memory(case.request).peak_allocated.value == whole
+    assert is_whole == (asked == {"fsdp_sharding_strategy": "NO_SHARD"})

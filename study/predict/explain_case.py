@@ -83,6 +83,10 @@ class Case:
         return section if section and section["device"] != "none" else None
 
 
+# torch's own order (ShardingStrategy), from 1.
+_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
 def _box(ranks: int) -> Box:
     """Which device it is does not matter to bytes."""
     return box_of_ranks("any", ANY_DEVICE, ranks)
@@ -101,10 +105,14 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
         raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
     findings, batch = list(file.findings), _batch(file, ranks, work)
     if file.deepspeed is None:
-        computed: Any = {"bf16": "bf16", "fp16": "fp16"}.get(precision or file.mixed_precision or "no", "fp32")
-        name = {"FSDP": "fsdp2", "NO": "single"}.get(file.distributed_type, "ddp")
+        asked = precision or file.mixed_precision
+        if asked == "fp8":
+            findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16: only products are in fp8"))
+        computed: Any = {"bf16": "bf16", "fp8": "bf16", "fp16": "fp16"}.get(asked or "no", "fp32")
+        kind = "MULTI_GPU" if sharding_of(file) == "NO_SHARD" else file.distributed_type
+        name = {"FSDP": "fsdp2", "NO": "single"}.get(kind, "ddp")
         mesh = _fitting_mesh(file, ranks, findings)
-        strategy = Strategy(name, file.distributed_type, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
+        strategy = Strategy(name, kind, own_settings={"mesh": mesh} if mesh else None, mesh=mesh)
         request = _request(shape, strategy, ranks, computed, batch, work)
         return Case(file, {}, {}, request, tuple(findings))
     zero, top = _without_old_names(file, findings), dict(file.deepspeed)
@@ -123,6 +131,21 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
             full[what] = {**defaults, **full[what]}
     request = _request(shape, _strategy(file, top, full), ranks, chosen, batch, work)
     return Case(file, full, top, request, tuple(findings))
+
+
+def fsdp_settings(file: UserFile) -> dict[str, Any]:
+    """Under their full names, which Accelerate takes without the prefix too."""
+    given = (file.fsdp or {}).items()
+    return {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in given}
+
+
+def sharding_of(file: UserFile) -> str | None:
+    """What FSDP's first version is asked for, which has numbers for it too; None of the second."""
+    said = fsdp_settings(file)
+    if file.fsdp is None or str(said.get("fsdp_version", 1)) == "2":
+        return None
+    asked = str(said.get("fsdp_sharding_strategy", said.get("fsdp_reshard_after_forward", "FULL_SHARD"))).upper()
+    return dict(enumerate(_SHARDINGS, start=1)).get(int(asked), asked) if asked.isdecimal() else asked
 
 
 def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
@@ -153,6 +176,8 @@ def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
     if file.launcher == "deepspeed" and ACCUMULATION not in top and whole and micro:
         # Accelerate takes 1 there.
         steps = max(whole // micro // ranks, 1)
+    elif whole and MICRO_BATCH not in top:
+        micro = max(whole // ranks // (steps or (top.get(ACCUMULATION) and work.accumulation) or 1), 1)
     asked = (
         ("--micro-batch", work.micro_batch, MICRO_BATCH, micro),
         ("--accumulation", work.accumulation, ACCUMULATION, steps),
@@ -197,11 +222,15 @@ def _precision(file: UserFile, asked: str | None, findings: list[Finding]) -> Pr
         section = file.deepspeed.get(kind) or (file.deepspeed.get("bfloat16") if kind == "bf16" else None) or {}
         on[kind] = section.get("enabled", False)
     of_launcher = asked or file.mixed_precision
-    for kind, value in on.items():
-        if value == "auto":
-            if of_launcher is None:
-                findings.append(Finding("filled", f"{kind}.enabled", "auto: taken for what --precision says, bf16"))
-            on[kind] = (of_launcher or "bf16") == kind
+    if of_launcher == "fp8":
+        findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, in which Accelerate keeps weights"))
+        of_launcher = "bf16"
+    open_kinds = [kind for kind, value in on.items() if value == "auto"]
+    if open_kinds and of_launcher is None:
+        of_launcher = "bf16"
+        says = "auto: taken for what --precision says, bf16"
+        findings += [Finding("filled", f"{kind}.enabled", says) for kind in open_kinds]
+    on |= {kind: of_launcher == kind for kind in open_kinds}
     if on["bf16"] is True and on["fp16"] is True:
         findings.append(Finding("refused", "fp16", "the engine refuses bf16 and fp16 together"))
     if of_launcher in ("bf16", "fp16") and file.deepspeed.get(of_launcher) is None:

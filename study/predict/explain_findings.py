@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping
 
 from study.host.memory import GIB
-from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case
+from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, fsdp_settings, sharding_of
 from study.predict.memory import predict_memory
-from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
+from study.predict.user_settings import OFFLOADS, ZERO, Finding, brief, known_settings
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
+# DEEPSPEED_OPTIMIZERS of its config.py, and the classes of torch.optim.
+ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
+TORCHS_OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
 
 
 def findings(case: Case) -> list[Finding]:
@@ -56,7 +63,27 @@ def _has(case: Case, needs: str) -> bool:
     return str((case.zero.get(what) or {}).get(name)).lower() == wanted
 
 
+def _type_of_optimizer(case: Case) -> Iterator[Finding]:
+    """The engine's own have names in any case; others are torch's, as they are written there (engine.py)."""
+    section, key = case.top.get("optimizer"), "optimizer.type"
+    name = section.get("type") if isinstance(section, Mapping) else None
+    if not isinstance(name, str) or name.lower() in ("adam", "adamw"):
+        return
+    if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
+        near = difflib.get_close_matches(name, ("AdamW", "Adam", *TORCHS_OPTIMIZERS), n=1)
+        says = f"the engine ends with an error: neither it nor torch.optim has {brief(name)}"
+        yield Finding("refused", key, says + f"; did you mean {near[0]}?" * bool(near))
+        return
+    yield Finding("noted", key, f"{name}: what is told here is AdamW's, which keeps two moments of each parameter")
+    if (
+        name.lower() not in ENGINES_OPTIMIZERS and case.stage and case.file.launcher == "deepspeed"
+        and not case.top.get("zero_allow_untested_optimizer")
+    ):  # fmt: skip
+        yield Finding("refused", key, f"ZeRO takes {name} with zero_allow_untested_optimizer: true alone")
+
+
 def _optimizer(case: Case) -> Iterator[Finding]:
+    yield from _type_of_optimizer(case)
     top, in_accelerate = case.top, case.file.launcher == "accelerate"
     if "optimizer" in top and in_accelerate:
         says = "Accelerate refuses it beside an optimizer of the program: make that an accelerate.utils.DummyOptim"
@@ -111,6 +138,9 @@ def _zero(case: Case) -> Iterator[Finding]:
         yield Finding("refused", f"{ZERO}.compute_grad_norm", says)
     if zero["legacy_stage1"]:
         yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
+    if stage == 3 and (group := zero["zero_hpz_partition_size"]) > 1 and case.ranks % group:
+        says = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"
+        yield Finding("refused", f"{ZERO}.zero_hpz_partition_size", says)
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
     if stage == 3 and f"{ZERO}.stage3_max_live_parameters" in case.file.given and not ahead:
         yield Finding("nothing", f"{ZERO}.stage3_max_live_parameters", "it bounds prefetching alone, which is off")
@@ -121,22 +151,31 @@ def _zero(case: Case) -> Iterator[Finding]:
 
 
 def _fsdp(case: Case) -> Iterator[Finding]:
-    said = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in (case.file.fsdp or {}).items()}
-    known = known_settings()["fsdp"]
-    is_second = str(said.get("fsdp_version", 1)) == "2"
-    if case.file.fsdp is not None and not is_second:
+    said, known, sharding = fsdp_settings(case.file), known_settings()["fsdp"], sharding_of(case.file)
+    is_second = sharding is None
+    more = f"up to {case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4) / GIB:.2f} GiB more a rank"
+    if sharding == "NO_SHARD":
+        yield Finding("noted", "fsdp_sharding_strategy", "NO_SHARD is plain data parallelism, as it is told here")
+    elif sharding is not None:
         yield Finding("noted", "fsdp_version", "1, the default: what is told here is of version 2")
+        if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
+            says = f"{sharding}: weights stay whole from the forward to the backward pass, {more}"
+            yield Finding("noted", "fsdp_sharding_strategy", says)
+        if "HYBRID" in sharding:
+            says = f"{sharding} divides over the ranks of a machine, and what is told here over all"
+            yield Finding("noted", "fsdp_sharding_strategy", says)
+    if case.file.fsdp is not None and sharding != "NO_SHARD" and said.get("fsdp_auto_wrap_policy") == "NO_WRAP":
+        yield Finding("noted", "fsdp_auto_wrap_policy", f"NO_WRAP: all weights are gathered at once, {more}")
     for key, value in said.items():
         if key not in known:
             yield Finding("ignored", key, "Accelerate drops it without a word")
-        elif is_second and (effect := known[key]) is not None and str(value).lower() not in ("false", "none"):
+        elif (effect := known[key]) is not None and str(value).lower() not in ("false", "none"):
             kind, _, says = effect.partition(": ")
-            yield Finding(kind, key, says)
+            # What version 2 drops or refuses, version 1 does.
+            if is_second or kind == "noted":
+                yield Finding(kind, key, says)
     if is_second and str(said.get("fsdp_reshard_after_forward", True)).lower() == "false":
-        size = case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4)
-        says = (
-            f"false: weights stay whole from the forward to the backward pass, up to {size / GIB:.2f} GiB more a rank"
-        )
+        says = f"false: weights stay whole from the forward to the backward pass, {more}"
         yield Finding("noted", "fsdp_reshard_after_forward", says)
 
 
@@ -155,6 +194,11 @@ def _batch(case: Case) -> Iterator[Finding]:
             yield Finding("refused", "train_batch_size", f"the engine ends with an error: {product}")
         elif steps is None and whole % (micro * case.ranks):
             yield Finding("refused", "train_batch_size", f"{whole} is no multiple of {micro} x {case.ranks} ranks")
+    elif type(whole) is int and micro is None:
+        passes = steps if type(steps) is int else case.request.accumulation
+        if whole % (passes * case.ranks):
+            says = f"the engine ends with an error: {whole} is no multiple of {passes} x {case.ranks} ranks"
+            yield Finding("refused", "train_batch_size", says)
     if whole is None and micro is None and case.file.launcher == "deepspeed":
         says = "the engine ends with an error without it or train_batch_size"
         yield Finding("missing", MICRO_BATCH, says)
