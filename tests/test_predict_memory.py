@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -22,12 +23,14 @@ from study.predict.boxes import box_of
 from study.predict.fits import excess_bytes, why
 from study.predict.floor import least_activation_bytes
 from study.predict.gathers import gathers_of
+from study.predict.host import pinned_bytes
 from study.predict.memory import points_of, predict_memory
 from study.predict.request import Request
 from study.predict.settings import engine_settings
 from study.predict.shape import model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
+from study.predict.traffic import payload_of
 from study.record.outcome import DEVICE_RAN_OUT
 from study.report.records.frames import read_parquet, write_parquet
 from study.report.records.predicted import predicted, request_of
@@ -389,3 +392,30 @@ def test_every_preset_has_a_prediction(name):
     )
     memory = predict_memory(request)
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
+
+
+def test_one_gpu_copies_to_itself_what_waits_on_the_host() -> None:
+    """NoGatherHandle takes `.to(device)` of each part: the part itself on a processor, and a copy of it on a GPU."""
+    shape = model_shape("gpt2-xl")
+    base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
+    settings = engine_settings(base.strategy, shape.hidden)
+    in_memory = dataclasses.replace(base.box, device=dataclasses.replace(base.box.device, memory_gib=0.0))
+    # What is kept gathered for the backward pass is all that is used again within the distance of reuse.
+    assert gathers_of(base, settings).most > 0.6 * shape.parameters
+    assert gathers_of(dataclasses.replace(base, box=in_memory), settings).most == 0
+    on_device = dataclasses.replace(base, strategy=read_strategy("zero3_cpu_optimizer"))
+    assert gathers_of(on_device, engine_settings(on_device.strategy, shape.hidden)).most == 0
+    assert "all_gather" not in payload_of(base)
+
+
+def test_pinned_parts_that_a_flat_buffer_took_over_stay_in_the_pool() -> None:
+    shape = model_shape("gpt2-xl")
+    base = Request(shape, read_strategy("zero3_cpu"), box_of("H100"), 1024, 1, 1, "bf16-engine", False, "sdpa")
+    kept = predict_memory(base).host_parts
+    pinned = sum(pinned_bytes(piece.elements * 2) for piece in pieces_of(shape))
+    assert pinned > 2 * shape.parameters
+    strategy = read_strategy("zero3_cpu")
+    settings = copy.deepcopy(dict(strategy.deepspeed or {}))
+    settings["zero_optimization"]["offload_param"]["pin_memory"] = False
+    plain = predict_memory(dataclasses.replace(base, strategy=dataclasses.replace(strategy, deepspeed=settings)))
+    assert kept["pinned"] - plain.host_parts["pinned"] >= pinned

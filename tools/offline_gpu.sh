@@ -70,7 +70,7 @@ else
   timeout $budget_s python3 -m study.cli weights "$suite" --time-budget ${budget_s}s ${for_weights[@]+"${for_weights[@]}"} &
   operators
   wait $!
-  budget_s=$((limit_s - 100 - SECONDS))
+  budget_s=$((limit_s - 100 - SECONDS > 0 ? limit_s - 100 - SECONDS : 0))
   work() { python3 -m study.cli run "$suite" --time-budget "${budget_s}s" "$@"; }
 fi
 

@@ -223,7 +223,7 @@ def _precision(file: UserFile, asked: str | None, findings: list[Finding]) -> Pr
         on[kind] = section.get("enabled", False)
     of_launcher = asked or file.mixed_precision
     if of_launcher == "fp8":
-        findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, in which Accelerate keeps weights"))
+        findings.append(Finding("noted", "mixed_precision", "fp8 is counted as bf16, which Accelerate takes for it"))
         of_launcher = "bf16"
     open_kinds = [kind for kind, value in on.items() if value == "auto"]
     if open_kinds and of_launcher is None:

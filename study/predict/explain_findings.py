@@ -6,10 +6,11 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 
+from study.errors import brief
 from study.host.memory import GIB
 from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, fsdp_settings, sharding_of
 from study.predict.memory import predict_memory
-from study.predict.user_settings import OFFLOADS, ZERO, Finding, brief, known_settings
+from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
 # DEEPSPEED_OPTIMIZERS of its config.py, and the classes of torch.optim.

@@ -71,6 +71,11 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
                 locked.append(settings.optimizer.buffers * 4.0 * group)
         if settings.parameters is not None:
             locked.append(state.params_host)
+            if settings.parameters.device == "cpu" and settings.parameters.pinned and not request.box.in_host_memory:
+                # zero.Init pins each part by itself. Copied into one buffer it is let go of, and torch's pool keeps it.
+                left = [-(-piece.elements // request.box.ranks) * weight for piece in trained]
+                locked += map(pinned_bytes, left)
+                buffers += sum(map(pinned_bytes, left))
             if settings.parameters.device == "nvme":
                 buffers += settings.parameters.buffers * settings.parameters.buffer_size * weight
                 locked.append(float(settings.parameters.buffers * settings.parameters.buffer_size * weight))

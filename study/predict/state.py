@@ -224,11 +224,19 @@ def sub_groups(request: Request, settings: EngineSettings) -> list[int]:
     return [*groups, current] if current else groups
 
 
+def makes_whole(request: Request, settings: EngineSettings) -> bool:
+    """Whether stage 3 makes parameters whole beside their parts: on one rank it copies to a GPU what waits on the host
+    (NoGatherHandle in partition_parameters.py), and elsewhere the part is the whole."""
+    return request.box.ranks > 1 or (settings.parameters is not None and not request.box.in_host_memory)
+
+
 def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
     weight, part = weight_bytes(request), part_elements(request, trained_of(request.shape))
     every = part_elements(request, pieces_of(request.shape))
     groups = sub_groups(request, settings)
-    whole = sum(piece.elements for piece in kept_whole(request, settings)) * weight if request.box.ranks > 1 else 0
+    whole = (
+        sum(piece.elements for piece in kept_whole(request, settings)) * weight if makes_whole(request, settings) else 0
+    )
     moments = master_bytes(settings) + moments_bytes(request, settings)
     kept = FP32_BYTES if settings.accumulates_in_fp32 else weight
     parts = dict.fromkeys(("params_host", "grads_host", "optimizer_host", "params_nvme", "grads_nvme"), 0.0)
