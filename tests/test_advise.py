@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ from study.predict.advise import (
     precision_under,
     ranked,
 )
+from study.predict.advise_command import add_arguments, question_of
 from study.predict.advise_files import write_files
 from study.predict.advise_rules import rules
 from study.predict.advise_words import changes, how_sure, unchecked, worth_trying
@@ -321,7 +324,50 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
     assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
     # A model is divided over them.
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
-    assert "nothing fits: more GPUs, fewer tokens a sample, or a smaller model" in capsys.readouterr().out
+    said = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", capsys.readouterr().out)
+    assert said is not None
+    more = str(int(said[2]) + 8)
+    assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", more]) == 0
+    assert f"take {said[1]} " in capsys.readouterr().out
+    box = box_of("2xT4")
+    small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
+    nothing = advise(Question(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
+    assert how_sure(nothing) == "nothing fits: more GPUs, fewer tokens a sample, or a smaller model"
+
+
+def test_one_machine_is_named_where_the_network_makes_two_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["advise", "--model_name_or_path", "llama-3.1-8b", "--hardware", "2x8xH100"]
+    assert main([*asked, "--network_gb_per_s", "0.156"]) == 0
+    said = re.search(r"one of these machines alone is ([\d.]+) x as fast, under (\w+)", capsys.readouterr().out)
+    assert said is not None
+    assert float(said[1]) > 5
+    assert main(asked) == 0
+    assert "one of these machines" not in capsys.readouterr().out
+
+
+def test_the_default_batch_has_parts_that_a_rank_can_take() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def speed(box: str) -> float:
+        options = parser.parse_args(["--model_name_or_path", "llama-3.1-8b", "--hardware", box])
+        best = advise(question_of(options)).best
+        assert best is not None
+        return best.tokens_per_s
+
+    # 64 samples rounded up to the ranks made shares of 13 and 11, of which only one sample fits.
+    assert speed("4xRTX4090") < speed("5xRTX4090") < speed("6xRTX4090")
+
+
+def test_of_two_as_fast_the_one_that_a_usual_host_can_load_is_taken() -> None:
+    question = Question(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
+    found = advise(question, ["fsdp2", "zero3"])
+    assert found.best is not None
+    assert found.best.name == "zero3"
+    assert "GiB of host memory" in how_sure(found)
+    roomy = dataclasses.replace(question, box=dataclasses.replace(question.box, host_gib_per_node=4096.0))
+    (best, other) = advise(roomy, ["fsdp2", "zero3"]).fitting
+    assert (best.name, other.name) == ("fsdp2", "zero3")
 
 
 def test_a_loss_in_chunks_is_asked_for_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from study.cli import main
+from study.errors import UserError
 from study.host.memory import GIB
 from study.models.presets import PRESETS
 from study.predict.activations import activations_of
@@ -392,6 +394,26 @@ def test_every_preset_has_a_prediction(name):
     )
     memory = predict_memory(request)
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
+
+
+def test_a_config_says_how_far_positions_are_stretched_and_whether_weights_have_fewer_bits(tmp_path: Path) -> None:
+    config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
+    file = tmp_path / "config.json"
+
+    def positions(**more: object) -> int | None:
+        file.write_text(json.dumps(config | more))
+        return model_shape(str(tmp_path)).positions
+
+    assert positions() == 512
+    assert positions(rope_scaling={"type": "linear", "factor": 8.0}) == 4096
+    # As the card of Qwen 2.5 has it.
+    assert positions(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}) == 2048
+    # Its positions are those after stretching.
+    assert positions(rope_scaling={"rope_type": "llama3", "factor": 8.0}) == 512
+    with pytest.raises(UserError, match="fewer bits"):
+        positions(quantization_config={"load_in_4bit": True})
+    with pytest.raises(UserError, match="twice"):
+        model_shape("layers=2,layers=3,hidden=64,heads=2,vocabulary=100")
 
 
 def test_one_gpu_copies_to_itself_what_waits_on_the_host() -> None:

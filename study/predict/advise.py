@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from study.errors import UserError
+from study.host.memory import GIB
 from study.predict.activations import has_fused
 from study.predict.advise_settings import fitted
 from study.predict.fits import excess_bytes, fits, why
@@ -22,6 +23,8 @@ from study.spec.strategies import STUDIED_STRATEGIES, WITH_COPIES, Strategy, rea
 LARGEST_MICRO_BATCH = 512
 # Of two that are so near each other in speed the simpler one is taken.
 AS_FAST = 0.05
+# Of rented machines: 1 TiB beside eight GPUs. Many have twice as much, and some half.
+USUAL_HOST_GIB_OF_A_GPU = 128
 SIMPLEST_FIRST = (
     "single", "ddp", "zero0", "zero1", "zero2", "fsdp2", "zero3", "hsdp", "zero3_hpz", "zero2_cpu",
     "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "zero3_nvme_optimizer", "zero3_nvme",
@@ -116,7 +119,7 @@ def advise(question: Question, names: Sequence[str] | None = None, *, surely: bo
 
 
 def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]:
-    """The simplest of those that are as fast as the first, then the others as they come.
+    """The simplest of those that are as fast as the first and that a usual host can load, then the others as they come.
 
     First is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: what
     needs no host is taken then, if it is as sure to fit. Of two that both stay on the device the errors are alike, and
@@ -128,8 +131,15 @@ def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]
     first = fastest if fastest.tokens_per_s > slowest_offload() * plain.tokens_per_s else plain
     equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s
              and each.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
-    equal.sort(key=lambda option: SIMPLEST_FIRST.index(option.name))
+    equal.sort(key=lambda option: (asks_much_of_a_host(option), SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
+
+
+def asks_much_of_a_host(option: Option) -> bool:
+    """Where nobody said what the host has."""
+    box = option.request.box
+    usual = USUAL_HOST_GIB_OF_A_GPU * GIB * box.gpus_per_node
+    return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
 def error_of_time(option: Option) -> float | None:

@@ -32,7 +32,8 @@ checkpointing, at the largest micro-batch that fits by the predicted peak. Nothi
 without --hub. docs/advice.md says what the errors are and what this cannot know.
 """
 # Samples of a step, where nobody says it: strategies are compared at the same batch.
-_BATCH = 64
+# Of a step, at least; and a rank's share of them, which a micro-batch divides.
+_BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _MUCH_FOR_A_HOST_BYTES = 256 * GIB
 _ROW = "{:<20} {:>8} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
 
@@ -93,7 +94,7 @@ def question_of(options: argparse.Namespace) -> Question:
         box = dataclasses.replace(box, host_gib_per_node=options.host_memory)
     precision = options.precision or usual_precision(box)
     refuse_precision(box, precision)
-    batch = options.global_batch_size or -(-_BATCH // box.ranks) * box.ranks
+    batch = options.global_batch_size or next(share * box.ranks for share in _SHARES if share * box.ranks >= _BATCH)
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
         raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")

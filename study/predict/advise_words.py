@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from study.host.memory import GIB
-from study.predict.advise import AS_FAST, Advice, Option, Question, advise, candidates, error_of_time
-from study.predict.fits import device_bytes, left_share, usable_bytes
+from study.predict.advise import (
+    AS_FAST,
+    Advice,
+    Option,
+    Question,
+    advise,
+    asks_much_of_a_host,
+    candidates,
+    error_of_time,
+)
+from study.predict.fits import device_bytes, excess_bytes, left_share, usable_bytes
 from study.predict.intervals import slowest_offload
 
 ONE_RANK_NOTE = (
@@ -39,6 +48,9 @@ def how_sure(advice: Advice) -> str:
     if other.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
         ahead, off = other.tokens_per_s / best.tokens_per_s - 1, slowest_offload()
         return f"no offload: one is {ahead:.0%} ahead, and such steps took up to {off:.1f} x the prediction; {memory}"
+    if gap <= AS_FAST and asks_much_of_a_host(other) and not asks_much_of_a_host(best):
+        needed = other.memory.host_peak.value / GIB
+        return f"as fast as the next, within {AS_FAST:.0%}, which takes {needed:,.0f} GiB of host memory; {memory}"
     if gap <= AS_FAST:
         return f"as fast as the next, within {AS_FAST:.0%}, and simpler; {memory}"
     if error is None:
@@ -52,7 +64,15 @@ def _nothing_fits(advice: Advice) -> str:
     least = min(advice.options, key=lambda option: device_bytes(option.memory))
     request, parts = least.request, least.memory.device_parts
     whole = {name: parts[name] for name in _OF_A_SAMPLE if parts[name]}
-    if sum(whole.values()) <= (usable := usable_bytes(request.box)):
+    box = request.box
+    elsewhere = dataclasses.replace(box, host_gib_per_node=None)
+    if box.host_gib_per_node is not None and not box.in_host_memory:
+        short = [option for option in advice.options if excess_bytes(option.memory, elsewhere) <= 0]
+        if short:
+            nearest = min(short, key=lambda option: option.memory.host_peak.value)
+            needed = nearest.memory.host_peak.value / GIB
+            return f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB of it, and any other more"
+    if sum(whole.values()) <= (usable := usable_bytes(box)):
         return "nothing fits: more GPUs, fewer tokens a sample, or a smaller model"
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in whole.items())
     helps = ["fewer tokens a sample"]
@@ -116,6 +136,10 @@ def changes(advice: Advice) -> Iterator[str]:
     twice: dict[str, Any] = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
     others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
     if box.nodes > 1:
+        alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
+        if alone is not None and (best is None or alone.tokens_per_s >= (1 - AS_FAST) * best.tokens_per_s):
+            times = "" if best is None else f" is {alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
+            yield f"one of these machines alone{times or ' fits'}, under {alone.name}"
         slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
         others["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions

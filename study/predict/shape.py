@@ -65,7 +65,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         f"unknown model {name!r}",
         (f"did you mean {' or '.join(near)}? " if near else "")
         + f"{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
-        " layers=32,hidden=4096,heads=32,vocabulary=32000",
+        " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
     )
 
 
@@ -117,7 +117,7 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
     tied = bool(get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2", "qwen3")))
     facts: dict[str, Any] = {**sizes, "query": heads * head_dim, "key_value": key_value_heads * head_dim, "tied": tied}
     facts["head_dim"] = head_dim
-    facts |= {"positions": get.get("n_positions") or get.get("max_position_embeddings"), "said": get}
+    facts |= {"positions": _positions(get), "said": get}
     before, layer, after = _FAMILIES[model_type](facts)
     count = sizes["layers"]
     return ModelShape(
@@ -129,6 +129,20 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         tensors=(*_tensors(before, 1, False), *_tensors(layer, count, True), *_tensors(after, 1, False)),
         positions=None if facts["positions"] is None else _whole(name, "max_position_embeddings", facts["positions"]),
     )  # fmt: skip
+
+
+def _positions(get: Mapping[str, Any]) -> Any:
+    """Rotary ones can be stretched (linear, dynamic, YaRN), and the file then says by how much."""
+    positions = get.get("n_positions") or get.get("max_position_embeddings")
+    stretched = get.get("rope_parameters") or get.get("rope_scaling") or {}
+    if not isinstance(stretched, Mapping) or type(positions) is not int:
+        return positions
+    factor = stretched.get("factor")
+    kind = stretched.get("rope_type") or stretched.get("type")
+    if kind not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float) or not 1 <= factor <= 1e4:
+        return positions
+    first = stretched.get("original_max_position_embeddings")
+    return max(positions, int((first if type(first) is int else positions) * factor))
 
 
 def _tensors(named: _Named, count: int, in_layer: bool) -> list[Tensor]:
@@ -277,12 +291,18 @@ def _hub_config(repo_id: str, **options: Any) -> dict[str, Any]:
 def _shape_of_document(document: Mapping[str, Any], name: str) -> ModelShape:
     if not isinstance(document.get("model_type"), str):
         raise UserError(f"{name} does not say its model_type", f"add one of {', '.join(_FAMILIES)}")
+    if document.get("quantization_config"):
+        fix = "take quantization_config out of config.json to have it told in 16 bits"
+        raise UserError(f"{name} is quantised, and weights of fewer bits are not predicted", fix)
     return shape_of_architecture(name.rstrip("/").rsplit("/", 1)[-1], document["model_type"], document)
 
 
 def _shape_of_words(text: str) -> ModelShape:
     """layers=32,hidden=4096,heads=32,vocabulary=32000: a GPT-2, or a Llama where it says what only that has."""
-    words = dict(part.partition("=")[::2] for part in text.split(","))
+    named = [part.partition("=")[::2] for part in text.split(",")]
+    words = dict(named)
+    if len(words) < len(named):
+        raise UserError(f"{text[:80]} says a size twice", "say each once")
     unknown = [word for word in words if word not in _WORDS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], _WORDS, n=1)
