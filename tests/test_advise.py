@@ -324,11 +324,11 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
     assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
     # A model is divided over them.
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
-    said = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", capsys.readouterr().out)
-    assert said is not None
-    more = str(int(said[2]) + 8)
+    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", capsys.readouterr().out)
+    assert short is not None
+    more = str(int(short[2]) + 8)
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", more]) == 0
-    assert f"take {said[1]} " in capsys.readouterr().out
+    assert f"take {short[1]} " in capsys.readouterr().out
     box = box_of("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
     nothing = advise(Question(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])

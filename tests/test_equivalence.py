@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from runs import FP32_RELATIVE, by_one_rank, losses, trained
-from strategy_lint import ranks_of
+from strategy_files import ranks_of
 from study.spec.strategies import WITH_COPIES, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")

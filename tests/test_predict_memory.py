@@ -338,7 +338,7 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         (["--engine_override", "zero_optimization.reduce_bucket_sise=5"], "did you mean reduce_bucket_size"),
         (["--engine_override", 'zero_optimization.reduce_bucket_size="big"'], "reduce_bucket_size is 'big'"),
         (["--strategy", "zero3_hpz", "--engine_override", "zero_optimization.zero_hpz_partition_size=5"], "8 ranks"),
-        (["--micro_batch", "0"], "use 1"),
+        (["--micro_batch", "0"], "from 1 to 10000000"),
         (["--lora_rank", "8"], "add --peft lora"),
         (["--peft", "lora", "--lora_rank", "0"], "--lora_rank 0"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from study.report.records.fairness import baseline_arm
 from study.report.records.frames import read_records
 from synthetic_records import with_steps, write_run
 
-Change = Mapping[str, Any]
 OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 from collections.abc import Callable
@@ -14,11 +13,10 @@ import pandas as pd
 import pytest
 
 from damage import damaged_bytes, leaves, put
-from study.record.directory import RunWriter, read_run
-from study.record.schema import RecordError
+from study.record.directory import RunWriter
 from study.report.questions import TABLES, answers
 from study.report.records.frames import Records, read_records
-from synthetic_records import seal_anew, without_seal, write_run
+from synthetic_records import seal_anew, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")
 
@@ -168,7 +166,6 @@ def test_mutations_that_were_sealed_anew_never_crash_a_report(count: int, tmp_pa
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no status": (lambda run: (run / "status.json").unlink(), "status.json", "is missing"),
     "an unknown flag": (
         lambda run: _replace(run / "config.json", '"seed"', '"sead"'), "config.json", "unknown key 'sead'",
     ),
@@ -180,12 +177,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda run: _replace(run / "environment.json", '"name": "Synthetic GPU"', '"name": 3'),
         "environment.json", "name is 3",
     ),
-    "a figure of one place": (
-        lambda run: _replace(run / "summary.json", '"startup_s": 5.', '"startup_s": 4.'), "summary.json", "was changed",
-    ),
-    "another outcome": (
-        lambda run: _replace(run / "status.json", '"state": "ok"', '"state": "oom"'), "status.json", "was changed",
-    ),
 }  # fmt: skip
 
 
@@ -195,13 +186,8 @@ def _replace(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-# What is refused whether or not somebody closes the record once more.
-SEALED_ANEW = [
-    (damage, True) for damage, (*_, reason) in DAMAGE.items() if reason != "was changed" and damage != "no status"
-]
-
-
-@pytest.mark.parametrize(("damage", "anew"), [*((damage, False) for damage in DAMAGE), *SEALED_ANEW])
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_listed_by_file_and_reason_and_costs_no_other_run(damage: str, anew: bool, study: Path) -> None:
     change, file, reason = DAMAGE[damage]
     change(study / "zero3")
@@ -215,17 +201,6 @@ def test_damage_is_listed_by_file_and_reason_and_costs_no_other_run(damage: str,
     assert reason in refused or (not anew and file == "config.json" and "was changed" in refused)
 
 
-def test_a_dropped_seal_and_a_half_of_one_are_refused(study: Path) -> None:
-    file = study / "ddp" / "status.json"
-    status = json.loads(file.read_text())
-    without_seal(study / "ddp")
-    records = read_records(study)
-    assert records.refused == ("ddp/status.json: its seal is missing",)
-    assert believed(records) == ["single", "zero3"]
-    file.write_text(json.dumps({key: value for key, value in status.items() if key != "files_sha256"}))
-    assert read_records(study).refused == ("ddp/status.json: lacks files_sha256",)
-
-
 def test_the_writer_seals_what_it_closes(tmp_path: Path, study: Path) -> None:
     writer = RunWriter(tmp_path / "again" / "run")
     for name in ("config", "environment", "engine", "memory", "traffic", "summary"):
@@ -237,14 +212,6 @@ def test_the_writer_seals_what_it_closes(tmp_path: Path, study: Path) -> None:
     records = read_records(tmp_path / "again")
     assert records.refused == ()
     assert records.runs["sealed"].tolist() == [True]
-    row = (tmp_path / "again" / "run" / "steps.jsonl").read_text()
-    (tmp_path / "again" / "run" / "steps.jsonl").write_text(row.replace('"grad_norm": 1', '"grad_norm": 2', 1))
-    assert read_records(tmp_path / "again").refused == (
-        "run/steps.jsonl: was changed after the run had closed its record",
-    )
-    # The sweep sees the same, and runs the cell again.
-    with pytest.raises(RecordError, match="was changed"):
-        read_run(tmp_path / "again" / "run")
 
 
 # Duplicates
@@ -294,4 +261,3 @@ def test_numbers_beyond_any_run_are_refused(tmp_path: Path) -> None:
     assert records.runs.empty
     assert len(records.refused) == 2
     assert all("is out of range" in refused for refused in records.refused)
-    assert math.isfinite(len(records.steps))

@@ -17,6 +17,7 @@ from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.fits import device_bytes, fits, usable_bytes
 from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
+from study.predict.numbers import whole
 from study.predict.request import Attention, Box, Estimate, OptimizerName, Prediction, Request
 from study.predict.shape import model_shape, sequence_length
 from study.predict.time import predict_time
@@ -50,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=int, metavar="T", help="tokens of a sample; by default 2048, or all that the model takes")
-    add("--micro_batch", type=int, default=1, metavar="B", help="samples of one forward pass on one rank")
-    add("--accumulation", type=int, default=1, metavar="A", help="forward passes of an optimizer step")
+    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or what the model takes")
+    add("--micro_batch", type=whole, default=1, metavar="B", help="samples of one forward pass on one rank")
+    add("--accumulation", type=whole, default=1, metavar="A", help="forward passes of an optimizer step")
     add(
         "--precision",
         choices=get_args(Precision),
@@ -88,9 +89,9 @@ def run(options: argparse.Namespace) -> int:
     prediction = predict(request)
     traced = None
     if options.traced:
-        from study.predict.traced import traced_kept_bytes
+        from study.predict.traced import traced as trace_of
 
-        traced = traced_kept_bytes(request)
+        traced = trace_of(request).kept
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:
@@ -110,9 +111,6 @@ def predict(request: Request) -> Prediction:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("seq_length", "micro_batch", "accumulation"):
-        if getattr(options, name) is not None and not 0 < getattr(options, name) <= 10_000_000:
-            raise UserError(f"--{name} {getattr(options, name)} is out of range", "use 1 to 10000000")
     strategy = read_strategy(options.strategy)
     if strategy.team is not None:
         raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
@@ -174,7 +172,7 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
         "accumulation": request.accumulation, "gradient_checkpointing": request.gradient_checkpointing,
         "chunked_loss": request.chunked_loss,
         "fits": prediction.fits, "device_bytes": device_bytes(memory), "memory": dataclasses.asdict(memory),
-        "traced_activation_bytes": traced, "time": prediction.time and dataclasses.asdict(prediction.time),
+        "traced_activation_bytes": traced, "time": dataclasses.asdict(prediction.time),
         "sent_bytes_per_step": dataclasses.asdict(prediction.sent_bytes_per_step),
         "payload_bytes": payload_of(request),
     }  # fmt: skip
@@ -214,14 +212,13 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     yield from ("", f"sent by one rank in a step, {name}")
     yield from _rows(payload_of(request), unit)
     yield _line("leaves the rank", prediction.sent_bytes_per_step, unit)
-    if prediction.time is not None:
-        time = prediction.time
-        yield from ("", "time of a step, ms")
-        yield from _rows(time.parts, 1e-3)
-        yield _line("in all", time.step_s, 1e-3)
-        rate = f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s of one {each}"
-        yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
-    for note in (*memory.notes, *(prediction.time.notes if prediction.time else ())):
+    time = prediction.time
+    yield from ("", "time of a step, ms")
+    yield from _rows(time.parts, 1e-3)
+    yield _line("in all", time.step_s, 1e-3)
+    rate = f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s of one {each}"
+    yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
+    for note in (*memory.notes, *time.notes):
         yield f"  {note}"
 
 

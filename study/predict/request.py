@@ -246,6 +246,6 @@ class Time:
 class Prediction:
     request: Request
     memory: Memory
-    time: Time | None
+    time: Time
     sent_bytes_per_step: Estimate
     fits: bool

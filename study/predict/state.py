@@ -191,11 +191,6 @@ def flat_elements(request: Request) -> int:
     return math.ceil(request.shape.trained_parameters / step) * step
 
 
-def padded_elements(request: Request, piece: Piece) -> int:
-    """Of stage 3, which cuts and pads each tensor by itself."""
-    return math.ceil(piece.elements / request.box.ranks) * request.box.ranks
-
-
 def part_elements(request: Request, pieces: Sequence[Piece]) -> int:
     ranks = request.box.ranks
     return sum(math.ceil(piece.elements / ranks) for piece in pieces)
@@ -254,7 +249,7 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
         # of what is kept whole, if it changes it.
         dropped = {piece for piece in kept_whole(request, settings) if piece.trained}
         again = set(pieces_of(request.shape)) - dropped
-        params_device += sum(padded_elements(request, piece) // copy for piece in again) * weight
+        params_device += sum(part_elements(request, [piece]) * request.box.ranks // copy for piece in again) * weight
     if settings.parameters is not None:
         params_device = float(whole)
         parts["params_host"] = float(every * weight)

@@ -34,10 +34,6 @@ class Traced:
     backward_peak: int
 
 
-def traced_kept_bytes(request: Request) -> int:
-    return traced(request).kept
-
-
 def traced(request: Request) -> Traced:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,8 +81,6 @@ def model_of(request: Request) -> Any:
         _adapt(model, shape)
     finally:
         torch.set_default_dtype(usual)
-    if request.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 

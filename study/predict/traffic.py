@@ -39,7 +39,7 @@ def payload_of(request: Request) -> dict[str, float]:
     if settings.stage < 3:
         reduced = float(total * weight * times)
         return {settings.gradients_by: reduced, "all_gather": float(flat_elements(request) * weight)}
-    whole = sum(math.ceil(piece.elements / ranks) * ranks for piece in kept_whole(request, settings))
+    whole = part_elements(request, kept_whole(request, settings)) * ranks
     # What is kept whole is gathered once, after the optimizer has changed it: frozen or not, since a step begins by
     # letting go of all of it (stage3.py, _partition_all_parameters).
     gathered = gathers_of(request, settings).elements * request.accumulation + whole
