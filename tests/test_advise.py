@@ -324,7 +324,9 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
     assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
     # A model is divided over them.
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
-    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", capsys.readouterr().out)
+    page = capsys.readouterr().out
+    assert "zero3, which misleads here: does not fit" in page
+    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", page)
     assert short is not None
     more = str(int(short[2]) + 8)
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", more]) == 0

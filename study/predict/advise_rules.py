@@ -76,10 +76,12 @@ def _option(advice: Advice, name: str) -> Option | None:
 
 def _misleads(advice: Advice, option: Option | None) -> str:
     best = advice.best
-    if option is None or best is None:
+    if option is None:
         return ""
     if not option.fits:
         return f"does not fit: {option.why}"
+    if best is None:
+        return ""
     if best.is_sure and not option.is_sure:
         return "may not fit: the upper end of its peak's interval does not"
     # Times without an interval are taken to be off by as much as those of offloads were seen to be.

@@ -138,8 +138,8 @@ def changes(advice: Advice) -> Iterator[str]:
     if box.nodes > 1:
         alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
         if alone is not None and (best is None or alone.tokens_per_s >= (1 - AS_FAST) * best.tokens_per_s):
-            times = "" if best is None else f" is {alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
-            yield f"one of these machines alone{times or ' fits'}, under {alone.name}"
+            times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
+            yield f"one of these machines alone is {times}, under {alone.name}"
         slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
         others["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions
