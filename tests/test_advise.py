@@ -204,12 +204,17 @@ def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
     asked = Question(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
     best = advise(asked, ["zero2"]).best
     assert best is not None
-    of_study = write_files(best, tmp_path, "drive").of_study
+    of_study = write_files(best, tmp_path, "drive", "gpt2-xl").of_study
     assert of_study is not None
     assert of_study.endswith("--peft lora --lora_rank 16")
     config = resolved(parse_command_line(of_study.partition("study/train.py ")[2].split()), accelerator_visible=True)
     assert (config.task, config.model_name_or_path) == ("gpt-wikitext", "gpt2-xl")
     assert config.batch_plan(2).per_device_train_batch_size == best.request.micro_batch
+    # A folder is said whole, and of sizes there is nothing to load.
+    folder = write_files(best, tmp_path, "drive", "some/gpt2").of_study
+    assert folder is not None
+    assert "--model_name_or_path some/gpt2 " in folder
+    assert write_files(best, tmp_path, "drive", SIZES).of_study is None
 
 
 def _speed(option: Option) -> float:
@@ -326,7 +331,7 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", "16"]) == 1
     page = capsys.readouterr().out
     assert "zero3, which misleads here: does not fit" in page
-    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB of it", page)
+    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
     more = str(int(short[2]) + 8)
     assert main(["advise", "--model_name_or_path", "gpt-13b", "--hardware", "2xT4", "--host-memory", more]) == 0
@@ -384,7 +389,7 @@ def test_a_loss_in_chunks_is_asked_for_by_a_flag(tmp_path: Path, capsys: pytest.
     assert frozen == 3 * 2 * 8192 * 4096
     option = advise(dataclasses.replace(TINY, chunked_loss=True), ["zero2"]).best
     assert option is not None
-    assert write_files(option, tmp_path, "drive").of_study is None
+    assert write_files(option, tmp_path, "drive", "gpt2-xl").of_study is None
 
 
 def test_host_memory_is_checked_where_it_is_said() -> None:
@@ -473,7 +478,7 @@ def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(n
     option = advise(question, [name]).option(name)
     assert option is not None
     assert option.request.micro_batch == 2
-    files = write_files(option, tmp_path / "files", "nvme_offload")
+    files = write_files(option, tmp_path / "files", "nvme_offload", "gpt-tiny")
     assert files.of_study is not None
     words = files.of_study.split()
     assert words[:2] == ["accelerate", "launch"]
@@ -517,14 +522,14 @@ def test_how_many_batches_make_a_step_is_said_wherever_the_batch_is(
 def test_files_that_say_something_else_are_not_replaced(tmp_path: Path) -> None:
     best = advise(TINY).best
     assert best is not None
-    first = write_files(best, tmp_path, "nvme_offload")
-    assert write_files(best, tmp_path, "nvme_offload") == first
+    first = write_files(best, tmp_path, "nvme_offload", "gpt2")
+    assert write_files(best, tmp_path, "nvme_offload", "gpt2") == first
     first.accelerate.write_text("mine: 1\n")
     with pytest.raises(UserError, match="something else"):
-        write_files(best, tmp_path, "nvme_offload")
+        write_files(best, tmp_path, "nvme_offload", "gpt2")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        write_files(best, tmp_path / "file", "nvme_offload")
+        write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
 
 
 def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:

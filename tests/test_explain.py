@@ -610,12 +610,14 @@ def test_an_optimizer_that_is_not_adam_is_told_or_refused(tmp_path: Path) -> Non
     assert kinds("Lion") == ["noted"]
     assert kinds("SGD") == ["noted", "refused"]
     assert kinds("SGD", zero_allow_untested_optimizer=True) == ["noted"]
-    assert kinds("Adam8bit") == ["refused"]
+    assert kinds("Lamb") == ["noted", "refused"]
+    assert kinds("Adam8bit") == kinds("OneBitAdam") == ["refused"]
 
 
 def test_a_second_copy_that_does_not_divide_the_ranks_is_refused(tmp_path: Path) -> None:
     assert said(case_of(tmp_path, zero(3, zero_hpz_partition_size=3)))["zero_hpz_partition_size"][0] == "refused"
-    assert "zero_hpz_partition_size" not in said(case_of(tmp_path, zero(3, zero_hpz_partition_size=2)))
+    for size in (2, 8):
+        assert "zero_hpz_partition_size" not in said(case_of(tmp_path, zero(3, zero_hpz_partition_size=size)))
 
 
 @pytest.mark.parametrize(
@@ -624,6 +626,8 @@ def test_a_second_copy_that_does_not_divide_the_ranks_is_refused(tmp_path: Path)
         ({"fsdp_sharding_strategy": "NO_SHARD"}, "fsdp_sharding_strategy", "plain data parallelism"),
         ({"fsdp_sharding_strategy": 2}, "fsdp_sharding_strategy", "weights stay whole"),
         ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, "fsdp_sharding_strategy", "the ranks of a machine"),
+        ({"fsdp_reshard_after_forward": "NO_SHARD"}, "fsdp_version", "of version 2"),
+        ({"fsdp_sharding_strategy": 9}, "fsdp_sharding_strategy", "ends with an error"),
         ({"fsdp_offload_params": True}, "fsdp_offload_params", "in host memory"),
         ({"fsdp_version": 2, "fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy", "gathered at once"),
     ],
@@ -638,3 +642,12 @@ def test_what_fsdp_does_otherwise_than_it_is_told_here_is_said(
     whole = predict_memory(ddp.request).peak_allocated.value
     is_whole = predict_memory(case.request).peak_allocated.value == whole
     assert is_whole == (asked == {"fsdp_sharding_strategy": "NO_SHARD"})
+
+
+def test_passes_that_the_file_does_not_let_be_are_refused_as_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "whole.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "bf16": {"enabled": True}, MICRO_BATCH: None}))
+    user = read_user_file(str(file))
+    with pytest.raises(UserError, match="gradient_accumulation_steps 1, and --accumulation says 4"):
+        settle(user, model_shape("gpt2"), 4, Workload(accumulation=4))
+    assert settle(user, model_shape("gpt2"), 4, WORK).request.micro_batch == 2

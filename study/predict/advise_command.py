@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
     advice = advise(question_of(options))
     best = advice.best
-    files = write_files(best, options.output, options.nvme_path) if best and options.output else None
+    files = None
+    if best and options.output:
+        files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     near = list(nearest(best.request)) if nearest and best else []
     told = _Told(worth_trying(advice), list(changes(advice)), rules(advice), near, files)
     if options.json:

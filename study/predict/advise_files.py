@@ -31,7 +31,8 @@ class Files:
     of_study: str | None
 
 
-def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
+def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Files:
+    """`model` is what was asked for, as it was said."""
     request = option.request
     stem = f"{option.name}-fitted"
     settings = _settings(option, nvme_path)
@@ -42,12 +43,12 @@ def write_files(option: Option, folder: Path, nvme_path: str) -> Files:
         texts[inner] = json.dumps(settings, indent=2) + "\n"
     _write(folder, texts)
     launch = ["accelerate", "launch", "--config_file", str(outer)]
-    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _of_study(request, launch))
+    return Files(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _of_study(request, model, launch))
 
 
-def _of_study(request: Request, launch: Sequence[str]) -> str | None:
+def _of_study(request: Request, model: str, launch: Sequence[str]) -> str | None:
     """This study's trainer has no loss in chunks, and takes no model that is nothing but sizes or their file."""
-    model, preset = request.shape.name, find_preset(request.shape.name)
+    preset = find_preset(model)
     if request.chunked_loss or "=" in model or Path(model).expanduser().is_file():
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"

@@ -71,7 +71,9 @@ def _nothing_fits(advice: Advice) -> str:
         if short:
             nearest = min(short, key=lambda option: option.memory.host_peak.value)
             needed = nearest.memory.host_peak.value / GIB
-            return f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB of it, and any other more"
+            return (
+                f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB, the least of what its GPUs can hold"
+            )
     if sum(whole.values()) <= (usable := usable_bytes(box)):
         return "nothing fits: more GPUs, fewer tokens a sample, or a smaller model"
     named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in whole.items())
@@ -128,6 +130,13 @@ def _near(advice: Advice, question: Question | None = None) -> list[str]:
     return [name for name in candidates(question or advice.question) if name not in slow]
 
 
+def _is_as_good(alone: Option, best: Option) -> bool:
+    """Fewer machines that are as fast; with an offload, as in `ranked`, only where it is far ahead."""
+    is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
+    least = slowest_offload() if is_offload else 1 - AS_FAST
+    return (alone.is_sure or not best.is_sure) and alone.tokens_per_s >= least * best.tokens_per_s
+
+
 def changes(advice: Advice) -> Iterator[str]:
     """Other questions near this one, where the answer is another."""
     question = advice.question
@@ -137,9 +146,9 @@ def changes(advice: Advice) -> Iterator[str]:
     others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
     if box.nodes > 1:
         alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
-        if alone is not None and (best is None or alone.tokens_per_s >= (1 - AS_FAST) * best.tokens_per_s):
+        if alone is not None and (best is None or _is_as_good(alone, best)):
             times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
-            yield f"one of these machines alone is {times}, under {alone.name}"
+            yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked(alone)])
         slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
         others["an eighth of the network"] = {"box": slower}
     longer, positions = 2 * question.sequence_length, question.shape.positions

@@ -156,7 +156,7 @@ def _asked(strategy: Strategy, config: RunConfig, box: Box) -> Strategy:
         raise UserError(
             f"--engine_override makes {strategy.name} a stage {asked.zero_stage}", "ask for that stage's strategy"
         )
-    group = asked.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1)
+    group = min(asked.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1), box.ranks)
     if group > 1 and box.ranks % group:
         raise UserError(f"zero_hpz_partition_size {group} does not divide {box.ranks} ranks", "set one that does")
     return asked

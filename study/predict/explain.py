@@ -94,7 +94,7 @@ def _stage3(case: Case) -> list[Cost]:
     if least < whole:
         says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
     found += _cost(case, "stage3_max_reuse_distance", says, whole * case.weight)
-    if (group := case.zero["zero_hpz_partition_size"]) > 1:
+    if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
         says = f"each {group:,.0f} ranks hold a second set of all weights"
         found += _cost(case, "zero_hpz_partition_size", says, case.shape.parameters * case.weight / group)
     if case.zero["stage3_gather_16bit_weights_on_model_save"]:

@@ -84,7 +84,7 @@ class Case:
 
 
 # torch's own order (ShardingStrategy), from 1.
-_SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def _box(ranks: int) -> Box:
@@ -144,8 +144,9 @@ def sharding_of(file: UserFile) -> str | None:
     said = fsdp_settings(file)
     if file.fsdp is None or str(said.get("fsdp_version", 1)) == "2":
         return None
-    asked = str(said.get("fsdp_sharding_strategy", said.get("fsdp_reshard_after_forward", "FULL_SHARD"))).upper()
-    return dict(enumerate(_SHARDINGS, start=1)).get(int(asked), asked) if asked.isdecimal() else asked
+    # The launcher says FULL_SHARD where the file says nothing, so fsdp_reshard_after_forward is not heard.
+    asked = str(said.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
+    return SHARDINGS[int(asked) - 1] if asked in ("1", "2", "3", "4", "5") else asked
 
 
 def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[int, int] | None:
@@ -176,8 +177,10 @@ def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
     if file.launcher == "deepspeed" and ACCUMULATION not in top and whole and micro:
         # Accelerate takes 1 there.
         steps = max(whole // micro // ranks, 1)
-    elif whole and MICRO_BATCH not in top:
-        micro = max(whole // ranks // (steps or (top.get(ACCUMULATION) and work.accumulation) or 1), 1)
+    elif whole and top.get(MICRO_BATCH) is None:
+        if top.get(ACCUMULATION) is None:
+            steps = 1
+        micro = max(whole // ranks // (steps or work.accumulation or 1), 1)
     asked = (
         ("--micro-batch", work.micro_batch, MICRO_BATCH, micro),
         ("--accumulation", work.accumulation, ACCUMULATION, steps),

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 
 from study.errors import brief
 from study.host.memory import GIB
-from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, fsdp_settings, sharding_of
+from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, SHARDINGS, Case, fsdp_settings, sharding_of
 from study.predict.memory import predict_memory
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
 # DEEPSPEED_OPTIMIZERS of its config.py, and the classes of torch.optim.
 ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
+# Those that make a class of ZERO_SUPPORTED_OPTIMIZERS (zero/utils.py); mup's Adam is torch's.
+_ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "muon")
 TORCHS_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
     "Rprop", "SGD", "SparseAdam",
@@ -73,13 +75,11 @@ def _type_of_optimizer(case: Case) -> Iterator[Finding]:
     if name.lower() not in ENGINES_OPTIMIZERS and name not in TORCHS_OPTIMIZERS:
         near = difflib.get_close_matches(name, ("AdamW", "Adam", *TORCHS_OPTIMIZERS), n=1)
         says = f"the engine ends with an error: neither it nor torch.optim has {brief(name)}"
-        yield Finding("refused", key, says + f"; did you mean {near[0]}?" * bool(near))
+        yield Finding("refused", key, says + (f"; did you mean {near[0]}?" if near else ""))
         return
     yield Finding("noted", key, f"{name}: what is told here is AdamW's, which keeps two moments of each parameter")
-    if (
-        name.lower() not in ENGINES_OPTIMIZERS and case.stage and case.file.launcher == "deepspeed"
-        and not case.top.get("zero_allow_untested_optimizer")
-    ):  # fmt: skip
+    is_asked = case.file.launcher == "accelerate" or case.top.get("zero_allow_untested_optimizer")
+    if case.stage and name.lower() not in _ZEROS_OPTIMIZERS and not is_asked:
         yield Finding("refused", key, f"ZeRO takes {name} with zero_allow_untested_optimizer: true alone")
 
 
@@ -139,7 +139,8 @@ def _zero(case: Case) -> Iterator[Finding]:
         yield Finding("refused", f"{ZERO}.compute_grad_norm", says)
     if zero["legacy_stage1"]:
         yield Finding("refused", f"{ZERO}.legacy_stage1", "the engine ends with an error: it has been removed")
-    if stage == 3 and (group := zero["zero_hpz_partition_size"]) > 1 and case.ranks % group:
+    # The engine takes as many as there are, if it is more (groups.py).
+    if stage == 3 and (group := min(zero["zero_hpz_partition_size"], case.ranks)) > 1 and case.ranks % group:
         says = f"the engine ends with an error: {group:,.0f} does not divide {case.ranks} ranks"
         yield Finding("refused", f"{ZERO}.zero_hpz_partition_size", says)
     live, ahead = zero["stage3_max_live_parameters"], zero["stage3_prefetch_bucket_size"]
@@ -158,6 +159,8 @@ def _fsdp(case: Case) -> Iterator[Finding]:
     if sharding == "NO_SHARD":
         yield Finding("noted", "fsdp_sharding_strategy", "NO_SHARD is plain data parallelism, as it is told here")
     elif sharding is not None:
+        if sharding not in SHARDINGS:
+            yield Finding("refused", "fsdp_sharding_strategy", f"Accelerate ends with an error: no {brief(sharding)}")
         yield Finding("noted", "fsdp_version", "1, the default: what is told here is of version 2")
         if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
             says = f"{sharding}: weights stay whole from the forward to the backward pass, {more}"
@@ -196,7 +199,7 @@ def _batch(case: Case) -> Iterator[Finding]:
         elif steps is None and whole % (micro * case.ranks):
             yield Finding("refused", "train_batch_size", f"{whole} is no multiple of {micro} x {case.ranks} ranks")
     elif type(whole) is int and micro is None:
-        passes = steps if type(steps) is int else case.request.accumulation
+        passes = 1 if steps is None else case.request.accumulation
         if whole % (passes * case.ranks):
             says = f"the engine ends with an error: {whole} is no multiple of {passes} x {case.ranks} ranks"
             yield Finding("refused", "train_batch_size", says)

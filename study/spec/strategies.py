@@ -82,7 +82,8 @@ class Strategy:
         asked = self.mesh[1] if self.mesh else zero.get("zero_hpz_partition_size") if isinstance(zero, dict) else None
         if type(asked) is not int or (asked < 2 and not self.mesh):
             return None
-        return asked if self.own_settings else ranks_of_a_copy(world_size, per_machine)
+        # The engine takes as many as there are, if more are asked for (deepspeed/utils/groups.py).
+        return min(asked, world_size) if self.own_settings else ranks_of_a_copy(world_size, per_machine)
 
     def offload_device(self, what: str) -> str | None:
         """Where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
