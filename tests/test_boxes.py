@@ -173,3 +173,11 @@ def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypat
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert available_cores(Path(tmp_path)) == expected
+
+
+def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_gpus, monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda handle: [1, 1])
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", lambda handle, place: SLICE)
+    assert len(this_box().gpu_memory_gib) == 1
+    assert free_gpu_bytes(0) == FREE_GIB[SLICE] * GIB
+    assert free_gpu_bytes(1) is None

@@ -7,9 +7,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from engines import ROOT
 from study.host.imports import importing
 
 SHOWN = """
@@ -58,3 +60,19 @@ def test_scikit_learn_finds_the_scipy_that_it_is_built_on(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120, check=True)
+
+
+def test_a_torchvision_of_another_torch_is_left_alone(tmp_path: Path) -> None:
+    """As where a notebook's torch was replaced: it raises, and transformers imports it wherever it is."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+    metadata = tmp_path / "torchvision-0.25.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.25.0\n")
+    code = (
+        "from study.host.imports import import_libraries; from study.spec.strategies import read_strategy;"
+        " import_libraries(read_strategy('ddp')); import transformers; transformers.BertForSequenceClassification;"
+        " transformers.Trainer"
+    )
+    found = os.pathsep.join([str(tmp_path), str(ROOT)])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": found}, check=True, timeout=120)

@@ -137,3 +137,19 @@ def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path:
     ):
         check_indexes(tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=[pytest.mark.long]) for name in ("zero0", "fsdp2", "zero2"))]
+)
+def test_a_step_of_more_micro_batches_begins_where_the_last_one_ended(strategy: str, tmp_path: Path) -> None:
+    """Accelerate counts micro-batches over all steps, and puts its count back: at an odd one a step of two went on in
+    the middle."""
+    flags = ("--per_device_train_batch_size", "2")
+    whole = trained(strategy, tmp_path / "whole", *GPT, *flags, "--checkpointing_steps", "3", ranks=4)
+    again = resume(strategy, whole.path / "checkpoints" / "step_0000003", tmp_path / "run", 2, *flags)
+    plans = [run.config["global_batch_size"] // (2 * run.engine["world_size"]) for run in (whole, again)]
+    assert plans[1] == 2 * plans[0]
+    for key in ("loss", "grad_norm"):
+        found, expected = ([row[key] for row in run.steps] for run in (again, whole))
+        assert found == (expected if None in expected else pytest.approx(expected, rel=FP32_RELATIVE))

@@ -495,3 +495,19 @@ def test_a_suite_of_virtual_ranks_starts_from_no_weights(tmp_path, capsys):
     fixed = {**TINY, "virtual_world_size": 4, "world_size": 1}
     assert cli.main(["weights", str(write_suite(tmp_path, {"strategy": "zero3"}, fixed))]) == 0
     assert "no cell that tiny would run now starts from weights" in capsys.readouterr().out
+
+
+def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
+    axes = {"strategy": ["ddp", "zero2"], "device_memory_cap_gib": [16, 40], "seed": [41, 42]}
+    rules = [{"device_memory_cap_gib": 16, "strategy": "ddp"}, {"seed": 41}]
+    override = {"where": {"device_memory_cap_gib": 16}, "fixed": {"gradient_checkpointing": True}}
+    fixed = {**TINY, "train_samples": None}
+    file = write_suite(tmp_path, axes, fixed, exclude=rules, overrides=[override])
+    cells = plan_cells(rehearsed(read_suite(file)), CPU_BOX)
+    assert [cell.id.split("-")[4] for cell in cells] == ["ddp", "zero2"]
+
+
+@pytest.mark.parametrize("fixed", [{"stack": ["today"]}, {"stack": {"a": "b"}}])
+def test_a_stack_that_is_no_word_is_refused(fixed, tmp_path):
+    with pytest.raises(UserError, match="stack"):
+        read_suite(write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, **fixed}))

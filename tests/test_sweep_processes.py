@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import shutil
@@ -266,3 +267,12 @@ def test_a_started_sweep_says_who_holds_the_directory(tmp_path):
         process.terminate()
         process.communicate(timeout=60)
     assert processes_of(runs) == []
+
+
+def test_the_supervisor_finds_packages_where_the_sweep_found_them(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").touch()
+    code = "import sys; sys.path.append(sys.argv[1]); import supervise; supervise._find_packages(); import only_here"
+    folder = str(Path(supervise.__file__).parent)
+    subprocess.run(
+        [sys.executable, "-ES", "-c", code, folder], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True
+    )

@@ -150,10 +150,24 @@ def _asked(question: Callable[[], Answer]) -> Answer | None:
 def _handles() -> Iterator[Any]:
     for name in _visible():
         try:
-            yield _handle(name)
+            handle = _handle(name)
+            if name.isdigit() and (first := _first_slice(handle)) is not None:
+                # Of cards that are divided and not named by slice CUDA shows one slice, and nothing beside it.
+                yield first
+                return
+            yield handle
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
             # As CUDA does: the first entry that names no GPU ends the list.
             return
+
+
+def _first_slice(handle: Any) -> Any:
+    """None of a card that is whole."""
+    try:
+        is_divided = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+        return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if is_divided else None
+    except pynvml.NVMLError:
+        return None
 
 
 def _handle(name: str) -> Any:

@@ -37,6 +37,9 @@ def import_libraries(strategy: Strategy) -> None:
     # from them, unless scikit-learn is installed: that needs scipy, and some versions of transformers import it.
     if importlib.util.find_spec("sklearn") is None:
         sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
+    # transformers imports it wherever it is, and it fails beside another torch than its own: a notebook's stays behind
+    # when torch is replaced. No model of text uses it.
+    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
     with importing():
         for library in ("accelerate", "transformers.modeling_utils", "transformers.generation"):
             importlib.import_module(library)

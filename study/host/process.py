@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ def check_process() -> None:
             # Closed, as by `>&-`. The next file to be opened would get its number, and what is printed.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+        # What a terminal of a narrow encoding cannot print is written as its number.
+        stream = getattr(sys, name)
+        if descriptor and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         Path.cwd()
     except OSError as error:

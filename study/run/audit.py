@@ -128,6 +128,8 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
             warnings.append("virtual: the peaks of the device are without the communicators and buffers of NCCL")
     if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
         warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
+    if run.checkpoint:
+        warnings.append(f"resumed: time, energy and peaks of the run are of what came after step {run.first_step}")
     if config.device_memory_cap_gib is not None:
         warnings.append(
             f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"

@@ -277,6 +277,8 @@ def load_checkpoint(
         else:
             with universal_checkpoint(run, accelerator, folder) as universal:
                 load_universal(accelerator, universal)
+    # It counts micro-batches over all steps, and a step of other ranks may have more or fewer of them.
+    accelerator.step = 0
     _check_random_states(folder, accelerator, manifest["world_size"], same_ranks)
     schedule.load_state_dict(manifest["schedule"] | {"lr_lambdas": [None]})
 

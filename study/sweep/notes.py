@@ -79,7 +79,7 @@ def earlier_durations(root: Path) -> Durations:
                 ranks = config.virtual_world_size or document["world_size"]
                 for key in _alike(config, document.get("arm", document["strategy"]), ranks):
                     durations[key].append(float(last["wall_s"]))
-        except (RecordError, UserError, KeyError, IndexError, TypeError):
+        except (RecordError, UserError, LookupError, TypeError, ValueError, AttributeError):
             continue
     return durations
 

@@ -137,7 +137,7 @@ def _probe_values(values: Mapping[str, Any], ladder: Ladder, place: int) -> dict
     probe = {**_PROBE, **values, key: ladder.rungs[place]}
     if micro_batch := probe.get("per_device_train_batch_size"):
         probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
-        probe["train_samples"] = max(probe.get("train_samples", 0), probe["global_batch_size"])
+        probe["train_samples"] = max(probe.get("train_samples") or 0, probe["global_batch_size"])
     return probe
 
 

@@ -5,6 +5,7 @@ Records of a slice stand where those of its suite do, so that a series and its s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,9 +86,12 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
     for part in series.slices:
         if part.suite in read:
             continue
+        is_beside = False
         try:
             beside = file.parent / f"{part.suite}.yaml"
-            suite = read_suite(beside if beside.is_file() else find_suite(part.suite))
+            with contextlib.suppress(OSError):
+                is_beside = beside.is_file()
+            suite = read_suite(beside if is_beside else find_suite(part.suite))
         except UserError as refusal:
             raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
         if suite.slices:

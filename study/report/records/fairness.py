@@ -111,7 +111,7 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
     code = ""
     if run["status_state"] == "ok" and baseline["run"] != run["run"]:
         reasons += _step_reasons(run, baseline, steps)
-        code = _code_reason(run, baseline)
+        code = "; ".join(filter(None, [_code_reason(run, baseline), *_interruptions(run, baseline)]))
     reasons = list(dict.fromkeys(reasons))
     # Other code may be slower or count otherwise. A loss that it computes the same is no weaker evidence.
     return {
@@ -137,6 +137,14 @@ def _code_reason(run: Row, baseline: Row) -> str:
     else:
         same = here == there
     return "" if same else f"another commit: {here}, baseline {there}"
+
+
+def _interruptions(run: Row, baseline: Row) -> Iterator[str]:
+    """At each of these a device is waited for, which takes time and memory, and changes no loss."""
+    for name, column in (("logging", "logging_steps"), ("checkpoints", "checkpointing_steps")):
+        here, there = run.get(column), baseline.get(column)
+        if None not in (here, there) and here != there:
+            yield f"{name}: every {here:g} steps, baseline {there:g}"
 
 
 def _code_name(run: Row) -> str:
