@@ -205,6 +205,13 @@ def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_pa
     assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
 
 
+def test_arms_that_log_or_save_in_another_rhythm_are_confounded_in_times_alone(tmp_path: Path) -> None:
+    write_run(tmp_path, "single", name="single")
+    write_run(tmp_path, "zero3", name="zero3", config={"logging_steps": 1, "checkpointing_steps": 5})
+    assert labels(tmp_path)["zero3"] == "logging: every 1 steps, baseline 10; checkpoints: every 5 steps, baseline 0"
+    assert set(labels(tmp_path, "confounded_loss").values()) == {""}
+
+
 def test_offload_changes_the_optimizer_by_a_note_when_its_settings_are_the_same(tmp_path: Path) -> None:
     write_run(tmp_path, "single", name="single")
     warning = "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -511,3 +515,16 @@ def test_a_rehearsal_has_the_cells_that_rules_for_the_large_box_leave(tmp_path):
 def test_a_stack_that_is_no_word_is_refused(fixed, tmp_path):
     with pytest.raises(UserError, match="stack"):
         read_suite(write_suite(tmp_path, {"strategy": ["ddp"]}, {**TINY, **fixed}))
+
+
+def test_a_damaged_record_tells_no_time_and_a_narrow_terminal_is_written_to(tmp_path):
+    damaged = tmp_path / "语" / "laptop" / "cell"
+    damaged.mkdir(parents=True)
+    (damaged / "config.json").write_text("{}")
+    attempt = {"state": "ok", "wall_s": "long"}
+    (damaged / "sweep.json").write_text(json.dumps({"strategy": "ddp", "world_size": 2, "attempts": [attempt]}))
+    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry-run", "--runs-dir", str(tmp_path / "语")]
+    narrow = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, cwd=ROOT, env=narrow, capture_output=True, encoding="latin-1")
+    assert done.returncode == 0, done.stderr
+    assert r"\u8bed" in done.stdout
