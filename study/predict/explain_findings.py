@@ -15,12 +15,12 @@ from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
 # DEEPSPEED_OPTIMIZERS of its config.py, and the classes of torch.optim.
 ENGINES_OPTIMIZERS = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
-# Those that make a class of ZERO_SUPPORTED_OPTIMIZERS (zero/utils.py); mup's Adam is torch's.
-_ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "muon")
 TORCHS_OPTIMIZERS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
     "Rprop", "SGD", "SparseAdam",
 )  # fmt: skip
+# Those that make a class of ZERO_SUPPORTED_OPTIMIZERS (zero/utils.py); mup's Adam is torch's.
+_ZEROS_OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "muadam", "muadamw", "muon")
 
 
 def findings(case: Case) -> list[Finding]:

@@ -72,6 +72,7 @@ _CHECKS: dict[str, _Check] = {
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
+    # As a list: what a file says may have no hash.
     "stack": (lambda value: value in list(stacks()), "a stack of study/releases/stacks.yaml, or all, today or then"),
 }  # fmt: skip
 
