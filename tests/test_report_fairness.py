@@ -89,7 +89,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "another box: processor: Synthetic processor + Other, baseline Synthetic processor",
     ),
     "torch": ({"engine": {"torch": "2.11.0"}}, "torch: 2.11.0, baseline 2.13.0"),
-    "seed": ({"seed": 43}, "seed: no single with seed 43"),
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pandas as pd
 import pytest
 
 from study.report import questions
+from study.report.plots.loss import loss_differences
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.cells import cell_text
 from study.report.questions.claims import Resting
@@ -100,6 +103,83 @@ def test_a_loss_that_differs_is_not_called_the_same(tmp_path: Path) -> None:
     assert loss.sentence == "Yes, in 1 of 6 arms: `zero2` is 2.7 % off the loss of its baseline."
     assert loss.table["Same loss"].tolist() == ["5 of 6"]
     assert loss.table["Furthest arm"].tolist() == ["zero2"]
+
+
+def test_a_lost_run_of_the_baseline_takes_no_arm_out_of_the_answer(tmp_path: Path) -> None:
+    """Of one seed another repeat is left; of the other none, and there the arm is in no pair."""
+    for seed, repeat in ((1, 1), (1, 2), (2, 1)):
+        lost = {"state": "failed", "reason": "node lost"} if repeat == 2 or seed == 2 else {}
+        write_run(tmp_path, "ddp", seed=seed, repeat=repeat, **lost)
+        write_run(tmp_path, "zero2", seed=seed, repeat=repeat, loss_shift=0.1)
+    records = read_records(tmp_path)
+    assert set(records.runs["confounded"]) == {""}
+    (lacks,) = {note for note in records.runs["notes"] if note}
+    assert lacks == "no ddp with seed 2 ended ok, so it is in no ratio and no difference"
+    loss = said(tmp_path)["loss"]
+    assert loss.sentence.startswith("Yes, in 1 of 1 arms: `zero2` is 2.7 % off")
+    (drawing,) = loss_differences(records)
+    assert drawing.alt.endswith("zero2 0.100.")
+
+
+def test_arms_without_a_seed_in_common_are_named(tmp_path: Path) -> None:
+    for strategy, seed in (("ddp", 1), ("ddp", 2), ("zero2", 1), ("zero3", 3)):
+        write_run(tmp_path, strategy, seed=seed)
+    loss = said(tmp_path)["loss"]
+    assert loss.table["Same loss"].tolist() == ["1 of 1"]
+    assert "Not compared, since no seed of theirs ended well under the baseline too: `zero3`." in notes(loss)
+
+
+@pytest.mark.parametrize(
+    "reason", ["the loss is NaN at step 3", "the evaluation loss is not a number: the step", "lost"]
+)
+def test_a_seed_that_diverges_under_one_arm_alone_is_another_loss(reason: str, tmp_path: Path) -> None:
+    for strategy in ("ddp", "zero2", "zero3"):
+        for seed in (1, 2):
+            has_failed = (strategy, seed) == ("zero3", 2)
+            write_run(tmp_path, strategy, seed=seed, state="failed" if has_failed else "ok", reason=has_failed * reason)
+    loss = said(tmp_path)["loss"]
+    (line,) = loss.table.to_dict("records")
+    if reason == "lost":
+        assert line["Same loss"] == "2 of 2"
+        return
+    assert loss.sentence == (
+        "Yes, in 1 of 2 arms: `zero3` ended on a loss that is no number where its baseline trained (seed 2)."
+    )
+    assert (line["Same loss"], line["Furthest arm"], line["Off by"]) == ("1 of 2", "zero3", "no number")
+
+
+def test_a_difference_that_chance_makes_too_is_none(tmp_path: Path) -> None:
+    """Steps are off by 0.3 % of their own, twice the margin and more; one arm is off in truth."""
+    noise = random.Random(1)
+    for strategy, shift in (("ddp", 0.0), ("zero1", 0.0), ("zero2", 0.0), ("zero3", 0.2)):
+        for seed, repeat in itertools.product((1, 2, 3), (1, 2)):
+            path = write_run(tmp_path, strategy, seed=seed, repeat=repeat, loss_shift=shift)
+            with_steps(path, lambda row: row | {"loss": row["loss"] * math.exp(noise.gauss(0, 0.003))})
+    loss = said(tmp_path)["loss"]
+    assert loss.sentence.startswith("Yes, in 1 of 3 arms: `zero3` is "), loss.sentence
+    assert loss.table["Same loss"].tolist() == ["0 of 3"]
+    assert "Not known: off by more than the margin, and by no more than 2 times what one arm is" in notes(loss)
+    records = read_records(tmp_path)
+    alike = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
+    (loss,) = (answer for question, answer in answers(alike).items() if question.name == "loss")
+    assert loss.sentence.startswith("Not known of 2 of 2 arms")
+    once = dataclasses.replace(alike, runs=alike.runs[alike.runs["repeat"] == 1])
+    (loss,) = (answer for question, answer in answers(once).items() if question.name == "loss")
+    assert loss.sentence.startswith("Yes, in 2 of 2 arms")
+    assert "Nothing ran twice, so how far chance alone moves a loss is not known." in notes(loss)
+
+
+def test_nothing_is_held_against_a_ddp_that_breaks_an_invariant(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        for strategy in ("single", "zero3"):
+            write_run(tmp_path, strategy, seed=seed)
+        write_run(tmp_path, "ddp", seed=seed, environment={"threads_per_rank": 8})
+    found = said(tmp_path)
+    assert found["memory"].sentence.endswith("(`zero3`) of what it holds under `single`.")
+    assert "x single" in found["time"].table
+    assert "~" not in row(found["time"].table, "ddp")["x single"]
+    table = TABLES["runtime"](read_records(tmp_path))
+    assert row(table, "ddp")["In words"] == "not judged"
 
 
 def test_memory_traffic_and_time_stand_beside_ddp(stages: dict[str, Answer]) -> None:
@@ -191,7 +271,7 @@ def test_advice_is_the_set_that_is_not_told_apart_from_the_fastest(seeds: dict[s
     (line,) = advice.table.to_dict("records")
     assert line["Fastest, or as fast for all that is known"] == "ddp, zero0"
     assert line["Least model state"].startswith("zero3, ")
-    assert line["Seeds to tell 5 % apart"].isdigit()
+    assert line["Seeds to tell two arms alone 5 % apart"].isdigit()
 
 
 def test_arms_with_three_seeds_are_judged_in_a_study_where_others_have_one(tmp_path: Path) -> None:
@@ -223,7 +303,7 @@ def test_an_arm_that_ran_once_is_not_judged_and_hinders_no_advice(tmp_path: Path
             write_run(tmp_path, strategy, seed=seed, time_factor=factor)
     write_run(tmp_path, "zero0", seed=1, time_factor=0.5)
     advice = said(tmp_path)["advice"]
-    assert advice.sentence == "`ddp` is the fastest."
+    assert advice.sentence == "Of the arms with three seeds, `ddp` is the fastest."
     assert "Fewer than three seeds, so not judged: `zero0`." in notes(advice)
 
 

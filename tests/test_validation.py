@@ -184,8 +184,24 @@ def test_intervals_hold_what_they_say() -> None:
     rows = tables.counted(report.scores_frame(report.all_rows()))
     rows = rows[(rows["source"] != tables.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
     interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
-    ratio = rows["step_s"] / rows["predicted_step_s"]
-    assert ratio.between(interval["low"], interval["high"]).mean() == pytest.approx(report.WITHIN, abs=0.05)
+    is_within = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
+    assert interval["pages"] == tables.page(rows).nunique() > 10
+    assert is_within.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
+
+
+def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:
+    rows = tables.counted(report.scores_frame([row for row in COUNTED if row.step_s and row.use == "score"]))
+    rows = rows[~rows["offloads"]]
+    largest = rows[tables.page(rows) == tables.page(rows).mode()[0]]
+    again = pd.concat([rows, largest, largest], ignore_index=True)
+    once, thrice = (yaml.safe_load(report.intervals_text(some))["step_s"] for some in (rows, again))
+    assert (thrice["low"], thrice["high"]) == pytest.approx((once["low"], once["high"]), abs=0.01)
+
+
+def test_what_was_foretold_stands_beside_what_is_said_since() -> None:
+    table = tables.foretold(report.FOLDER, tables.read(report.FOLDER)).set_index("suite")
+    assert table["rows"].to_dict() == {"virtual_models": 19, "virtual_tuning": 11}
+    assert (table["worst"].str.rstrip("%").astype(float) > table["worst since"].str.rstrip("%").astype(float)).all()
 
 
 def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ _HOST_MEMORY = re.compile(
     r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
+# Of what study/run says where a loss or all gradients were no numbers.
+_DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
 DEVICE_RAN_OUT = "the device's memory ran out"
 _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
     (_DEVICE_MEMORY, "oom", DEVICE_RAN_OUT, SMALLER_ON_THE_DEVICE),
@@ -72,6 +74,10 @@ class Ending:
     @property
     def why(self) -> str:
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
+
+def has_diverged(reason: str) -> bool:
+    return _DIVERGED.search(reason) is not None
 
 
 class Terminated(BaseException):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
+import numpy
 import pandas as pd
 import yaml
 
@@ -15,7 +15,7 @@ from study.report.site.page import markdown_text, table_markdown
 from study.spec.strategies import REPOSITORY
 from study.validation import saving, tables
 from study.validation.league import standings
-from study.validation.measured import Measured, Process, impossible
+from study.validation.measured import Measured, impossible
 from study.validation.own import ALL_STATE, SENT, own_rows
 from study.validation.own import compared as own_compared
 from study.validation.own import table as own_table
@@ -23,11 +23,12 @@ from study.validation.published import published_rows, refused_sources, sources
 from study.validation.score import score
 
 FOLDER = REPOSITORY / "reports" / "prediction"
-# Of scored rows, this share lies within an interval.
+# Of scored rows, this share lies within an interval. Each page counts the same: a reader's box is of none of them.
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
 # Written by `python -m study.validation report`: between which shares of a predicted figure {within:.0%} of the
-# measured ones lie, and over how many rows. Of a peak: of what is above weights and optimizer, which are certain.
+# measured ones lie, each published page counting the same, and over how many rows and pages. Of a peak: of what is
+# above weights and optimizer, which are certain.
 """
 
 
@@ -74,6 +75,9 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         " error is predicted over measured, less one. Rows that fitted a constant of time score no time, and rows by"
         " which something of memory was chosen score no memory.",
         table_markdown(tables.headline(frame)),
+        "Own peaks are how well the rules fit: each kind of own record mended some. What was said of two suites before"
+        " they ran, and before the rules were mended by them:",
+        table_markdown(tables.foretold(FOLDER, frame)),
         "## Fits, or runs out of memory", table_markdown(tables.fits(frame)),
         "## Beside other estimators", table_markdown(tables.league(folder)),
         "## State and traffic of own records", table_markdown(own_table()),
@@ -98,6 +102,15 @@ def _unused_line(what: str, why: str, url: str) -> str:
     return f"- [{markdown_text(what)}]({url}): {markdown_text(why)}"
 
 
+def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
+    """The quantiles where each page has the same weight."""
+    order = ratios.sort_values()
+    weights = 1 / pages.groupby(pages).transform("count")
+    below = weights[order.index].cumsum() - weights[order.index] / 2
+    low, high = numpy.interp([(1 - WITHIN) / 2, (1 + WITHIN) / 2], below / weights.sum(), order)
+    return float(low), float(high)
+
+
 def intervals_text(frame: pd.DataFrame) -> str:
     """Shares of the predicted figure, as study/predict/intervals.py takes them."""
     rows = tables.counted(frame)
@@ -108,7 +121,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
     # What a GPU holds above weights and optimizer, and what a process without one does.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
-    processes = own[own["peak_kind"].isin(get_args(Process))]
+    processes = own[own["peak_kind"] == "resident"]
     process = processes["peak_gib"] / processes["predicted_peak_gib"]
     ratios = {"step_s": steps, "tokens": 1 / steps, "above_state": above / said, "process": process}
     compared = list(own_compared())
@@ -118,8 +131,11 @@ def intervals_text(frame: pd.DataFrame) -> str:
     table = {}
     for what, found in ratios.items():
         if len(found := found.dropna()):
-            low, high = found.quantile([(1 - WITHIN) / 2, (1 + WITHIN) / 2])
-            table[what] = {"low": round(float(low), 3), "high": round(float(high), 3), "rows": len(found)}
+            of_pages = rows.loc[found.index] if what in ("step_s", "tokens", "above_state") else None
+            pages = pd.Series(0, found.index) if of_pages is None else tables.page(of_pages)
+            low, high = _interval(found, pages)
+            table[what] = {"low": round(low, 3), "high": round(high, 3), "rows": len(found)}
+            table[what] |= {} if of_pages is None else {"pages": pages.nunique()}
     offloaded = scored[scored["offloads"]]
     if len(found := (offloaded["step_s"] / offloaded["predicted_step_s"]).dropna()):
         # Too few for an interval: the ends of all.

@@ -31,6 +31,7 @@ from study.report.plots.canvas import (
 from study.report.plots.palette import ACCENT, GUIDE, INK, QUIET, style_of
 from study.report.records.fairness import baseline_arm, has_dropout
 from study.report.records.frames import Records
+from study.report.records.statistics import paired_runs
 
 # A curve has no more points than a printed column can hold; longer runs are averaged over neighbouring steps.
 MOST_POINTS = 300
@@ -186,19 +187,18 @@ def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
 
 
 def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawing | None:
-    """The bold line is the largest distance so far: each run from the one with its seed and repeat, then the median."""
+    """The bold line is the largest distance so far of any run from the baseline's with its seed."""
     losses, baseline = _losses(steps, runs), baseline_arm(runs)
     # Under dropout each arm draws masks of its own, and a step tells nothing.
     if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
         return None
     known = runs[runs["run"].isin(losses.columns)]
-    pairs = known.merge(known[known["arm"] == baseline], on=["seed", "repeat"], suffixes=("", "_b"))
     gaps = {}
     for arm in arms_of(runs):
-        its = pairs[pairs["arm"] == arm]
-        if arm != baseline and len(its):
-            apart = losses[its["run"]].to_numpy(dtype=float) - losses[its["run_b"]].to_numpy(dtype=float)
-            gaps[arm] = pd.Series(np.median(np.abs(apart), axis=1), losses.index)
+        pairs = paired_runs(known, arm, baseline)
+        if arm != baseline and pairs:
+            apart = pd.concat([losses[run] - losses[its] for run, its in pairs], axis="columns")
+            gaps[arm] = apart.abs().max(axis="columns")
     notes, strategies = notes_of(runs, "confounded_loss"), {arm: arms_of(runs)[arm] for arm in gaps}
     figure, (axes,) = sheet(2.8)
     farthest = {arm: gap.clip(lower=_NOTHING_LEFT).cummax().ffill() for arm, gap in gaps.items()}

@@ -41,20 +41,22 @@ def answer(records: Records) -> Answer | None:
     arms = [arm for of_it in found.values() for arm in of_it]
     if any(has_no_gpu(arm.beside) for arm in arms):
         notes.append("There is no GPU on this box: what a stage costs or saves on one is not known from these records.")
-    table = pd.DataFrame(rows)
-    return Answer(_sentence(best, len(rows)), table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
+    table, sentence = pd.DataFrame(rows), _sentence(best, len(rows), bool(unjudged))
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
 
 
-def _sentence(best: Sequence[Sequence[str]], workloads_timed: int) -> str:
+def _sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
     if len(best) < workloads_timed:
         return f"No advice on time: arms that ran with fewer than three seeds are {NOT_TOLD_APART}."
     everywhere = [name for name in best[0] if all(name in others for others in best)]
     where = "" if len(best) == 1 else " in every workload here"
     if not everywhere:
         return "No arm is among the fastest in every workload here: the table has those of each."
+    of_those = "Of the arms with three seeds, " if has_unjudged else ""
     if all(list(others) == everywhere[:1] for others in best):
-        return f"`{everywhere[0]}` is the fastest{where}."
-    return f"Nothing is faster than {names(everywhere)} beyond noise{where}."
+        return f"{of_those}`{everywhere[0]}` is the fastest{where}."
+    nothing = "none" if has_unjudged else "Nothing"
+    return f"{of_those}{nothing} is faster than {names(everywhere)} beyond noise{where}."
 
 
 def _fastest(timed: Sequence[Arm]) -> list[str]:
@@ -83,7 +85,7 @@ def _figures(timed: Sequence[Arm], fastest: Sequence[str]) -> dict[str, object]:
     return {
         "Fastest, or as fast for all that is known": ", ".join(fastest) or _NOT_JUDGED,
         "Step, ms": ", ".join(steps) or NOT_MEASURED,
-        "Seeds to tell 5 % apart": _seeds(timed[0].beside),
+        "Seeds to tell two arms alone 5 % apart": _seeds(timed[0].beside),
         # Counted and not measured: one run is enough.
         "Least model state": f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
         if states else NOT_MEASURED,
@@ -91,7 +93,7 @@ def _figures(timed: Sequence[Arm], fastest: Sequence[str]) -> dict[str, object]:
 
 
 def _seeds(beside: pd.DataFrame) -> str:
-    """For two arms alone, four times in five."""
+    """Where they are the only two, four times in five: each further pair of a family asks for more."""
     found = noise(beside, STEP)
     needed = None if found is None else seeds_needed(math.log(1.05), found.share * math.sqrt(2))
     return "not known" if found is None else f"{needed}" if needed else "over ten thousand"

@@ -50,10 +50,10 @@ def compared(found: Iterable[Arm], confound: str = "confounded") -> list[Arm]:
 
 
 def reference(found: Sequence[Arm]) -> Arm | None:
-    """What state, traffic and time are held against: DDP on the most ranks it ran on, else the baseline."""
-    ended = [arm for arm in found if len(arm.ended)]
-    ddp = [arm for arm in ended if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name]
-    return max(ddp, key=ranks, default=next((arm for arm in ended if arm.is_baseline), None))
+    """What state, traffic and time are held against: DDP on the most ranks it ran on, if it breaks no invariant, else
+    the baseline."""
+    ddp = [arm for arm in found if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
+    return max(ddp, key=ranks, default=next((arm for arm in found if arm.is_baseline and len(arm.ended)), None))
 
 
 def trains_plainly(arm: Arm) -> bool:
@@ -151,13 +151,13 @@ class Judged:
                 return form(1.0) if arm.name == self._base_of(arm) else NOT_MEASURED
             if not difference.ratio.n:
                 return NOT_MEASURED
-            return ("" if difference.is_told_apart else UNSURE) + difference.ratio.brief(form)
+            return (UNSURE if difference.is_unsure else "") + difference.ratio.brief(form)
 
         return said
 
     @property
     def notes(self) -> tuple[str, ...]:
-        unsure = any(not difference.is_told_apart for difference in self._differences.values())
+        unsure = any(difference.is_unsure for difference in self._differences.values())
         return (f"{UNSURE.strip()}: {NOT_TOLD_APART}.",) if unsure else ()
 
 

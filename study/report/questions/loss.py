@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from study.record.outcome import has_diverged
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.cells import NOT_MEASURED, known
+from study.report.questions.cells import NOT_MEASURED, known, names
 from study.report.questions.comparing import Judged, compared, notes_on, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.records.arms import NAN, Arm, Row, one_value
@@ -22,6 +23,7 @@ from study.report.records.statistics import paired, paired_runs, percent
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 Steps = dict[str, pd.DataFrame]
+Verdict = Literal["same", "other", "open"]
 
 
 def step_margin(precision: str) -> float:
@@ -65,6 +67,10 @@ def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> S
     return max(found, default=StepDifference())
 
 
+# So many times as far as one arm is from itself proves nothing: more pairs than there are repeats have a further one.
+_CHANCE = 2.0
+
+
 def same_arm_twice(beside: pd.DataFrame, steps: Steps) -> StepDifference:
     """Of any arm with one seed, run again: what the machine alone does to a loss."""
     ended = beside[beside["status_state"] == "ok"]
@@ -72,52 +78,64 @@ def same_arm_twice(beside: pd.DataFrame, steps: Steps) -> StepDifference:
     return largest_step_difference((pair for runs in again for pair in itertools.combinations(runs, 2)), steps)
 
 
+def _diverged_seeds(arm: Arm) -> list[int]:
+    """Those of which a run ended on what is no number, and the baseline's went on."""
+    beside = arm.beside
+    trained = beside.loc[(beside["arm"] == arm.baseline) & (beside["status_state"] == "ok"), "seed"]
+    lost = arm.runs[(arm.runs["status_state"] == "failed") & (arm.runs[_CONFOUND] == "")]
+    lost = lost[lost["status_reason"].fillna("").map(has_diverged) & lost["seed"].isin(trained)]
+    return sorted({int(seed) for seed in lost["seed"]})
+
+
 class _Compared(NamedTuple):
     arm: Arm
-    # How far it is off, and how far it may be, as shares of the baseline's loss there.
+    # How far it is off, and how far it may be, as shares of the baseline's loss there. Infinite: it is no number.
     off: float
     margin: float
     # The margin as a share of the loss above the known floor.
     of_the_reducible: float
-    verdict: Literal["same", "other", "open"]
+    verdict: Verdict
     test: Equivalence
-    by: str
+    by: Literal["steps", "seeds", "end"]
 
 
 def _compared_losses(found: Sequence[Arm], steps: Steps) -> list[_Compared]:
     """Each arm that can be compared: step by step or, where dropout draws other masks in each arm, by its seeds."""
     judged = Judged({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
+    chance = _CHANCE * same_arm_twice(found[0].beside, steps).share
     rows = []
-    for arm in compared(found, _CONFOUND):
-        test = _test(arm)
-        if has_dropout(arm.ended):
-            base = paired(arm.beside, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)["baseline"].mean()
-            if test.mean_difference is None or not base > 0:
-                continue
-            difference = judged.of(arm)
-            apart = difference is not None and difference.is_told_apart and test.verdict != "equivalent"
-            verdict: Literal["same", "other", "open"] = "other" if apart else "open"
-            if test.verdict == "equivalent":
-                verdict = "same"
-            there = StepDifference(loss=base)
-            floor, off, margin, by = (
-                one_value(arm.ended["floor_eval_loss"]),
-                abs(test.mean_difference) / base,
-                LOSS_MARGIN,
-                "seeds",
-            )
-        else:
-            there = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline or ""), steps)
-            off, margin, by = there.share, step_margin(one_value(arm.ended["precision"])), "steps"
-            if math.isnan(off):
-                continue
-            floor, verdict = one_value(arm.ended["floor_loss"]), "same" if off <= margin else "other"
-        rows.append(
-            _Compared(
-                arm, off, margin, there.of_the_reducible(margin, NAN if floor is None else floor), verdict, test, by
-            )
-        )
+    for arm in (arm for arm in found if arm.baseline is not None and not arm.is_baseline):
+        if _diverged_seeds(arm):
+            rows.append(_Compared(arm, math.inf, _margin(arm), NAN, "other", _test(arm), "end"))
+        elif arm.is_fair(_CONFOUND):
+            one = _by_seeds(arm, judged) if has_dropout(arm.ended) else _by_steps(arm, steps, chance)
+            rows += [one] if one else []
     return rows
+
+
+def _margin(arm: Arm) -> float:
+    return step_margin(one_value(arm.runs["precision"]))
+
+
+def _by_steps(arm: Arm, steps: Steps, chance: float) -> _Compared | None:
+    there = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline or ""), steps)
+    if math.isnan(there.share):
+        return None
+    floor, margin = one_value(arm.ended["floor_loss"]), _margin(arm)
+    verdict: Verdict = "same" if there.share <= margin else "open" if there.share <= chance else "other"
+    of_it = there.of_the_reducible(margin, NAN if floor is None else floor)
+    return _Compared(arm, there.share, margin, of_it, verdict, _test(arm), "steps")
+
+
+def _by_seeds(arm: Arm, judged: Judged) -> _Compared | None:
+    test, difference = _test(arm), judged.of(arm)
+    base = paired(arm.beside, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)["baseline"].mean()
+    if test.mean_difference is None or not base > 0:
+        return None
+    floor, apart = one_value(arm.ended["floor_eval_loss"]), difference is not None and difference.is_told_apart
+    verdict: Verdict = "same" if test.verdict == "equivalent" else "other" if apart else "open"
+    of_it = StepDifference(loss=base).of_the_reducible(LOSS_MARGIN, NAN if floor is None else floor)
+    return _Compared(arm, abs(test.mean_difference) / base, LOSS_MARGIN, of_it, verdict, test, "seeds")
 
 
 def answer(records: Records) -> Answer | None:
@@ -126,22 +144,29 @@ def answer(records: Records) -> Answer | None:
     every = list(itertools.chain(*by_workload.values()))
     if not every:
         return None
-    rows = []
+    rows, asides = list[Row](), list[str]()
     for workload, of_it in by_workload.items():
         if of_it:
             furthest = max(of_it, key=lambda one: one.off)
             again = same_arm_twice(found[workload][0].beside, steps).share
+            far = [one.verdict for one in of_it if one.by == "steps" and one.verdict != "same"]
+            if far and (math.isnan(again) or "open" in far):
+                asides.append(_chance_words(again))
             rows.append({
                 "Workload": workload,
                 "Same loss": f"{sum(one.verdict == 'same' for one in of_it)} of {len(of_it)}",
                 "Furthest arm": furthest.arm.name,
-                "Off by": percent(furthest.off),
+                "Off by": _off_text(furthest),
                 "One arm twice": known(again, percent),
                 "Margin": percent(furthest.margin),
                 "Equivalent": _shown([one.test for one in of_it]),
             })  # fmt: skip
     table = pd.DataFrame(rows)
-    notes = (*_notes(every), *notes_on(itertools.chain(*found.values()), _CONFOUND))
+    judged = {id(one.arm) for one in every}
+    alone = [arm.name for of_it in found.values() for arm in compared(of_it, _CONFOUND) if id(arm) not in judged]
+    if alone:
+        asides.append(f"Not compared, since no seed of theirs ended well under the baseline too: {names(alone)}.")
+    notes = (*_notes(every), *dict.fromkeys(asides), *notes_on(itertools.chain(*found.values()), _CONFOUND))
     return Answer(_sentence(every), table.loc[:, (table != NOT_MEASURED).any()], notes)
 
 
@@ -151,6 +176,9 @@ def _sentence(every: Sequence[_Compared]) -> str:
     if others:
         worst = max(others, key=lambda one: one.off / one.margin)
         said = f"`{worst.arm.name}` is {percent(worst.off)} off the loss of its baseline"
+        if math.isinf(worst.off):
+            seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
+            said = f"`{worst.arm.name}` ended on a loss that is no number where its baseline trained (seed {seeds})"
         return f"Yes, in {len(others)} of {count} arms: {said}."
     off = percent(max(one.off for one in every))
     if not unsure:
@@ -159,6 +187,16 @@ def _sentence(every: Sequence[_Compared]) -> str:
         f"Not known of {len(unsure)} of {count} arms: their losses are neither told apart from noise nor shown to be"
         f" equal; no arm is more than {off} off."
     )
+
+
+def _chance_words(again: float) -> str:
+    if math.isnan(again):
+        return "Nothing ran twice, so how far chance alone moves a loss is not known."
+    return f"Not known: off by more than the margin, and by no more than {_CHANCE:g} times what one arm is from itself."
+
+
+def _off_text(one: _Compared) -> str:
+    return "no number" if math.isinf(one.off) else percent(one.off)
 
 
 def _notes(every: Sequence[_Compared]) -> Iterable[str]:

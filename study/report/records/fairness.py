@@ -105,24 +105,26 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
         return {"baseline": "", "confounded": "", "confounded_loss": "", "notes": _notes(run)}
     same_seed = [row for (seed, _), row in baselines.items() if seed == run["seed"]]
     baseline = baselines.get((run["seed"], run["repeat"])) or next(iter(same_seed or baselines.values()))
-    reasons = [*_own_reasons(run), *_differences(run, baseline)]
+    reasons = [*_own_reasons(run), *_differences(run, baseline, bool(same_seed))]
+    notes, code = _notes(run), ""
     if not same_seed and run["seed"] is not None:
-        reasons.append(f"seed: no {baseline['arm']} with seed {run['seed']}")
-    code = ""
+        # It is in no pair. Another seed's weights and samples are others by design.
+        lacks = f"no {baseline['arm']} with seed {run['seed']} ended ok, so it is in no ratio and no difference"
+        notes = "; ".join(filter(None, [notes, lacks]))
     if run["status_state"] == "ok" and baseline["run"] != run["run"]:
-        reasons += _step_reasons(run, baseline, steps)
+        reasons += _step_reasons(run, baseline, steps, bool(same_seed))
         code = "; ".join(filter(None, [_code_reason(run, baseline), *_interruptions(run, baseline)]))
     reasons = list(dict.fromkeys(reasons))
     # Other code may be slower or count otherwise. A loss that it computes the same is no weaker evidence.
     return {
         "baseline": baseline["run"], "confounded": "; ".join([*reasons, *filter(None, [code])]),
-        "confounded_loss": "; ".join(reasons), "notes": _notes(run),
+        "confounded_loss": "; ".join(reasons), "notes": notes,
     }  # fmt: skip
 
 
 def differences_between(run: Row, other: Row, same_code: bool) -> list[str]:
-    """Every invariant that two runs do not share, where they are compared in something that they do not share."""
-    return [*_differences(run, other), *filter(None, [_code_reason(run, other) if same_code else ""])]
+    """Every invariant that two runs of one seed do not share, where they differ by design in something else."""
+    return [*_differences(run, other, same_seed=True), *filter(None, [_code_reason(run, other) if same_code else ""])]
 
 
 def _code_reason(run: Row, baseline: Row) -> str:
@@ -168,9 +170,11 @@ def _own_reasons(run: Row) -> Iterator[str]:
             yield f"precision: {warning}"
 
 
-def _differences(run: Row, baseline: Row) -> Iterator[str]:
+def _differences(run: Row, baseline: Row, same_seed: bool) -> Iterator[str]:
     for name, column, form in _BY_COLUMN:
         here, there = run[column], baseline[column]
+        if column == "initial_weights_sha256" and not same_seed:
+            continue
         if run["virtual"] and column == "train_data_sha256":
             continue  # each loads its own samples alone, and nothing that it counts depends on them
         if here is None or there is None:
@@ -201,15 +205,15 @@ def _optimizer_difference(run: Row, baseline: Row) -> Iterator[str]:
         yield f"optimizer: {here}, baseline {there}"
 
 
-def _step_reasons(run: Row, baseline: Row, steps: Steps) -> Iterator[str]:
+def _step_reasons(run: Row, baseline: Row, steps: Steps, same_seed: bool) -> Iterator[str]:
     if run["run"] not in steps or baseline["run"] not in steps:
         return
     mine, its = ({key: np.asarray(steps[name][key]) for key in _STEPS} for name in (run["run"], baseline["run"]))
     count = min(len(mine["lr"]), len(its["lr"]))
     if not count:
         return
-    same_samples = True
-    if run["samples_sha256"] != baseline["samples_sha256"] and not run["virtual"]:
+    same_samples = same_seed
+    if same_seed and run["samples_sha256"] != baseline["samples_sha256"] and not run["virtual"]:
         others = steps[run["run"]]["samples_hash"][:count] != steps[baseline["run"]]["samples_hash"][:count]
         same_samples = not np.any(others)
         if not same_samples:

@@ -123,13 +123,16 @@ def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> In
 
 
 def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
-    """The names of two runs for each seed and repeat that both arms have."""
-    ended = runs[runs["status_state"] == "ok"]
-    of_arm = ({(seed, repeat): str(run) for seed, repeat, run in ended.loc[
-        ended["arm"] == name, ["seed", "repeat", "run"]].fillna({"seed": -1}).itertuples(index=False)}
-        for name in (arm, baseline))  # fmt: skip
-    mine, its = of_arm
-    return [(mine[key], its[key]) for key in sorted(mine.keys() & its.keys())]
+    """Each run of the arm with one of the baseline's of its seed: the same repeat or, where that was lost, another."""
+    ended = runs.loc[runs["status_state"] == "ok", ["arm", "seed", "repeat", "run"]].fillna({"seed": -1})
+    mine, its = (ended[ended["arm"] == name].sort_values(["seed", "repeat"]) for name in (arm, baseline))
+    pairs = []
+    for seed, repeat, run in mine[["seed", "repeat", "run"]].itertuples(index=False):
+        others = its[its["seed"] == seed]
+        if len(others):
+            same = others.loc[others["repeat"] == repeat, "run"]
+            pairs.append((str(run), str((same if len(same) else others["run"]).iloc[0])))
+    return pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,12 +204,23 @@ class Difference:
         return self.p is not None and self.p < SIGNIFICANCE
 
     @property
+    def is_confounded(self) -> bool:
+        """Seeds there were, and one of the two breaks an invariant."""
+        return self.p is None and self.ratio.n >= SMALLEST_SAMPLE
+
+    @property
+    def is_unsure(self) -> bool:
+        return not (self.is_told_apart or self.is_confounded)
+
+    @property
     def words(self) -> str:
         n = self.ratio.n
         if not n:
             return "no run to pair with"
         if self.is_told_apart:
             return f"{percent(self.ratio.center - 1, signed=True)} (n = {n}, p = {self.p:.2g})"
+        if self.is_confounded:
+            return "not judged"
         return f"{NOT_TOLD_APART} ({'one run each' if n == 1 else f'n = {n}'})"
 
 
