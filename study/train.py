@@ -127,8 +127,11 @@ def train_step(
             # Scales by the accumulation steps where the engine does not; doing it here too would be once too often.
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                # An engine that clips by itself ignores the argument and only reports the norm.
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+                # DeepSpeed clips by itself. Accelerate would make a number of its norm, and wait for the GPU to do so.
+                if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
+                    grad_norm = wrapped.engine.get_global_grad_norm()
+                else:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.detach())

@@ -17,7 +17,7 @@ from torch import nn
 from engines import printed_json
 from forked import fork_ranks
 from probes import measured_steps
-from study.measure import Meters
+from study.measure import Meters, matmul
 from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
 from study.measure.forward import ForwardWatch
@@ -167,6 +167,35 @@ def test_what_a_cpu_box_cannot_measure_is_null() -> None:
     energy.resume()
     energy.pause()
     assert energy.joules is None
+
+
+def test_energy_of_which_a_part_was_not_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML itself cannot fail on request, so its answers are these."""
+    import pynvml
+
+    answers: Iterator[int | Exception] = iter([0, 100_000, 200_000, pynvml.NVMLError(1), 300_000, 500_000])
+
+    def read(_: object) -> int:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", read)
+    monkeypatch.setattr("study.measure.energy.nvml_handle", lambda device: object())
+    meter = EnergyMeter(CPU)
+    joules = []
+    for _ in range(3):
+        meter.resume()
+        meter.pause()
+        joules.append(meter.joules)
+    assert joules == [100, None, None]
+
+
+def test_the_measured_rate_of_fp32_is_not_of_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    assert matmul.measure(seconds=0.01)["tflops"]["fp32"] > 0
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.gpu

@@ -346,6 +346,9 @@ def test_a_report_shows_what_was_profiled_and_says_so_where_nothing_was(records:
     )
     # 1e10 FLOPs on two devices in the 50 ms of matrix products and attention.
     assert shares["TFLOP/s in matrix products and attention"] == pytest.approx(0.1)
+    # What is computed again is in that time, and is no FLOP of the model's.
+    again = dataclasses.replace(records, runs=records.runs.assign(gradient_checkpointing=True))
+    assert "TFLOP/s in matrix products and attention" not in TABLES["step_profile"](again)
     nothing = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
     assert step_profile(nothing) == []
     assert profile.answer(nothing) is None

@@ -108,8 +108,8 @@ def test_a_loss_that_differs_is_not_called_the_same(tmp_path: Path) -> None:
 def test_a_lost_run_of_the_baseline_takes_no_arm_out_of_the_answer(tmp_path: Path) -> None:
     """Of one seed another repeat is left; of the other none, and there the arm is in no pair."""
     for seed, repeat in ((1, 1), (1, 2), (2, 1)):
-        lost = {"state": "failed", "reason": "node lost"} if repeat == 2 or seed == 2 else {}
-        write_run(tmp_path, "ddp", seed=seed, repeat=repeat, **lost)
+        state = "failed" if repeat == 2 or seed == 2 else "ok"
+        write_run(tmp_path, "ddp", seed=seed, repeat=repeat, state=state, reason="" if state == "ok" else "node lost")
         write_run(tmp_path, "zero2", seed=seed, repeat=repeat, loss_shift=0.1)
     records = read_records(tmp_path)
     assert set(records.runs["confounded"]) == {""}

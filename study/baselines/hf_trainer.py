@@ -75,7 +75,7 @@ def training_arguments(run: OpenRun) -> TrainingArguments:
         seed=config.seed,
         # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
         ddp_find_unused_parameters=False,
-        # By default a NaN loss is replaced by the mean of earlier ones; here it ends the run.
+        # By default the Trainer waits for each loss to see whether it is a number. The record sees that later.
         logging_nan_inf_filter=False,
         logging_strategy="no",
         save_strategy="no",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -58,8 +59,12 @@ class RecordedTrainer(Trainer):
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
+    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
+        """A step's batches move before its first forward pass, as the Trainer's own loader does it."""
+        self.step_batches, items = super().get_batch_samples(*arguments)
+        return [send_to_device(batch, self.args.device) for batch in self.step_batches], items
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        self.step_batches.append(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.step_losses.append(loss)
         return loss
@@ -97,7 +102,7 @@ class StepRecorder(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.learning_rate = objects["lr_scheduler"].get_last_lr()[0]
-        self.trainer.step_losses, self.trainer.step_batches, self.trainer.step_grad_norm = [], [], None
+        self.trainer.step_losses, self.trainer.step_grad_norm = [], None
         self.metered = self.trainer.meters.step(state.global_step + 1)
         self.metered.__enter__()
 

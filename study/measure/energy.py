@@ -41,7 +41,7 @@ def _is_divided(handle: Any) -> bool:
 
 
 class EnergyMeter:
-    """Joules between `resume()` and `pause()`, summed over the timed window's segments."""
+    """Joules between `resume()` and `pause()`, summed over the timed window's segments; None where one is missing."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = nvml_handle(device)
@@ -69,5 +69,5 @@ class EnergyMeter:
         try:
             return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except pynvml.NVMLError:
-            self._handle = None
+            self._handle = self._total_mj = None
             return None

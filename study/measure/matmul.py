@@ -19,7 +19,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = SECONDS_PER_PRECISION) -> float:
-    """Median rate of square products, with torch's own settings: fp32 is fp32, and not tf32."""
+    """Median rate of square products, with torch's own settings."""
     from torch.utils.benchmark import Timer
 
     left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
@@ -29,6 +29,8 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: 
 
 
 def measure(seconds: float = SECONDS_PER_PRECISION) -> dict[str, Any]:
+    # NVIDIA's containers turn TF32 on by an environment variable, and a run here turns it off (study/run/engine.py).
+    torch.set_float32_matmul_precision("highest")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     size = _SIZE[device.type]

@@ -101,8 +101,11 @@ class MemoryMeter:
             # The first version counts what the driver keeps for itself as used.
             used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml, version=pynvml.nvmlMemory_v2).used)
         except pynvml.NVMLError:
-            # Some boxes do not let a guest ask, and no run depends on the answer.
+            # Some boxes do not let a guest ask, and no run depends on the answer. What was seen before is no peak.
             self._nvml = self._device_peak = None
+            self._device_samples = 0
+            for peaks in self._peaks.values():
+                peaks["device"] = None
             return None
         self._device_peak = max(used, self._device_peak or 0)
         return used

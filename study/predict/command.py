@@ -36,8 +36,7 @@ from study.spec.strategies import (
 EPILOG = """\
 Nothing is run, and nothing is fetched without --hub. Between the ends of an interval lie 80 % of what was
 measured elsewhere (reports/prediction); a figure without one was not validated. An all-reduce counts once in
-what collectives move, and what leaves a rank is
-that of a ring.
+what collectives move, and what leaves a rank is that of a ring.
 """
 CHUNKED_LOSS = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
 _PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]

@@ -53,9 +53,11 @@ def _figures(arm: Arm, profile: dict[str, Any]) -> Row:
 
 
 def _while_it_multiplied(arm: Arm, profile: dict[str, Any]) -> Row:
-    """The model's FLOPs over the time of matrix products and attention alone; devices do it, and not cores."""
+    """The model's FLOPs over the time of matrix products and attention alone; devices do it, and not cores. Under
+    gradient checkpointing that time has products which are no FLOPs of the model's."""
     seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
-    rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if seconds else NAN
+    has_rate = seconds and not arm.ended["gradient_checkpointing"].any()
+    rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if has_rate else NAN
     devices = json.loads(one_value(arm.ended["devices"]) or "[]") if profile["device"] == "cuda" else []
     peak = peak_flops(devices[0], one_value(arm.ended["precision"])) if devices else None
     return {

@@ -82,7 +82,7 @@ def _figures(arm: Arm, judged: Judged) -> Row:
         "Calls per step": arm.median("comm_calls_per_step"),
         "Model FLOP utilization": arm.median("mfu"),
         "Of the measured matmul rate": _of_the_matmul_rate(arm),
-        "Energy, J": arm.median("energy_j"),
+        "Energy of the GPUs over counted steps, J": arm.median("energy_j"),
         "Time, x baseline": against(arm, STEP),
         "In words": _in_words(arm, judged),
     }
