@@ -450,7 +450,7 @@ def test_predict_asks_for_the_precision_that_advice_picks(
 def test_a_guides_choice_is_slower_by_what_it_does_with_the_same_micro_batch() -> None:
     # Over a slow network stage 2 reduces in every micro-batch; on one device an offload has nobody to wait for.
     slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
-    shared = advise(Question(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=1024), ["zero1", "zero2"])
+    shared = advise(Question(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     said = next(rule.misleads for rule in rules(shared) if rule.choice == "zero2")
     assert "trained as zero1 is, waiting for communication takes" in said
     zero1, zero2 = shared.options

@@ -157,15 +157,14 @@ def test_no_secret_and_no_host_name_is_printed(
 def test_a_box_without_compilers_is_told_what_to_install(poor: subprocess.CompletedProcess[str]) -> None:
     state, _, fix = line_of(poor.stdout, "compiler")
     assert (state, fix) == ("missing", "apt-get install g++")
-    state, found, fix = line_of(poor.stdout, "ninja")
-    assert state == "missing"
-    # Installed beside this Python, it is not to be installed again.
-    assert ("export PATH=" in fix) == (Path(sys.executable).parent / "ninja").exists(), found
+    # A run looks for it beside this Python, too.
+    has_ninja = (Path(sys.executable).parent / "ninja").exists()
+    assert line_of(poor.stdout, "ninja")[0] == ("ok" if has_ninja else "missing")
     # Without a compiler nothing that calls libaio links, so asynchronous I/O cannot be built.
     assert line_of(poor.stdout, "libaio")[0] == "missing"
     state, found, _ = line_of(poor.stdout, "strategies")
     assert state == "missing"
-    assert re.search(r"zero3_cpu, zero3_hpz(, \w+)*, for want of: compiler, ninja;", found)
+    assert re.search(r"zero3_cpu, zero3_hpz(, \w+)*, for want of: compiler(, ninja)?;", found)
     assert "(single, ddp" in found
 
 
@@ -233,6 +232,7 @@ def test_on_a_gpu_only_nvme_strategies_want_the_toolkit_of_cuda() -> None:
         "libaio",
         "nvme path",
         "pinned memory",
+        "shared memory",
     ]
     checks = [Check(name, "ok", "") for name in [*names, "gpus"]] + [Check("nvcc", "missing", "")]
     found = strategies(checks, gpus=4).found
@@ -246,7 +246,7 @@ def test_on_a_gpu_only_nvme_strategies_want_the_toolkit_of_cuda() -> None:
     assert alone.endswith(f"; from 2 GPUs: {', '.join(WITH_TEAMS)}; from 4 GPUs: hsdp, zero3_hpz")
     # Cores are no such number: four ranks share two of them.
     on_cores = [Check(check.name, "none" if check.name == "gpus" else "ok", "") for check in checks]
-    found = strategies([*on_cores, Check("shared memory", "ok", "")], gpus=0).found
+    found = strategies(on_cores, gpus=0).found
     assert found.startswith(f"{known} of {known} train on its cores")
 
 

@@ -466,6 +466,18 @@ def test_a_scan_of_the_process_finds_nothing_the_record_does_not_name(strategy: 
         assert document["state"]["other_tensor_bytes"] < 0.01 * document["elements"] * FP32
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("zero3", 2), ("fsdp2", 2), pytest.param("zero3", 1, marks=pytest.mark.long)]
+)
+def test_a_forward_pass_keeps_the_same_however_the_weights_are_held(strategy: str, ranks: int) -> None:
+    """What it needs for its backward pass, and no weights: neither those that FSDP gathers before any hook of the model
+    nor those that one rank looks at in place."""
+    plain = {document["state"]["forward_holds_bytes"] for document in probe("ddp")}
+    for document in probe(strategy, ranks):
+        assert document["state"]["forward_holds_bytes"] == pytest.approx(max(plain), rel=0.03)
+        assert (document["state"]["forward_gathers_bytes"] > 0) == (ranks > 1)
+
+
 def test_zero3_names_the_parameters_it_keeps_whole() -> None:
     """Everything under the threshold: the vectors, which are biases and layer norms."""
     width, layers = measured_steps.WIDTH, measured_steps.LAYERS

@@ -36,6 +36,22 @@ def asked(**changes: object) -> Request:
     return Request(**given | changes)  # type: ignore[arg-type]
 
 
+def test_what_stage_3_keeps_between_its_passes_is_not_gathered_again() -> None:
+    """A model that `stage3_max_reuse_distance` keeps whole is gathered once, and without it twice."""
+    once = read_strategy("zero3")
+    assert once.deepspeed is not None
+    zero = {**once.deepspeed["zero_optimization"], "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    twice = dataclasses.replace(once, deepspeed={**once.deepspeed, "zero_optimization": zero})
+    given = {"shape": model_shape("gpt2"), "box": box_of("2x8xH100"), "precision": "bf16"}
+    requests = [asked(**given, strategy=strategy) for strategy in (once, twice)]
+    gathered = [payload_of(request)["all_gather"] for request in requests]
+    # Nothing to hide behind: what is sent is waited for. A gradient is scattered once either way.
+    waited = [exchange_of(request, 0, 0).waited for request in requests]
+    each_s = collective_s(requests[0].box, "all_gather", gathered[0] / 13) * 13
+    assert gathered[1] / gathered[0] > 1.9
+    assert waited[1] - waited[0] == pytest.approx(each_s * (gathered[1] / gathered[0] - 1), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("text", "nodes", "per_node", "device"),
     [
@@ -328,7 +344,7 @@ def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffi
     # Nothing to hide behind: all of it is waited for.
     waited = [exchange_of(request, 0, 0).waited for request in (kept, again)]
     each_s = collective_s(kept.box, "all_gather", layer_bytes)
-    assert waited[1] - waited[0] == pytest.approx(calls * each_s, rel=0.03)
+    assert waited[1] - waited[0] == pytest.approx((gathered[1] - gathered[0]) / layer_bytes * each_s, rel=0.03)
     cpu = read_strategy("zero3_cpu")
     moved = [predict_time(dataclasses.replace(request, strategy=cpu)).parts["offload"] for request in (kept, again)]
     assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)

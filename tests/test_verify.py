@@ -13,8 +13,12 @@ import pytest
 
 from engines import ROOT
 from study.errors import UserError
-from study.releases.causes import causes_of, known_faults, read_causes
+from study.host.box import this_box
+from study.record.directory import read_json
+from study.releases.causes import PACKAGES, causes_of, known_faults, races_of, read_causes
 from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
+from study.releases.verify import BY_LUCK, Row, _answer, _is_fine, _refuse_another_stack, _unverified
+from synthetic_records import write_run
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
@@ -71,6 +75,39 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_goes_on(tmp_p
     refused = verify("--only", "ddp", *kept)
     assert refused.returncode == 2
     assert "holds runs of another stack (deepspeed 9." in refused.stderr
+
+
+def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
+    equal = Verdict("equal", size=0.0)
+    old, now = ({"deepspeed": deepspeed, "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+                for deepspeed in ("0.19.7", "0.19.8"))  # fmt: skip
+    races = races_of(old, "zero3", 4, "fp32", on_gpu=False)
+    assert races
+    assert not races_of(now, "zero3", 4, "fp32", on_gpu=False)
+    row = Row("zero3", "fp32", 4, equal, races)
+    assert row.kind == BY_LUCK
+    assert row.says.startswith(f"{BY_LUCK} (known: ")
+    assert not _is_fine(row)
+    assert _is_fine(Row("zero3", "fp32", 4, equal))
+
+
+def test_where_no_engine_can_be_judged_nothing_is_said_to_agree() -> None:
+    names, refused = ("ddp", "zero1", "zero2"), Verdict("refuses", reason="no compiler")
+    rows = [Row("ddp", "fp32", 1, Verdict("equal")), Row("zero1", "fp32", 1, refused),
+            Row("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
+    cannot = _unverified(names, rows)
+    assert cannot == ["zero1", "zero2"]
+    said = _answer(names, rows, [], cannot)
+    assert said == "Nothing of DeepSpeed was verified. zero1, zero2 cannot be judged here."
+    assert "cannot be judged" not in _answer(("ddp",), rows[:1], [], [])
+
+
+def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:
+    write_run(tmp_path, "ddp", gpu=True)
+    packages = read_json(next(tmp_path.glob("*/environment.json")))["packages"]
+    stack = {name: packages.get(name) for name in PACKAGES}
+    with pytest.raises(UserError, match="holds runs on GPUs, and these are others"):
+        _refuse_another_stack(tmp_path, stack, dataclasses.replace(this_box(), gpu_memory_gib=()))
 
 
 @pytest.mark.long

@@ -23,10 +23,10 @@ _HEAD = """# Claims: what holds
 
 <!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
-Every claim of the replicated documents and of the ZeRO paper, with what the committed records and plain arithmetic say
-of it. `study claims` makes all of it anew, without torch or a GPU. `study claims --page FILE` writes one HTML page with
-plots, a filter by document and verdict, and what a sceptic asks of the records. The codes of the documents are in the
-[README](../README.md#what-it-replicates).
+The claims of the replicated documents, and six of the ZeRO paper's, with what the committed records and plain
+arithmetic say of them. `study claims` makes all of it anew, without torch or a GPU. `study claims --page FILE` writes
+one HTML page with plots, a filter by document and verdict, and what a sceptic asks of the records. The codes
+of the documents are in the [README](../README.md#what-it-replicates).
 
 """
 _RULE = """

@@ -32,7 +32,8 @@ _LOG_TAIL_BYTES = 64 * 1024
 # What a launcher exports for its ranks would make the next one believe that it is a rank itself. Without docstrings
 # transformers is not imported.
 _NOT_FOR_A_RUN = re.compile(
-    r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$|(LOCAL_)?(RANK|WORLD_SIZE)$"
+    r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$"
+    r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LOCAL_SIZE$|PMI_|PMIX_|OMPI_|MV2_|MPI_LOCAL"
 )
 
 

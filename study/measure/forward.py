@@ -27,7 +27,8 @@ class ForwardWatch:
 
     def __enter__(self) -> ForwardWatch:
         if bytes_in_use(self._device) is not None:
-            self._hooks.callback(self._model.register_forward_pre_hook(self._read_before).remove)
+            # Before FSDP's own hook, which gathers the root.
+            self._hooks.callback(self._model.register_forward_pre_hook(self._read_before, prepend=True).remove)
             self._hooks.callback(self._model.register_forward_hook(self._read_after).remove)
         return self
 
@@ -56,9 +57,13 @@ class ForwardWatch:
 
 
 def _bytes_here(parameter: nn.Parameter) -> int:
-    """Stage 3 leaves nothing of a parameter where it is not gathered; of a DTensor this rank has its shard."""
-    tensor = getattr(parameter, "_local_tensor", parameter)
-    return tensor.numel() * tensor.element_size()
+    """Whole and beside its part: stage 3 leaves nothing of a parameter where it is not gathered, and FSDP a DTensor.
+    Where the part of one rank is the whole, it is looked at in place, and nothing was allocated."""
+    part = getattr(parameter, "ds_tensor", None)
+    is_in_place = part is not None and part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    if is_in_place or hasattr(parameter, "_local_tensor"):
+        return 0
+    return parameter.numel() * parameter.element_size()
 
 
 def bytes_in_use(device: torch.device) -> int | None:

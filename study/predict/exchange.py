@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from study.predict.gathers import gathers_of
 from study.predict.links import Collective, collective_s
 from study.predict.request import Box, Request
 from study.predict.settings import engine_settings
@@ -44,16 +45,17 @@ def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
 
 
 def _sharded(request: Request, forward: float, backward: float) -> Exchange:
-    """Each layer is gathered for both passes: by hsdp within a copy, by hpz after the first time within its group."""
+    """Each layer is gathered for both passes, unless stage 3 has kept it: by hsdp within a copy, by hpz after the first
+    time within its group."""
     strategy, times = request.strategy, request.accumulation
     width, shape = 2.0 if request.fsdp_gathers_16_bits else float(weight_bytes(request)), request.shape
     total, grads = shape.parameters * width, shape.trained_parameters * width
     chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
     inner = _within(request.box, request.ranks_of_a_copy)
     outer = inner if strategy.is_fsdp else request.box
-    first, second = (_calls_s(box, "all_gather", total, chunk) for box in (outer, inner))
-    second += _calls_s(inner, "all_gather", request.gathered_again * width, chunk)
     settings = None if strategy.is_fsdp else engine_settings(strategy, request.shape.hidden)
+    again = max(0.0, gathers_of(request, settings).elements * width - total) if settings else total
+    first, second = _calls_s(outer, "all_gather", total, chunk), _calls_s(inner, "all_gather", again, chunk)
     scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
     copies = request.box.ranks // outer.ranks
     if copies > 1:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.host.box import Box, this_box
+from study.host.releases import package_version
 from study.host.stacks import THEN, release_order, stacks
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
 from study.record.directory import read_run
-from study.releases.causes import Change, read_causes
+from study.releases.causes import PACKAGES, Change, races_of, read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.execute import run_cells
@@ -38,7 +39,7 @@ class Found:
         before = f"; {self.last_good} is good" if self.last_good else ": nothing older in this range is good"
         after = f"first good again: {self.first_good}; {self.last_bad} is bad" if self.first_good else \
             f"still bad in {self.last_bad}, the newest of this range that ran"  # fmt: skip
-        return [f"first bad: {self.first_bad}{before}", after]
+        return [f"first bad: {self.first_bad}{before}", after, "this is one bad span: others were not looked for"]
 
 
 class Bisection:
@@ -50,13 +51,26 @@ class Bisection:
         self._known: dict[str, bool | None] = {}
 
     def is_bad(self, stack: str) -> bool | None:
-        """None where the release refuses, crashes or cannot be installed: that is neither good nor bad."""
+        """None where the release refuses, crashes or cannot be installed, or is equal where a race is known of it: that
+        is neither good nor bad."""
         if stack not in self._known:
             verdicts = self._verdicts(stack)
             worst = next((each for each in verdicts if each.kind == "different"), verdicts[0])
             self._known[stack] = {"equal": False, "different": True}.get(worst.kind)
-            self._say(f"{stack}: {worst.says}")
+            luck = ""
+            if worst.kind == "equal" and self._races(stack):
+                self._known[stack], luck = None, ", which proves nothing: it is known to differ sometimes"
+            self._say(f"{stack}: {worst.says}{luck}")
         return self._known[stack]
+
+    @property
+    def judged(self) -> int:
+        return sum(is_bad is not None for is_bad in self._known.values())
+
+    def _races(self, stack: str) -> bool:
+        micro_steps = self._cell.plan.gradient_accumulation_steps
+        versions = {name: package_version(name) for name in PACKAGES} | dict(stacks()[stack].releases)
+        return bool(races_of(versions, self._cell.strategy, micro_steps, "fp32", self._box.gpus > 0))
 
     def _verdicts(self, stack: str) -> list[Verdict]:
         single = dataclasses.replace(self._single, stack=stack)

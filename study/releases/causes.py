@@ -107,6 +107,16 @@ def causes_of(
     )
 
 
+def races_of(
+    versions: Mapping[str, str | None], strategy: str, micro_steps: int, precision: str, on_gpu: bool
+) -> tuple[Cause, ...]:
+    """What one run may miss, so that an equal one is no proof."""
+    return tuple(
+        each for each in known_faults(versions, on_gpu)
+        if each.sometimes and each.shows_in(strategy, micro_steps, precision)
+    )  # fmt: skip
+
+
 @functools.cache
 def read_causes(file: Path | None = None) -> tuple[Cause, ...]:
     file = file or FILE

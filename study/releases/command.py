@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     found = bisect(releases, asked.is_bad)
     if found is None:
-        print(f"no release of {releases[0]} to {releases[-1]} is bad")
+        unknown = len(releases) - asked.judged
+        print(f"of {releases[0]} to {releases[-1]} no release is bad, of {asked.judged} that could be judged"
+              + (f"; {unknown} could not" if unknown else ""))  # fmt: skip
         return 1
     print("\n".join([*found.lines(), *changes_of(found, options.strategy, options.accumulation)]))
     return 0

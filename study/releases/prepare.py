@@ -40,6 +40,8 @@ _ALONE = ("--no-deps", "--no-build-isolation")
 _NO_NETWORK = re.compile(
     r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
 )
+# What this box lacks says nothing of a release.
+_OF_THE_BOX = re.compile(r"No module named pip|\[Errno (13|28|30)\]")
 Pins = dict[str, dict[str, str]]
 
 
@@ -110,6 +112,9 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
                 raise UserError(
                     f"{layer} cannot be installed: pip does not reach its index", "run it where there is a network"
                 )
+            if fault := _OF_THE_BOX.search(ended.stderr):
+                line = next(line for line in ended.stderr.splitlines() if fault[0] in line)
+                raise UserError(f"{layer} cannot be installed: {line[:200]}", "mend that, and prepare again")
             said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
             raise NotInstallable(said[-1].removeprefix("ERROR: ")[:300])
         found = _archives(json.loads(told.read_text()))

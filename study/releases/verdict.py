@@ -74,7 +74,8 @@ class Trace:
 class Verdict:
     kind: Kind
     what: What | None = None
-    # The first step whose figure differs, from 1, and the largest difference of a loss, as a share of the right one.
+    # The first step whose figure differs, from 1, and the largest difference of a loss, as a share of the right one;
+    # None where a loss is no number.
     first_step: int | None = None
     size: float | None = None
     # The first norm that differs over the right one.
@@ -152,7 +153,7 @@ def _compared(trace: Trace, single: Trace, tolerance: Tolerance, not_finite_step
         "different",
         _what(trace, single, tolerance, bad_loss, bad_norm),
         min(step for step in (bad_loss, bad_norm) if step is not None),
-        size,
+        None if not_finite_step else size,
         wrong / right if right and wrong is not None else None,
         trace.reason if not_finite_step else "",
     )

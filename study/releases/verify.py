@@ -20,12 +20,12 @@ from typing import Any
 
 from study.errors import UserError
 from study.host.box import Box, this_box
-from study.host.folders import folder_argument
+from study.host.folders import cache_directory, folder_argument
 from study.host.releases import UNVERIFIED_VARIABLE, package_version
 from study.launch.cell import Cell
 from study.record.directory import find_runs, read_json, read_run
 from study.record.schema import RecordError
-from study.releases.causes import PACKAGES, Cause, causes_of
+from study.releases.causes import PACKAGES, Cause, causes_of, races_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
 from study.spec.config import Precision, RunConfig, resolved
 from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
@@ -44,11 +44,13 @@ _HALF: dict[Precision, tuple[str, ...]] = {
 # how far it goes. The rate does not warm up, and the norm is above 1 from the start: each step updates, and each clips.
 _RUN: dict[str, Any] = {
     "task": "gpt-wikitext", "scale": "laptop", "max_steps": 6, "warmup_ratio": 0.0, "dropout": 0.0, "seed": 7,
-    "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1,
+    "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1, "weight_decay": 0.1,
 }  # fmt: skip
 _TIME_LIMIT_S = 240.0
-# What engines that cannot run here do is no wrong training.
-_FINE = ("equal", "refuses")
+# Where a race is known of this stack an equal run proves nothing. What engines that cannot run here do is no wrong
+# training.
+BY_LUCK = "equal, by luck"
+_FINE = ("equal", "refuses", "not judged")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +64,14 @@ class Row:
     causes: tuple[Cause, ...] = ()
 
     @property
+    def kind(self) -> str:
+        return BY_LUCK if self.verdict.kind == "equal" and self.causes else self.verdict.kind
+
+    @property
     def says(self) -> str:
         known = "; ".join(cause.title for cause in self.causes)
-        return f"{self.verdict.says} (known: {known})" if known else self.verdict.says
+        said = BY_LUCK if self.kind == BY_LUCK else self.verdict.says
+        return f"{said} (known: {known})" if known else said
 
     @property
     def place(self) -> str:
@@ -83,16 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit status 0 where all that can run here agree, 1 where one does not, or where the user stopped it."""
+    """Exit status 0 where all that can run here agree, 1 where one does not, where nothing of DeepSpeed or not all that
+    was named can run, or where the user stopped it."""
     os.environ[UNVERIFIED_VARIABLE] = "1"
     strategies, started = _strategies(options.only), time.monotonic()
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
     rows: list[Row] = []
+    cache_directory()
     with contextlib.ExitStack() as held:
-        root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
-        _refuse_another_stack(root, stack)
-        matrix = Matrix(root.absolute(), this_box(), stack, options.precision, chosen=bool(options.only))
+        root = options.runs_dir or Path(held.enter_context(_scratch()))
+        box = this_box()
+        _refuse_another_stack(root, stack, box)
+        matrix = Matrix(root.absolute(), box, stack, options.precision, chosen=bool(options.only))
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
@@ -102,13 +112,29 @@ def run(options: argparse.Namespace) -> int:
             rows += found
             print(f"[{number}/{len(strategies)}] {_line(strategy, found)}", file=out, flush=True)
     bad = [name for name in strategies if any(row.strategy == name and not _is_fine(row) for row in rows)]
+    cannot = _unverified(strategies, rows)
+    agrees = None if not bad and _nothing_was_verified(strategies, cannot) else not bad
     if options.json:
-        print(json.dumps(_document(stack, matrix, rows, bad), indent=2))
+        print(json.dumps(_document(stack, matrix, rows, agrees, bad, cannot), indent=2))
     else:
         print()
         print_tables(iter([_table(strategies, rows)]))
-        print(f"\n{_answer(strategies, rows, bad)} ({show_duration(time.monotonic() - started)})")
-    return 1 if bad else 0
+        print(f"\n{_answer(strategies, rows, bad, cannot)} ({show_duration(time.monotonic() - started)})")
+    # What the user named and cannot run here was not verified either.
+    return 0 if agrees and not (options.only and cannot) else 1
+
+
+def _nothing_was_verified(strategies: Sequence[str], cannot: Sequence[str]) -> bool:
+    """Of what has an engine of DeepSpeed's, where any was asked for."""
+    engines = {name for name in strategies if read_strategy(name).deepspeed is not None}
+    return bool(engines) and engines <= set(cannot)
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="study-verify-")
+    except OSError as error:
+        raise UserError(f"there is no room for records ({error.strerror})", "name a folder with --runs-dir") from None
 
 
 class Matrix:
@@ -120,6 +146,7 @@ class Matrix:
         """`chosen` where the user named the strategies, so that none is spared a precision."""
         self.root, self.box, self._stack, self._precisions, self._chosen = root, box, stack, precisions, chosen
         self.is_kept = True
+        self._asked = set[str]()
         self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
         self.tolerances: dict[Precision, Tolerance] = {}
 
@@ -135,7 +162,11 @@ class Matrix:
             single, tolerance = self._reference(precision)
             trace = self._trace(self._cell(strategy, precision, micro_steps))
             verdict = judge(trace, single, tolerance)
+            if single.state != "ok":
+                verdict = Verdict("not judged", reason=f"one process did not end well: {single.reason}")
             known = causes_of(self._stack, strategy, micro_steps, precision, verdict.differs)
+            if verdict.kind == "equal":
+                known = races_of(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
             yield Row(strategy, precision, micro_steps, verdict, known)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int]]:
@@ -177,8 +208,10 @@ class Matrix:
         return Cell(strategy, ranks, config, asked, repeat=1, time_limit_s=_TIME_LIMIT_S)
 
     def _run(self, cells: Sequence[Cell]) -> None:
-        """What has no record yet."""
-        if run_cells(cells, self.root, self.box, is_kept=self.is_kept, only_computes=True).stopped:
+        """What has not ended well, once in a call: what an earlier one could not run, this box may."""
+        left = [cell for cell in cells if cell.id not in self._asked]
+        self._asked.update(cell.id for cell in left)
+        if left and run_cells(left, self.root, self.box, retry=True, is_kept=self.is_kept, only_computes=True).stopped:
             raise KeyboardInterrupt
 
     def _trace(self, cell: Cell) -> Trace:
@@ -195,11 +228,15 @@ def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(name for name in STUDIED_STRATEGIES[1:] if not only or name in only)
 
 
-def _refuse_another_stack(root: Path, stack: dict[str, str | None]) -> None:
+def _refuse_another_stack(root: Path, stack: dict[str, str | None], box: Box) -> None:
     """Records of an earlier call stand for runs that are not made again."""
     for path in find_runs(root):
         with contextlib.suppress(RecordError):
-            packages = read_json(path / "environment.json").get("packages", {})
+            environment = read_json(path / "environment.json")
+            packages = environment.get("packages", {})
+            if bool(environment.get("devices")) != (box.gpus > 0):
+                where = "without a GPU" if box.gpus else "on GPUs"
+                raise UserError(f"{root} holds runs {where}, and these are others", "name a folder of its own")
             if other := {name: packages.get(name) for name in stack if packages.get(name) != stack[name]}:
                 raise UserError(f"{root} holds runs of another stack ({_named(other)})", "name a folder of its own")
 
@@ -209,40 +246,50 @@ def _named(stack: dict[str, str | None]) -> str:
 
 
 def _is_fine(row: Row) -> bool:
-    return row.verdict.kind in _FINE
+    return row.kind in _FINE
 
 
 def _line(strategy: str, rows: Sequence[Row]) -> str:
-    kinds = {row.verdict.kind for row in rows}
+    kinds = {row.kind for row in rows}
     if kinds == {"equal"}:
         return f"{strategy}: computes what one process computes"
-    return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.verdict.kind != "equal")
+    return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.kind != "equal")
 
 
 def _table(strategies: Sequence[str], rows: Sequence[Row]) -> Any:
     places = list(dict.fromkeys(row.place for row in rows))
-    verdicts = {(row.strategy, row.place): row.verdict for row in rows}
-    lines = [
-        [name, *(v.kind if (v := verdicts.get((name, place))) else "-" for place in places)] for name in strategies
-    ]  # fmt: skip
+    kinds = {(row.strategy, row.place): row.kind for row in rows}
+    lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in strategies]
     return table_of(["strategy", *places], lines)
 
 
-def _answer(strategies: Sequence[str], rows: Sequence[Row], bad: Sequence[str]) -> str:
-    cannot = [name for name in strategies if all(row.verdict.kind == "refuses" for row in rows if row.strategy == name)]
-    not_here = f" {', '.join(cannot)} cannot run here." if cannot else ""
+def _unverified(strategies: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Those of which nothing could be run, or nothing be judged."""
+    none = ("refuses", "not judged")
+    return [name for name in strategies if all(row.kind in none for row in rows if row.strategy == name)]
+
+
+def _answer(strategies: Sequence[str], rows: Sequence[Row], bad: Sequence[str], cannot: Sequence[str]) -> str:
+    not_here = f" {', '.join(cannot)} cannot be judged here." if cannot else ""
+    if _nothing_was_verified(strategies, cannot):
+        return f"Nothing of DeepSpeed was verified.{not_here}"
     if not bad:
         return f"Every strategy that runs here computes what DDP computes.{not_here}"
     return f"Do not trust here: {', '.join(bad)}.{not_here}"
 
 
-def _document(stack: dict[str, str | None], matrix: Matrix, rows: Sequence[Row], bad: Sequence[str]) -> dict[str, Any]:
+def _document(
+    stack: dict[str, str | None], matrix: Matrix, rows: Sequence[Row], agrees: bool | None, bad: Sequence[str],
+    cannot: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "agrees": not bad, "not_trusted": bad,
+        "stack": stack, "ranks": matrix.ranks, "on_gpu": matrix.box.gpus > 0, "agrees": agrees, "not_trusted": bad,
+        "not_verified": cannot,
         "tolerances": {precision: dataclasses.asdict(each) for precision, each in matrix.tolerances.items()},
         "rows": [
             {"strategy": row.strategy, "precision": row.precision, "micro_steps": row.micro_steps,
-             **dataclasses.asdict(row.verdict), "says": row.says, "causes": [cause.id for cause in row.causes]}
+             **dataclasses.asdict(row.verdict), "kind": row.kind, "says": row.says,
+             "causes": [cause.id for cause in row.causes]}
             for row in rows
         ],
     }  # fmt: skip

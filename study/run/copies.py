@@ -26,6 +26,11 @@ def check_copies(config: RunConfig, launch: Launch, gpus: int) -> None:
             problem = f"{strategy.name} asks for {shape}, which {ranks} ranks are not"
             raise UserError(problem, "let its sizes fit --num_processes")
     elif ranks < LEAST_RANKS or ranks % 2:
+        if launch.virtual:
+            raise Unsupported(
+                f"{strategy.name} takes an even number of ranks from {LEAST_RANKS} up, and {ranks} were asked for",
+                f"ask for {max(LEAST_RANKS, ranks + ranks % 2)}",
+            )
         fits_here = gpus == 0 or gpus * launch.machines >= LEAST_RANKS
         raise Unsupported(
             f"{strategy.name} takes an even number of ranks from {LEAST_RANKS} up: two parts of the job, each with a"

@@ -124,7 +124,8 @@ def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
 
 def marked(arm: str, notes: Mapping[str, str]) -> str:
     """The arm on at most two lines, with a dagger when it is confounded."""
-    return "\n".join(_wrapped(f"{arm} †" if notes.get(arm) else arm, _ARM_LETTERS)[:2])
+    lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _ARM_LETTERS)
+    return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _ARM_LETTERS - 1]}…"])
 
 
 def power_of_ten(value: float) -> str:
@@ -197,9 +198,10 @@ def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list
 
 def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
     """Arms with the line and marker of their strategy."""
+    styles = {arm: style_of(strategy) for arm, strategy in arms.items()}
     return [
-        Line2D([], [], label=marked(arm, notes), markeredgecolor=style_of(strategy).colour, **style_of(strategy).line)
-        for arm, strategy in arms.items()
+        Line2D([], [], label=marked(arm, notes), **style.line | {"markeredgecolor": style.colour})
+        for arm, style in styles.items()
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 # A dash pattern as matplotlib takes it: the offset, then lengths of ink and gap.
 Dash = tuple[int, tuple[float, ...]]
 SOLID: Dash = (0, ())
+_LINES_ALONE = "1234+x_|"
 
 
 class Style(NamedTuple):
@@ -22,8 +23,9 @@ class Style(NamedTuple):
 
     @property
     def points(self) -> dict[str, Any]:
-        """As matplotlib takes it."""
-        return {"color": self.colour, "marker": self.marker, "linestyle": ""}
+        """As matplotlib takes it. A marker of lines alone is all edge."""
+        edge = {"markeredgecolor": self.colour} if self.marker in _LINES_ALONE else {}
+        return {"color": self.colour, "marker": self.marker, "linestyle": "", **edge}
 
     @property
     def line(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from study.report.plots.canvas import (
 from study.report.plots.palette import GUIDE, QUIET, style_of
 from study.report.records.frames import Records
 from study.report.records.speed import speed_beside_baseline
-from study.report.records.statistics import geometric_mean
+from study.report.records.statistics import geometric_mean, paired_ratio
 
 
 def scaling(records: Records) -> list[Drawing]:
@@ -46,7 +46,12 @@ def _scaling(workload: str, runs: pd.DataFrame) -> Drawing | None:
     fair = speed[speed["fair"]] if speed["fair"].any() else speed
     start = fair[fair["world_size"] == fair["world_size"].min()].sort_values("tokens_per_s").iloc[-1]
     one, fewest = str(start["line"]), int(start["world_size"])
-    speed["speedup"] = speed["tokens_per_s"] / start["tokens_per_s"]
+    # As in the tables: seed by seed, where they have one in common.
+    base = timed.loc[(timed["line"] == one) & (timed["world_size"] == fewest), "arm"].iloc[0]
+    pairs = {arm: paired_ratio(timed, "tokens_per_s", arm, base).center for arm in timed["arm"].unique()}
+    arm_of = timed.drop_duplicates(["line", "world_size"]).set_index(["line", "world_size"])["arm"]
+    paired = pd.Series([pairs[arm_of[row.line, row.world_size]] for row in speed.itertuples()], speed.index)
+    speed["speedup"] = paired.fillna(speed["tokens_per_s"] / start["tokens_per_s"])
     ranks = sorted(speed["world_size"].unique())
     subtitle = f"The global batch stays the same. Dashed: as many times {one} as there are ranks."
     figure, (axes,) = sheet(4.0)
@@ -86,7 +91,7 @@ def model_size(records: Records) -> list[Drawing]:
 
 
 def _by_subject(records: Records, name: str, column: str, title: str, xlabel: str) -> list[Drawing]:
-    subjects = list(speed_beside_baseline(finished(records), column).groupby("subject"))
+    subjects = list(speed_beside_baseline(finished(records), column).groupby("subject", sort=False))
     return drawings(name, subjects[:MOST_WORKLOADS], functools.partial(_lines, title, xlabel))
 
 

@@ -34,7 +34,7 @@ from study.report.plots.canvas import (
 from study.report.plots.palette import GUIDE, INK, OTHER, TRAFFIC, style_of
 from study.report.records.arms import arms, fast_memory, moves_state, same_stage
 from study.report.records.frames import Records, without_probes
-from study.report.records.statistics import SHOWN_BELOW, geometric_mean
+from study.report.records.statistics import SHOWN_BELOW, geometric_mean, middle
 
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120
@@ -68,12 +68,15 @@ def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Drawin
         axes.annotate(f"{median:,.0f}" if median >= 10 else number(median), (1.01, row), va="center", size=9,
                       xycoords=("axes fraction", "data"))  # fmt: skip
     rows_of_arms(axes, arms, notes)
-    axes.set(xlim=(0, float(figures["step_time_s_p90"].max()) * 1.25))
+    end = float(figures["step_time_s_p90"].max()) * 1.25
+    axes.set(xlim=(0, end))
+    beyond = int((1e3 * single_steps["step_time_s"] > end).sum())
     axes.set_xlabel("ms per optimizer step; on the right the middle")
     plain_ticks(axes.xaxis)
     words = ", ".join(f"{arm} {number(figures.loc[arm, 'step_time_s_median'])} ms" for arm in arms)
     subtitle = "Median with the middle 80 % of steps; dots are single steps"
     subtitle += ", strokes the medians of each run, the marker their middle." if _has_few_repeats(runs) else "."
+    subtitle += f" {beyond} of {len(single_steps)} steps lie beyond the end." if beyond else ""
     lead = f"Median time of one step on {workload}"
     return finish(figure, "Time of one step", workload, subtitle, words, notes, lead=lead)
 
@@ -121,7 +124,9 @@ def frontier(records: Records) -> list[Drawing]:
 def _frontier(workload: str, runs: pd.DataFrame) -> Drawing | None:
     on_device = runs["peak_memory_gib_allocated"].notna().any()
     memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
-    points = runs.groupby("arm")[[memory, "tokens_per_s"]].agg(geometric_mean).dropna()
+    # As in the tables: a repeat of a seed is no seed of its own.
+    speeds = {arm: middle(runs, "tokens_per_s", arm).center for arm in arms_of(runs)}
+    points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": pd.Series(speeds)}).dropna()
     if len(points) < 2:
         return None
     notes = notes_of(runs)

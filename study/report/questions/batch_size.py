@@ -51,7 +51,7 @@ def speed_answer(speed: pd.DataFrame, words: str) -> Answer | None:
     for name, note in zip(marked["arm"], marked["note"], strict=True):
         notes.append(f"`{name}`: not a fair comparison †, {note}.")
     if more := speed["subject"].nunique() - 1:
-        notes.append(f"{more} more such comparisons are in the details.")
+        notes.append(f"In the details: {more} more of these comparisons.")
     return Answer(sentence, table.reset_index(names="Arm").fillna("-"), tuple(dict.fromkeys(notes)))
 
 

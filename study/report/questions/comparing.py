@@ -222,7 +222,7 @@ def side_by_side(sentence: str, found: Workloads, columns: Columns, *notes: str)
         table.columns = table.columns.droplevel(0)
     notes = (*notes, *notes_on(shown))
     if more := len(found) - len(chosen):
-        notes = (*notes, f"{more} more workloads are in the details.")
+        notes = (*notes, f"In the details: {more} more of the workloads.")
     return Answer(sentence, table, notes)
 
 
@@ -246,5 +246,5 @@ def notes_on(found: Iterable[Arm], confound: str = "confounded") -> tuple[str, .
             reasons.setdefault(ended, {})[arm.name] = None
     notes = [f"{', '.join(f'`{name}`' for name in of_arms)}: {reason}." for reason, of_arms in reasons.items()]
     if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more such notes are in the details."]
+        notes[_MOST_NOTES:] = [f"In the details: {len(notes) - _MOST_NOTES} more of these notes."]
     return tuple(notes)

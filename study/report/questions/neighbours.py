@@ -10,7 +10,7 @@ from study.host.memory import MIB
 from study.report.questions.comparing import Columns, by_arms, ranks, side_by_side, table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import by_collective, sent_mib
-from study.report.records.arms import Arm, arms, one_value, state_mib
+from study.report.records.arms import NAN, Arm, arms, one_value, state_mib
 from study.report.records.frames import Records, real, virtual
 from study.spec.strategies import WITH_COPIES, WITH_TEAMS
 
@@ -54,8 +54,19 @@ def _most(of_it: list[Arm]) -> int:
     return max(ranks(arm) for arm in of_it)
 
 
-def _held(arm: Arm) -> float:
-    return arm.median("forward_holds_bytes") / MIB
+def _held(arm: Arm, figure: str = "forward_holds_bytes") -> float:
+    return NAN if _was_counted_wrong(arm) else arm.median(figure) / MIB
+
+
+# Until then what FSDP's root had gathered was counted in neither, and a part that is the whole as gathered.
+_COUNTED_RIGHT_SINCE = "2026-11-23T09"
+
+
+def _was_counted_wrong(arm: Arm) -> bool:
+    shares = ranks(arm) // int(one_value(arm.runs["team_ranks"]) or 1)
+    is_whole = one_value(arm.runs["zero_stage"]) == 3 and shares == 1
+    is_old = bool((arm.ended["status_started_at"] < _COUNTED_RIGHT_SINCE).any())
+    return is_old and (is_whole or one_value(arm.runs["distributed_type"]) == "FSDP")
 
 
 def _sentence(workload: str, of_it: list[Arm]) -> str | None:
@@ -82,7 +93,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
                for kind, words in (("params", "Parameters"), ("grads", "Gradients"), ("optimizer", "Optimizer"))},
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
             "Kept for backward, MiB": _held(arm),
-            "Still gathered then, MiB": arm.median("forward_gathers_bytes") / MIB,
+            "Still gathered then, MiB": _held(arm, "forward_gathers_bytes"),
             "Sent, MiB": sent_mib(arm),
             "Calls": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": by_collective(arm),

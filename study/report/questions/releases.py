@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from study.host.stacks import release_order
-from study.releases.verdict import ROUNDING
+from study.releases.verdict import ROUNDING, Verdict
 from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import Records
@@ -95,6 +95,12 @@ def _avoided(cells: Sequence[Cell]) -> str:
     return "; ".join(filter(None, [everywhere, on_a_cpu and f"on a CPU {on_a_cpu}"])) or "none"
 
 
+def _size_text(verdict: Verdict) -> str:
+    if verdict.size is not None:
+        return f"{verdict.size:.1e}"
+    return "no number" if verdict.kind == "different" else "-"
+
+
 def verdict_table(records: Records) -> pd.DataFrame:
     cells = release_cells(records)
     letters = lettered(clipped(cells))
@@ -109,7 +115,7 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
             "Differs first": cell.verdict.what or "-",
             "At step": cell.verdict.first_step or "-",
-            "Loss off by, as a share": "-" if cell.verdict.size is None else f"{cell.verdict.size:.1e}",
+            "Loss off by, as a share": _size_text(cell.verdict),
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
             "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",

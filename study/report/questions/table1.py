@@ -40,7 +40,7 @@ def answer(records: Records) -> Answer | None:
         f" {change_text(_off(worst))} off."
     )
     lines = sum(one["extrapolated"] is not None for one in rows)
-    made = f"{len(rows) - lines} of these are measured whole, {lines} are lines over layers."
+    made = f"Measured whole: {len(rows) - lines} of these. Lines over layers: {lines}."
     if not of_table1:
         return Answer(sentence, _by_strategy(rows), (made,))
     notes = ["GB of model state, in brackets the paper's formula, not rounded; a line over layers is marked ~.", made]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pandas as pd
 
 from study.record.schema import STATE_PLACES
 from study.report.records.arms import NAN, arms
 from study.report.records.fairness import baseline_arm
 from study.report.records.statistics import differences
+from study.report.records.workloads import texts_of
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -24,7 +27,11 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     `place` is where it stands among the values of the column: the batch, or millions of parameters.
     """
     rows, judged = [], {}
-    for arm in arms(runs_with_several(runs, column)):
+    runs = runs_with_several(runs, column)
+    # All that a workload is, but for what is looked at.
+    rests = {key: json.dumps(json.loads(key) | {column: None}) for key in runs["workload_key"].unique()}
+    words = texts_of(sorted(set(rests.values())))
+    for arm in arms(runs):
         first = arm.runs.iloc[0]
         beside = arm.beside[arm.beside["world_size"] == first["world_size"]]
         baseline = baseline_arm(beside)
@@ -35,8 +42,9 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
             judged[family] = differences(beside, "tokens_per_s", ((name, baseline) for name in beside["arm"].unique()))
         difference = judged[family][arm.name, baseline]
         by_model = column == "model_name_or_path"
+        of_it, ranks = words[rests[first["workload_key"]]], int(first["world_size"])
         rows.append({
-            "subject": f"{first['task'] if by_model else first['model_name_or_path']} on {first['world_size']} ranks",
+            "subject": f"{of_it} on {ranks} rank{'s' if ranks > 1 else ''} beside {baseline}",
             "place": parameters(arm.beside) / 1e6 if by_model else float(first[column]),
             "arm": arm.name, "strategy": first["strategy"], "baseline": baseline,
             "percent": 100 * difference.ratio.center, "told_apart": difference.is_told_apart,
@@ -45,7 +53,10 @@ def speed_beside_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
         })  # fmt: skip
     columns = ["subject", "place", "arm", "strategy", "baseline", "percent", "told_apart", "points", "note"]
     speed = pd.DataFrame(rows, columns=columns).dropna(subset=["place", "percent"])
-    return speed[speed.groupby("subject")["place"].transform("nunique") > 1]
+    of_several = speed[speed.groupby("subject")["place"].transform("nunique") > 1]
+    # The subject with most of it comes first: an answer is of that.
+    most = of_several.groupby("subject")["subject"].transform("count")
+    return of_several.assign(most=-most).sort_values(["most", "subject"], kind="stable").drop(columns="most")
 
 
 def parameters(beside: pd.DataFrame) -> float:

@@ -45,7 +45,7 @@ def name_workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
     exact = [tuple((field, _asked(field, row[field])) for field in _WORDS) for row in rows]
     experiments = _experiments(rows, exact)
     keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
-    texts = _texts(sorted(set(keys.values())))
+    texts = texts_of(sorted(set(keys.values())))
     named = [
         {**row, "workload_key": keys[values], "workload": texts[keys[values]]}
         for row, values in zip(rows, exact, strict=True)
@@ -100,14 +100,16 @@ def word_for(field: str, value: Any) -> str:
     """A setting in words."""
     if field == "virtual":
         return "virtual" if value else "real"
+    if field == "dropout" and value == -1:
+        return "the model's own dropout"
     text = "off" if value is False else "on" if value is True else f"{value:g}" if isinstance(value, float) else value
     if field == "model_name_or_path" or field == "data":
         text = str(value).rstrip("/").rsplit("/", 1)[-1]
     return _WORDS.get(field, f"{field} {{}}").format("unset" if text is None else text)
 
 
-def _texts(keys: Sequence[str]) -> dict[str, str]:
-    """The names of workloads: task and model, and what else differs among the workloads of that model."""
+def texts_of(keys: Sequence[str]) -> dict[str, str]:
+    """The names of workloads by their keys: task and model, and what else differs among the workloads of that model."""
     parsed = {key: json.loads(key) for key in keys}
     alike: defaultdict[tuple[Any, Any], list[str]] = defaultdict(list)
     for key, values in parsed.items():

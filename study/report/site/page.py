@@ -123,7 +123,7 @@ def _cell(value: object, css_class: str) -> tuple[str, str, str]:
         return link_html(value.text, value.address), css_class, ""
     words = text.replace(",", " ").split()
     if css_class != "n" and words and words[0] in STRATEGIES:
-        return text, "name", STRATEGIES[words[0]].colour
+        return text, f"{css_class} name", STRATEGIES[words[0]].colour
     return text, f"{css_class} {_OUTCOMES.get(text, '')}".strip(), ""
 
 

@@ -93,7 +93,9 @@ def as_png(figure: Figure) -> bytes:
         full = io.BytesIO()
         figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
     small = io.BytesIO()
-    image = Image.open(full).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    # Median cut, the default, would mix the colours of arms that have few points.
+    tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
+    image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
     image.save(small, format="png", optimize=True)
     return small.getvalue()
 
