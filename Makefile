@@ -9,7 +9,8 @@ install: .venv/installed
 # torch comes first and alone: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
 # make install TORCH_INDEX=https://download.pytorch.org/whl/cu129
 .venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt numpy

@@ -170,6 +170,22 @@ def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
         check_launch_flags(config, config.batch_plan(2), asked)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("DEEPSPEED_ZERO_STAGE", "2", "zero_stage 2"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", "offload_optimizer_device cpu"),
+        ("GRADIENT_CLIPPING", "0.5", "gradient_clipping 0.5"),
+    ],
+)
+def test_a_launcher_s_flag_that_deepspeed_s_file_overrules_is_refused(variable: str, value: str, says: str) -> None:
+    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    asked = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}
+    check_launch_flags(config, config.batch_plan(2), asked)
+    with pytest.raises(UserError, match=f"the launch asks for {says}, and DeepSpeed's file decides that"):
+        check_launch_flags(config, config.batch_plan(2), asked | {f"ACCELERATE_{variable}": value})
+
+
 def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
     off = {"HF_HUB_OFFLINE": "1"}
     assert_refused(tmp_path, "--data", "hub", says=("--data hub",), fix="--data builtin", forked=False, **off)

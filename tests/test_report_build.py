@@ -14,12 +14,18 @@ import pytest
 from report_folders import committed, contents, few, laptop
 from study import cli
 from study.errors import UserError
+from study.host.box import this_box
+from study.launch.cell import Cell
 from study.report.questions import QUESTIONS
 from study.report.records.frames import read_parquet, write_parquet
 from study.report.site import command
 from study.report.site.build import NOTEBOOKS, build
 from study.report.site.execute import NotebookFailed, execute
 from study.spec.strategies import REPOSITORY
+from study.sweep.plan import plan_cells
+from study.sweep.suite_file import read_suite
+from sweeps import write_suite
+from synthetic_records import write_run
 
 ALL_NAMES = sorted({question.notebook for question in QUESTIONS if question.notebook})
 # Of the laptop's records.
@@ -71,7 +77,7 @@ def test_the_notebooks_in_git_hold_no_output_and_take_parameters(name):
 def test_a_notebook_runs_by_hand_from_its_own_folder(tmp_path):
     output = tmp_path / "out.ipynb"
     execute(NOTEBOOKS / "batch_size.ipynb", output, {}, NOTEBOOKS, 120)
-    runs = read_parquet(REPOSITORY / "reports" / "laptop").runs
+    runs = read_parquet(REPOSITORY / "reports" / "claims").runs
     assert f"{len(runs)} runs" in output.read_text()
     assert not (NOTEBOOKS / "figures").exists()
 
@@ -197,6 +203,16 @@ def test_a_wrong_request_is_refused_in_one_line(arguments, words, tmp_path, monk
     (line,) = captured.err.splitlines()
     assert words in line
     assert "To fix it: " in line
+
+
+def test_a_report_of_a_suite_that_has_not_all_run_says_so(tmp_path):
+    file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]})
+    said = []
+    for cell in plan_cells(read_suite(file), this_box()):
+        assert isinstance(cell, Cell)
+        write_run(tmp_path / "runs" / "tiny", cell.strategy, name=cell.id)
+        said.append(command._not_begun(str(file), tmp_path / "runs"))
+    assert said == [["1 of 2 runs have no record yet"], []]
 
 
 def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):

@@ -160,6 +160,23 @@ def test_a_suite_whose_every_cell_is_excluded_is_refused(tmp_path, capsys):
         assert capsys.readouterr().err.startswith("error: the suite tiny has no cell: its grids exclude all of them.")
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"exclude": [{"strategy": "ddp", "dropout": 0.2}]},
+        {"overrides": [{"where": {"strategy": "zero3_cpu"}, "fixed": {"learning_rate": 0.1}}]},
+    ],
+)
+def test_a_rule_that_meets_no_run_is_refused(tmp_path, capsys, rules):
+    file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"], "dropout": [0.0, 0.1]}, **rules)
+    assert cli.main(["run", str(file), "--dry-run"]) == 2
+    assert "no run of the grid has " in capsys.readouterr().err
+    # Ranks that nobody asked for are the box's.
+    file = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, exclude=[{"world_size": 8}])
+    assert len(plan(file)) == 2
+    assert plan(file, box_with(4))
+
+
 def test_every_combination_is_a_cell_but_the_excluded_ones(tmp_path):
     file = write_suite(
         tmp_path, {"strategy": ["ddp", "zero3"], "seed": [1, 2], "dropout": [0.0, 0.1]},

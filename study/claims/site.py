@@ -35,11 +35,12 @@ def write_page(file: Path, reports_dir: Path = REPOSITORY / "reports") -> None:
     notebook.cells = [cell for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", [])]
     title = notebook.cells[0].source.partition("\n")[0].lstrip("# ")
     text = page_html("claims.html.j2", "claims", {file.stem: title}, file.stem, body=body_of(notebook))
+    beside = file.with_name(f".{file.name}.building")
     try:
-        beside = file.with_name(f".{file.name}.building")
         beside.write_text(text, encoding="utf-8")
         beside.replace(file)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise UserError(f"--page {file} is not writable ({error.strerror})", "name another file") from None
 
 

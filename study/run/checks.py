@@ -187,6 +187,15 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         _check_nvme(strategy, folder_named(config.nvme_path))
 
 
+_BESIDE_A_FILE = {
+    **dict.fromkeys(
+        ("DEEPSPEED_ZERO_STAGE", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+        "launch with another file of accelerate_configs/, and without the flag",
+    ),
+    "GRADIENT_CLIPPING": "use --max_grad_norm, and not the launcher's flag",
+}
+
+
 def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
     """What the Accelerate file or the launcher's flags ask of training is the run's to say: nothing is left unheard."""
     precision = config.precision.removesuffix("-engine")
@@ -201,6 +210,12 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
                 f"the launch asks for {key} {asked}, and --{flag} for {ours}",
                 f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
             )
+    if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        # Accelerate exports the launcher's flags, and reads the file.
+        for key, fix in _BESIDE_A_FILE.items():
+            if said := environment.get(f"ACCELERATE_{key}"):
+                name = key.lower().removeprefix("deepspeed_")
+                raise UserError(f"the launch asks for {name} {said}, and DeepSpeed's file decides that", fix)
 
 
 def check_room_for_record(config: RunConfig, output_dir: Path) -> None:

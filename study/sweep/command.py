@@ -18,6 +18,7 @@ from study.host.folders import folder_argument
 from study.host.nodes import allocated_box
 from study.host.slurm import refuse_to_be_one_of_many_tasks
 from study.launch.cell import Cell, launch_command
+from study.launch.verdict import ANSWERED
 from study.sweep.execute import run_cells
 from study.sweep.foresee import Foresight, foresight, warnings
 from study.sweep.notes import earlier_durations, estimate, left_to_run
@@ -115,7 +116,12 @@ def run(options: argparse.Namespace) -> int:
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
         if len(counts) > 1:
             said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-            print(f"\n{said}; `study status {options.suite}` says why. What is fixed is run again with --retry.")
+            place = "" if options.runs_dir == Path("runs") else f" --runs-dir {options.runs_dir}"
+            again = f"`study status {options.suite}{place}{' --rehearse' if options.rehearse else ''}` says why."
+            # All else is run again by every call.
+            if counts.keys() & (ANSWERED - {"ok"}):
+                again += " What is fixed is run again with --retry."
+            print(f"\n{said}; {again}")
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.left:
             break

@@ -79,27 +79,37 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
 
 
 def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
+    # By place; a rule that meets nothing has a typo.
+    rules, met = [override.where for override in grid.overrides], set[int]()
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
         is_of_copies = values["strategy"] in WITH_COPIES
         values.setdefault("world_size", box.gpus or (LEAST_RANKS_WITH_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
-        for override in grid.overrides:
+        for number, override in enumerate(grid.overrides):
             if _matches(values, override.where, grid.place):
+                met.add(number)
                 values |= override.fixed
         if values["strategy"] == "single":
             values["world_size"] = 1
         if values.get("virtual_world_size"):
             _check_virtual(values, grid)
             values["world_size"] = 1
-        if any(_matches(values, rule, grid.place) for rule in grid.exclude):
+        excluding = [_matches(values, rule, grid.place) for rule in grid.exclude]
+        met.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
+        if any(excluding):
             continue
         for repeat in range(1, grid.repeats + 1):
             if grid.ladder is None:
                 yield _cell(values, repeat, box, grid.place)
             else:
                 yield _search(suite, values, list(grid.axes), grid.ladder, repeat, box, grid.place)
+    for number, rule in enumerate([*rules, *grid.exclude]):
+        # How many ranks there are may be the box's to say.
+        if number not in met and ("world_size" not in rule or "world_size" in {**grid.fixed, **grid.axes}):
+            said = ", ".join(f"{key}: {' or '.join(map(str, options))}" for key, options in rule.items())
+            raise UserError(f"{grid.place}: no run of the grid has {said}", "correct the rule, or drop it")
 
 
 def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:

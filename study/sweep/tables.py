@@ -23,7 +23,7 @@ from study.sweep.search import Search, cell_states
 from study.sweep.slices import Slice
 
 _RESULT_COLUMNS = (
-    "strategy", "task", "model", "world", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
+    "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "sent MiB/step",
 )  # fmt: skip
 # Every other state is listed with its reason.
@@ -69,7 +69,7 @@ def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[Table]
         for cell in plain:
             with suppress(RecordError):
                 rows.append(_result_row(cell, read_run(root / cell.id)))
-        rows.sort(key=lambda row: row[:4])
+        rows.sort(key=lambda row: row[:5])
         yield table_of(_RESULT_COLUMNS, rows) if rows else table_of(["no cell has a record yet"], [])
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
         yield _search_table(searches, root)
@@ -144,4 +144,12 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
         (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / MIB),
     ]
     texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
-    return [cell.arm, cell.config.task, cell.config.model_name, str(cell.ranks), run.state, *texts]
+    return [
+        cell.arm,
+        cell.config.task,
+        cell.config.model_name,
+        str(cell.ranks),
+        str(cell.config.seed),
+        run.state,
+        *texts,
+    ]

@@ -46,7 +46,12 @@ def answer(records: Records) -> Answer | None:
         f"x {beside.plain_names}": judged.cell(times_text),
     }
     return side_by_side(
-        sentence, first_screen(beside.workloads), columns, *judged.notes, *noise_notes(beside.workloads, STEP)
+        sentence,
+        first_screen(beside.workloads),
+        columns,
+        "ms: the middle of an arm's own seeds. Times: seed by seed.",
+        *judged.notes,
+        *noise_notes(beside.workloads, STEP),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import shutil
 import tempfile
@@ -37,9 +38,10 @@ _AT_ONCE = 2
 
 def build(
     records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
-    time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None,
+    time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Builds the report beside `output` and then puts it there; returns the notebooks that broke, and where."""
+    """Builds the report beside `output` and then puts it there; returns the notebooks that broke, and where. `facts`
+    stand at its head, and are in no record."""
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     found = answers(records, resting)
@@ -55,7 +57,7 @@ def build(
     try:
         write_parquet(records, folder)
         content: dict[str, Any] = {
-            "facts": _facts(records),
+            "facts": [*facts, *_facts(records)],
             "cards": [_card(question, answer, records) for question, answer in found.items()],
             "unanswered": [question for question in QUESTIONS if question not in found],
             "refused": records.refused,
@@ -63,6 +65,10 @@ def build(
         }
         _write_pages(names, suite, folder, content)
         put_in_place(folder, output)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"the report cannot be written to {output} ({error.strerror})", "make room there") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return dict(content["failures"])

@@ -12,6 +12,7 @@ from study.errors import UserError, extra
 from study.host.box import this_box
 from study.host.folders import folder_argument
 from study.spec.strategies import REPOSITORY
+from study.sweep.search import cell_states
 from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
 
@@ -64,7 +65,10 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
         )
-    failures = build(records, name, output, resting=resting(records, name, output), say=say)
+    facts = _not_begun(options.suite, runs_dir) if has_runs and not plan else []
+    for fact in facts:
+        say(f"notice: {fact}")
+    failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
     if records.refused:
         say(f"{len(records.refused)} records left out; the report says which and why")
     print(output / "index.html")
@@ -87,6 +91,17 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
             return suite, None
         raise
     return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None
+
+
+def _not_begun(suite: str, runs_dir: Path) -> list[str]:
+    """Of a suite that this box would run so, since some of it has run."""
+    try:
+        parts = plan_suite(suite, this_box(), runs_dir).slices
+    except UserError:
+        return []
+    states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]
+    left = states.count("to do")
+    return [f"{left} of {len(states)} runs have no record yet"] if 0 < left < len(states) else []
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
