@@ -10,7 +10,8 @@ install: .venv/installed
 # make install TORCH_INDEX=https://download.pytorch.org/whl/cu129
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv --clear .venv
+	@# One that a Python too old has begun is made anew; any other keeps what was added to it.
+	.venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt numpy
