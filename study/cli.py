@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from study.host.process import check_process
 from study.predict import advise_command as advise
 from study.predict import command as predict
 from study.predict import explain_command as explain
+from study.record.outcome import Terminated
 from study.releases import command as releases
 from study.releases import verify
 from study.releases.prepare import prepare
@@ -89,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 1
+    except Terminated:
+        return 128 + signal.SIGTERM
     except BrokenPipeError:
         # `study status X | head`: whoever read has read enough. What runs something has not told how that went.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

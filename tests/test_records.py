@@ -21,6 +21,7 @@ import pytest
 
 from damage import damaged_bytes, leaves, put
 from engines import ROOT
+from study.launch.verdict import cell_state
 from study.record.directory import (
     Run,
     RunWriter,
@@ -34,7 +35,9 @@ from study.record.directory import (
     read_status,
     write_json,
 )
+from study.record.folder import take_folder
 from study.record.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
+from study.report.records.frames import read_records
 from synthetic_records import seal_anew, without_seal
 
 STEPS = 6
@@ -230,6 +233,23 @@ def test_a_killed_attempt_reads_as_interrupted_with_the_rows_it_wrote(tmp_path: 
         assert run.engine == ENGINE
         assert run.summary == {}
         assert not is_finished(path)
+
+
+def test_a_run_at_work_is_not_told_as_interrupted_and_is_in_no_report(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", end=False)
+    with take_folder(path, "the run"):
+        assert (cell_state(path).state, cell_state(path).is_answered(retry=False)) == ("at work", False)
+        assert read_records(tmp_path).refused == (
+            "run/status.json: its run is at work; a report that is made later has it",
+        )
+    assert cell_state(path).state == "interrupted"
+    assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
+
+
+def test_a_folder_whose_name_is_no_text_is_left_out_by_name(tmp_path: Path) -> None:
+    write_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    records = read_records(tmp_path)
+    assert (len(records.runs), records.refused) == (0, ("caf\\udce9: its name is not UTF-8; rename the folder",))
 
 
 def test_a_row_that_was_cut_off_is_dropped_unless_the_run_ended_well(tmp_path: Path) -> None:

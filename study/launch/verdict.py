@@ -13,6 +13,7 @@ from study.errors import UserError
 from study.host.memory import OomCounts
 from study.launch.step import cancelled_by_slurm, ooms_of_nodes
 from study.record.directory import RunWriter, change_ending, read_run, read_status
+from study.record.folder import is_at_work
 from study.record.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
 from study.record.schema import RecordError
 
@@ -30,7 +31,7 @@ _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.dist
 
 @dataclasses.dataclass(frozen=True)
 class CellState:
-    """The state of a cell's record; `to do` without one, and `damaged`, which is to do as well."""
+    """The state of a cell's record; `to do` without one, `at work` before its end; `damaged`, which is to do too."""
 
     state: str
     reason: str = ""
@@ -145,4 +146,6 @@ def cell_state(directory: Path) -> CellState:
         status = read_run(directory).status
     except RecordError as error:
         return CellState("damaged", str(error), "it is run again")
+    if status["ended_at"] is None and is_at_work(directory):
+        return CellState("at work", f"since {status['started_at']}")
     return CellState(status["state"], status["reason"], status["hint"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.record.directory import is_part_of
-from study.record.lock import HOST, LAUNCHER_PID, FileLock, read_holder
+from study.record.lock import HOST, LAUNCHER_PID, FileLock, Held, read_holder
 
 LOCK_NAME = ".zero-study-run.lock"
 # A run may swap to the very folder that it writes to.
@@ -35,6 +35,15 @@ def refuse_folder_at_work(folder: Path, what: str) -> None:
     """A first look, which leaves no file; `take_folder` decides."""
     if (folder / LOCK_NAME).exists():
         take_folder(folder, what, create=False).release()
+
+
+def is_at_work(folder: Path) -> bool:
+    """A run that has not ended, as far as this process may ask: a folder that it may only read tells nothing."""
+    try:
+        refuse_folder_at_work(folder, str(folder))
+    except UserError as why:
+        return isinstance(why, Held)
+    return False
 
 
 def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:

@@ -95,7 +95,7 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[Table]:
         counts = Counter(record.state for _, record in states)
         rows.append(
             [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
-             str(counts.total() - sum(counts[state] for state in _NEEDS_NO_REASON)), str(len(left)),
+             str(counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))), str(len(left)),
              show_duration(sum(seconds for _, seconds in left))]
         )  # fmt: skip
         others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from study.errors import UserError
 from study.record.directory import digests, find_runs, is_sealed, read_run
+from study.record.folder import is_at_work
 from study.record.schema import RecordError
 from study.report.records.duplicates import Found, each_once
 from study.report.records.fairness import label_confounds
@@ -58,8 +59,14 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
     refused: list[str] = []
     root = root.absolute()
     for path in sorted({path for folder in folders or [root] for path in _candidates(folder.absolute())}):
+        named = str(path.relative_to(root)).encode(errors="backslashreplace").decode()
+        if named != str(path.relative_to(root)):
+            refused.append(f"{named}: its name is not UTF-8; rename the folder")
+            continue
         try:
             run = read_run(path)
+            if run.status["ended_at"] is None and is_at_work(path):
+                raise RecordError(path / "status.json", "its run is at work; a report that is made later has it")
             row = run_row(run) | {"sealed": is_sealed(run.status)}
             steps = step_block(run) if run.state == "ok" else None
             content = run.status.get("files_sha256") or digests(path)

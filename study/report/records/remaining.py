@@ -32,7 +32,7 @@ def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
              for part in plan.slices}  # fmt: skip
     for part in plan.slices:
         states = [record.state for _, record in cell_states(part.cells, part.root)]
-        ok, other = states.count("ok"), len(states) - states.count("ok") - states.count("to do")
+        ok, other = states.count("ok"), sum(state not in ("ok", "to do", "at work") for state in states)
         left = list(left_to_run(part.cells, part.root))
         seconds = sum(seconds for _, seconds in left)
         cells_left = [names[part.root][cell.id] for cell, _ in left]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from study.errors import UserError, extra
 from study.host.box import this_box
 from study.host.folders import folder_argument
+from study.record.outcome import Terminated, raising_on
 from study.spec.strategies import REPOSITORY
 from study.sweep.search import cell_states
 from study.sweep.slices import Plan, plan_suite
@@ -68,7 +70,9 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     facts = _not_begun(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
         say(f"notice: {fact}")
-    failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
+    # So that `timeout` leaves no half of a report.
+    with raising_on(Terminated(), signal.SIGTERM):
+        failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
     if records.refused:
         say(f"{len(records.refused)} records left out; the report says which and why")
     print(output / "index.html")
