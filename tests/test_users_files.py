@@ -128,6 +128,20 @@ def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_pat
     assert_is_one_line(result.stderr, ("log.txt, which is neither a file nor a folder",), "name a new folder")
 
 
+def test_ctrl_c_says_how_to_go_on_from_the_last_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    flags = (*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))
+    process = subprocess.Popen(
+        [sys.executable, "study/train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    wait_until(lambda: any(run.glob("checkpoints/step_*/checkpoint.json")))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 1
+    last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))
+    assert read_status(run)["hint"] == f"--resume_from_checkpoint latest goes on from {last}"
+
+
 def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "study/train.py", *FLAGS, "--output_dir", str(tmp_path / "run")],

@@ -162,6 +162,13 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
     return folder, manifest
 
 
+def last_checkpoint(output_dir: Path) -> Path | None:
+    try:
+        return _latest(output_dir)
+    except UserError:
+        return None
+
+
 def _latest(output_dir: Path) -> Path:
     """The last one that led to the rows in the folder: those of a run that was overwritten are not taken."""
     try:

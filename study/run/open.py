@@ -281,12 +281,16 @@ class OpenRun:
         self.console.say(f"done: {told} -> {self.output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
+        from study.run.checkpoint import last_checkpoint
+
         launch, console, output_dir = self.launch, self.console, self.output_dir
         mine = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
         # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
         if not (launch.is_main or isinstance(error, RunFailed)):
             mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
         ending = machines.first_ending(mine)
+        if ending.state == "interrupted" and (saved := last_checkpoint(output_dir)):
+            ending = dataclasses.replace(ending, hint=f"--resume_from_checkpoint latest goes on from {saved.name}")
         if not self._sees_record:
             # There is no log here, and nobody else speaks on this machine.
             console.restore()
