@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -406,6 +407,14 @@ def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
     kept = held(lambda x: model(x))
     # The linear layer's output is gone once the ReLU has made its own of it.
     assert kept == pytest.approx((wide + narrow) * samples * FP32, rel=0.02)
+
+    def sent_by_another_thread(x: torch.Tensor) -> torch.Tensor:
+        output = model(x)
+        # As gloo's does, which lets go of a buffer when it comes to it.
+        threading.Timer(0.005, lambda held: None, [torch.empty(narrow, narrow)]).start()
+        return output
+
+    assert held(sent_by_another_thread) == pytest.approx(kept, rel=0.02)
     recomputed = held(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 

@@ -6,10 +6,13 @@ import contextlib
 import ctypes
 import gc
 import platform
+import time
 from typing import Any
 
 import torch
 from torch import nn
+
+_SETTLED_AFTER_S = 0.05
 
 
 class ForwardWatch:
@@ -51,6 +54,9 @@ class ForwardWatch:
         self._held.append((max(0, used - used_before - gathered), gathered))
 
     def _read(self) -> tuple[int, int]:
+        if self._device.type == "cpu":
+            # A thread of gloo's lets go of a buffer some time after its collective is done.
+            time.sleep(_SETTLED_AFTER_S)
         used = bytes_in_use(self._device)
         assert used is not None
         return used, sum(_bytes_here(parameter) for parameter in self._model.parameters())
