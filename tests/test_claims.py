@@ -587,8 +587,8 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert time.monotonic() - start < 60
     document = json.loads(done.stdout)
-    assert len(document["claims"]) == 82
-    assert sum(document["counts"]["all"].values()) == 82
+    claims = len(read_ledger().claims)
+    assert (len(document["claims"]), sum(document["counts"]["all"].values())) == (claims, claims)
     first = document["claims"][0]
     assert {"id", "place", "says", "verdict", "sentence", "figure", "interval", "n", "records", "checks",
             "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
@@ -600,7 +600,7 @@ def test_the_command_prints_a_scoreboard_and_a_line_per_claim(capsys: pytest.Cap
     assert lines[0].split() == ["document", "supported", "contradicted", "partly", "inside", "noise", "inconclusive",
                                 "untestable", "claims"]  # fmt: skip
     assert [line.split()[0] for line in lines[1:7]] == ["S0", "S1", "S2", "S3", "Z0", "all"]
-    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == 82
+    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == len(read_ledger().claims)
 
 
 def test_the_page_is_made_of_the_ledger_and_the_records(made: Board) -> None:

@@ -17,9 +17,11 @@ import yaml
 from study.claims.board import board
 from study.claims.page import rewritten as rewritten_claims
 from study.cli import COMMANDS
+from study.predict.intervals import slowest_offload
 from study.report.questions import table1
 from study.report.records.frames import read_parquet
 from study.report.records.rows import STATE_COLUMNS
+from study.report.records.virtual_ranks import sent_bytes
 from study.report.site.readme import DOCUMENTS, rewritten
 from study.spec.config import parse_command_line, resolved
 from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES
@@ -84,6 +86,30 @@ def test_the_short_answer_is_what_the_records_say() -> None:
     losses = steps.pivot_table(index=["task", "seed", "step"], columns="strategy", values="loss")
     apart = losses.sub(losses["ddp"], axis=0).div(losses["ddp"], axis=0).abs().max(axis=None)
     assert 0 < apart < 0.0000125, "0.001 % after rounding"
+
+
+def test_the_short_answer_tells_releases_as_their_page_does() -> None:
+    found = re.search(r"(\d+) of (\d+) releases that run train otherwise", read("docs/releases.md"))
+    assert found is not None
+    ran = f"Of {found[2]} releases of DeepSpeed that run with the same Accelerate on a CPU, {found[1]} train otherwise"
+    assert ran in " ".join(read("README.md").split())
+    laptop = read_parquet(REPOSITORY / "reports" / "laptop").runs
+    (versions,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.iterrows()}
+    assert "With DeepSpeed {} and Accelerate {} every strategy".format(*versions) in " ".join(read("README.md").split())
+
+
+def test_what_more_micro_batches_send_is_as_recorded() -> None:
+    runs = read_parquet(REPOSITORY / "reports" / "releases").runs
+    of_four = runs[runs["workload"].str.endswith("DeepSpeed 0.19.8, fp32, micro-batch 2, clipping 1")
+                   & (runs["gradient_accumulation_steps"] == 4)]  # fmt: skip
+    sent = of_four.drop_duplicates("strategy").set_index("strategy")["collectives"].map(sent_bytes)
+    times = {name: f"{sent[name] / sent['ddp']:.1f}" for name in ("zero1", "zero2", "zero3")}
+    said = "`zero1` sends {zero1} times what `ddp` sends, `zero2` {zero2} and `zero3` {zero3}"
+    assert "With four micro-batches a step " + said.format(**times) in " ".join(read("README.md").split())
+
+
+def test_how_far_ahead_an_offload_must_be_is_told() -> None:
+    assert f"predicted to be {slowest_offload():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 
 
 def test_both_tasks_of_the_laptop_study_learn() -> None:

@@ -127,18 +127,25 @@ def _table(table: PublishedTable) -> str:
 def front_page(made: Board) -> str:
     """The claims that the head of the ledger lists, each with its verdict and the figure that leads to it."""
     found = {each.claim.id: each for each in made.judged}
-    return "".join(map(_front_line, (found[name] for name in made.ledger.front_page)))
+    counts = made.counts()[-1][1]
+    said = [f"{counts[each]} {'are ' * (each == 'supported')}{each}" for each in get_args(Verdict) if counts[each]]
+    head = (
+        f"Of {counts.total()} published claims {', '.join(said)}, by `make claims` ([all of them](docs/{PAGE.name}))."
+        ' "Partly" also stands where every check fails and none was made at the scale that the claim speaks of.'
+        " Some of them:"
+    )
+    return _wrapped(head) + "\n" + "".join(map(_front_line, (found[name] for name in made.ledger.front_page)))
 
 
 def _front_line(judged: Judged) -> str:
-    claim, leading = judged.claim, judged.leading
-    found = f"{leading.sentence}." if leading else judged.sentence
+    claim = judged.claim
     link = f"[{claim.id}](docs/{PAGE.name}#{anchor(claim.id)})"
-    text = f"- **{judged.verdict.capitalize()}** ({link}): {claim.says} *{found}*"
-    return (
-        "\n".join(textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-        + "\n"
-    )
+    return _wrapped(f"- **{judged.verdict.capitalize()}** ({link}): {claim.says} *{judged.sentence}*", "  ")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    lines = textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
 
 
 def rewritten(readme: str, made: Board) -> str:

@@ -24,9 +24,9 @@ from study.virtual.summary import RankSummary
 __all__ = ["add_arguments", "run"]
 EPILOG = """\
 One process runs the real Accelerate and the real engine on PyTorch's fake process group. What the rank holds and sends
-is real. What it receives is not, so there are no losses. Any flag of study/train.py may be added. The plain command
-behind it: accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 1 study/train.py
---virtual_world_size 64
+is real. What it receives is not, so there are no losses. Flags of study/train.py may be added, but for those of
+evaluations, checkpoints and profiles. The plain command behind it: accelerate launch --config_file
+accelerate_configs/zero3.yaml --num_processes 1 study/train.py --virtual_world_size 64
 Unless asked otherwise it takes one sample of 16 tokens, on which peaks depend, and state and bytes do not.
 """
 # For a model too large for this box: the first that fits.

@@ -1,8 +1,8 @@
 """How a strategy looks, the same in every figure, table and page.
 
 No two colours come close to each other for a reader with protanopia, deuteranopia or tritanopia, and each strategy has
-a marker of its own, so that a figure reads in black and white as well. There are no more such colours than these: a
-strategy with teams has that of the one under it, and another line. A test measures all three.
+a marker of its own, so that a figure reads in black and white as well. A strategy with teams has the colour of the one
+under it, and another line. A test measures all three.
 """
 
 from __future__ import annotations
