@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from damage import Trap
 from runs import FP32_RELATIVE, losses, trained
@@ -130,13 +131,17 @@ def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path:
         "pytorch_model_fsdp_0",
     ]
     check_indexes(checkpoint)
-    (tmp_path / "optimizer_0").mkdir()
-    (tmp_path / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    with pytest.raises(
-        RunFailed, match=r"optimizer_0/\.metadata is no index of a checkpoint \(it names posix\.mkdir\)"
-    ):
-        check_indexes(tmp_path)
+    # A rank's own, which torch takes where the first is not there; and a folder that Accelerate takes for the inner one.
+    for name in ("optimizer_0/.metadata", "pytorch_model_fsdp_0/__1.metadata", ".metadata"):
+        folder = tmp_path / name.replace("/", "-")
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+        with pytest.raises(RunFailed, match=rf"{name} is no index of a checkpoint \(it names posix\.mkdir\)"):
+            check_indexes(folder)
+    with pytest.raises(pickle.UnpicklingError, match=r"it names posix\.mkdir"):
+        FileSystemReader(folder).read_metadata()
     assert not (tmp_path / "sprung").exists()
+    assert FileSystemReader(checkpoint / "optimizer_0").read_metadata().state_dict_metadata
 
 
 @pytest.mark.parametrize(

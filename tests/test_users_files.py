@@ -121,6 +121,17 @@ def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(
     assert not (photo.parent / "new").exists()
 
 
+@pytest.mark.parametrize("name", ["log.txt", "checkpoints/step_0000001", "checkpoints/step_0000001/model"])
+def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
+    """A folder of runs is handed on, and a link in it would lead to the user's own files."""
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / "status.json").write_text("{}")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    result = train_alone("--output_dir", str(tmp_path / "run"), "--overwrite_output_dir")
+    assert_is_one_line(result.stderr, (f"holds {name}, a link",), "remove the link")
+
+
 def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_path):
     (tmp_path / "status.json").write_text("{}")
     os.mkfifo(tmp_path / "log.txt")

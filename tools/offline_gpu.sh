@@ -16,7 +16,7 @@ mkdir -p "$out" || exit 1
 exec > >(tee -a "$out/log.txt") 2>&1
 
 # On a box that is still warm the files here are newer.
-if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files || exit 1; fi
+if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files runs || exit 1; fi
 
 # Ranks meet over the loopback, which a box without a network may have left down, and ask for this box's own name, which
 # nothing but this file may know there.

@@ -9,6 +9,7 @@ from study.record.directory import is_part_of
 from study.record.lock import HOST, LAUNCHER_PID, FileLock, Held, read_holder
 
 LOCK_NAME = ".zero-study-run.lock"
+CHECKPOINTS = "checkpoints"
 # A run may swap to the very folder that it writes to.
 SWAP_PREFIX = "zero-study-swap-"
 
@@ -20,6 +21,11 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     # Whoever opens a pipe waits for its other end.
     if strange := [file.name for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())]:
         raise UserError(f"{what} holds {strange[0]}, which is neither a file nor a folder", fix)
+    # Logs and checkpoints are written in place. All else is put there under its name, which takes the place of a link.
+    in_place = [*folder.glob("log*.txt"), *folder.glob(f"{CHECKPOINTS}/**/*")]
+    if link := next((file for file in in_place if file.is_symlink()), None):
+        where = link.relative_to(folder)
+        raise UserError(f"{what} holds {where}, a link: what is written there would go elsewhere", "remove the link")
     if (folder / "status.json").is_file():
         return
     if any(not _is_leftover(file) for file in folder.iterdir()):

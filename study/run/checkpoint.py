@@ -22,6 +22,7 @@ from study.errors import RunFailed, UserError
 from study.host.contents import content_digest, sealed
 from study.host.environment import describe_environment
 from study.record.directory import ROW_FILES, read_json, read_rows, write_json
+from study.record.folder import CHECKPOINTS
 from study.record.schema import RecordError
 from study.run.other_ranks import (
     check_indexes,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from study.run.open import OpenRun
     from study.tasks.blocks import TaskData
 
-FOLDER = "checkpoints"
 MANIFEST = "checkpoint.json"
 # A resumed run may differ in these: where it writes and how often, not what it computes.
 _FREE_KEYS = {
@@ -64,7 +64,7 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
     """Model, optimizer, RNG and schedule after `step`; the manifest is written last and makes it whole."""
     from accelerate.utils import gather_object
 
-    folder, launch = run.output_dir / FOLDER / f"step_{step:07d}", run.launch
+    folder, launch = run.output_dir / CHECKPOINTS / f"step_{step:07d}", run.launch
     if accelerator.is_main_process:
         _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _latest(output_dir: Path) -> Path:
     """The last one that led to the rows in the folder: those of a run that was overwritten are not taken."""
     try:
         rows, _ = read_rows(output_dir)
-        whole = sorted(file.parent for file in (output_dir / FOLDER).glob(f"step_*/{MANIFEST}"))
+        whole = sorted(file.parent for file in (output_dir / CHECKPOINTS).glob(f"step_*/{MANIFEST}"))
         led_here = [folder for folder in whole if (steps := read_rows(folder)[0]) == rows[: len(steps)]]
     except RecordError as error:
         raise UserError(f"{output_dir} holds damaged rows ({error})", "name the folder of the checkpoint") from None

@@ -56,9 +56,26 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
+class _IndexPickle:
+    """Stands for the module where torch reads an index."""
+
+    dump = staticmethod(pickle.dump)
+
+    @staticmethod
+    def load(stream: Any) -> Any:
+        return _IndexUnpickler(stream).load()
+
+
 def check_indexes(folder: Path) -> None:
-    """Torch unpickles the index of a distributed checkpoint, whatever it holds: nothing but what belongs there may."""
-    for file in sorted(folder.glob("*/.metadata")):
+    """Torch unpickles the index of a distributed checkpoint, whatever it holds: nothing but what belongs there may.
+
+    It has names for each rank's own, and takes a folder of a certain name for the inner one.
+    """
+    from torch.distributed.checkpoint import filesystem
+
+    # For the whole process from here on, wherever torch may find one.
+    setattr(filesystem, "pickle", _IndexPickle)  # noqa: B010 - a type checker knows it as a module
+    for file in sorted([*folder.glob("*.metadata"), *folder.glob("*/*.metadata")]):
         try:
             with file.open("rb") as stream:
                 _IndexUnpickler(stream).load()
