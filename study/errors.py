@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 # Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
 REFUSAL_FILE_VARIABLE = "ZERO_STUDY_REFUSAL_FILE"
 
+
+_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_LEAST_SECRET = 6
+_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxdict, _BRIEF.maxlist = 2, 4, 4
@@ -73,9 +79,25 @@ class RunFailed(Exception):
 
 def _in_one_line(text: str) -> str:
     """A file's name need not be UTF-8, and what is not can be neither printed nor recorded."""
-    return " ".join(text.split()).encode(errors="backslashreplace").decode()
+    return printable(without_secrets(" ".join(text.split())).encode(errors="backslashreplace").decode())
+
+
+def printable(text: str) -> str:
+    """Half a surrogate pair is JSON and no text; control characters are for a terminal, and for no table or page."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def without_secrets(text: str) -> str:
+    """Of a library's words: a token, a password, and the address of a mirror or a proxy are nobody's business."""
+    for name in _SECRETS:
+        for variable in (name, name.lower()):
+            if len(value := os.environ.get(variable, "").rstrip("/")) >= _LEAST_SECRET:
+                text = text.replace(value, f"${variable}")
+    return _PASSWORD.sub("", text)
 
 
 def first_line(error: BaseException) -> str:
     """Of a library's error, for a message of one line."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))

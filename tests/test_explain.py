@@ -504,6 +504,10 @@ def test_offload_under_stage_2_wants_the_more_host_memory_for_loading(tmp_path: 
     assert said.short.startswith("yes")
 
 
+# Each line holds ten of the one before it.
+MERGED = "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -520,6 +524,7 @@ def test_offload_under_stage_2_wants_the_more_host_memory_for_loading(tmp_path: 
         ("a.yaml", "- a\n- b\n", "not a mapping"),
         ("a.json", "{", "not readable as JSON"),
         ("a.yaml", "a: [", "not readable as YAML"),
+        ("a.yaml", f"a0: &a0 {{k: 1}}\n{MERGED}", "its aliases make more than 10000 values of it"),
         ("a.yaml", "distributed_type: NCCL\n", "NCCL"),
         ("a.yaml", "distributed_type: DEEPSPEED\n", "has no deepspeed_config"),
         ("a.yaml", "distributed_type: NO\nnum_proceses: 2\n", "num_proceses is no setting"),

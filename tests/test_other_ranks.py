@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from damage import Trap
 from runs import FP32_RELATIVE, losses, trained
@@ -131,7 +131,7 @@ def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path:
         "pytorch_model_fsdp_0",
     ]
     check_indexes(checkpoint)
-    # A rank's own, which torch takes where the first is not there; and a folder that Accelerate takes for the inner one.
+    # A rank's own, which torch takes where the first is not there; a folder that Accelerate takes for the inner one.
     for name in ("optimizer_0/.metadata", "pytorch_model_fsdp_0/__1.metadata", ".metadata"):
         folder = tmp_path / name.replace("/", "-")
         (folder / name).parent.mkdir(parents=True)

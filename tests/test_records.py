@@ -21,6 +21,7 @@ import pytest
 
 from damage import damaged_bytes, leaves, put
 from engines import ROOT
+from study.errors import RunFailed, UserError, first_line
 from study.launch.verdict import cell_state
 from study.record.directory import (
     Run,
@@ -244,6 +245,44 @@ def test_a_run_at_work_is_not_told_as_interrupted_and_is_in_no_report(tmp_path: 
         )
     assert cell_state(path).state == "interrupted"
     assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
+
+
+def test_what_a_library_says_is_recorded_without_what_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://alice:SECRET@mirror.example:18933/")
+    error = OSError("no connection to 'http://alice:SECRET@mirror.example:18933' for\x1b[31m this")
+    assert first_line(error) == "no connection to '$HF_ENDPOINT' for\x1b[31m this"
+    assert RunFailed(str(error), "ask https://bob:pw@other.example/x").hint == "ask https://other.example/x"
+    assert UserError(str(error), "").problem == "no connection to '$HF_ENDPOINT' for\N{REPLACEMENT CHARACTER}[31m this"
+
+
+def test_a_report_tells_no_folder_of_somebody_s(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", end=False)
+    rewrite(path / "status.json", methodcaller("update", {"reason": "no room at /home/alice/secret/run\x1b]0;title"}))
+    rewrite(path / "config.json", methodcaller("update", {"data": "/home/alice/secret/local"}))
+    row = read_records(tmp_path).runs.iloc[0]
+    assert (row["status_reason"], row["data"]) == ("no room at run\N{REPLACEMENT CHARACTER}]0;title", "local")
+    assert cell_state(path).reason == "no room at /home/alice/secret/run\N{REPLACEMENT CHARACTER}]0;title"
+
+
+@pytest.mark.parametrize(
+    ("file", "place", "value"),
+    [
+        ("engine", ("model_layers",), "many"), ("engine", ("preset_layers",), [1]),
+        ("engine", ("model_parameters",), {}), ("memory", ("ranks", 0, "state", "kept_whole"), 5),
+        ("memory", ("ranks", 0, "state", "grads_before_step"), 5),
+    ],
+)  # fmt: skip
+def test_a_record_of_strange_values_is_left_out_and_hides_no_other(
+    run_directory: Path, file: str, place: tuple[Any, ...], value: object
+) -> None:
+    shutil.copytree(run_directory, run_directory.parent / "other")
+    document = read_json(run_directory / f"{file}.json")
+    put(document, place, value)
+    write_json(run_directory / f"{file}.json", document)
+    seal_anew(run_directory)
+    records = read_records(run_directory.parent)
+    assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
+    assert str(place[-1]) in records.refused[0]
 
 
 def test_a_folder_whose_name_is_no_text_is_left_out_by_name(tmp_path: Path) -> None:

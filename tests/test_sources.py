@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 import zipfile
@@ -277,6 +278,21 @@ def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_pat
     file = write_jsonl(review_table(), tmp_path / "data" / name)
     raw = sources.load_reviews(asked("bert-imdb", file, train_samples=0), tmp_path / "cache")
     assert len(raw.train.texts) == 24
+
+
+def test_a_file_of_one_s_own_is_read_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` counts uses at a server of its makers unless it is told that there is no network."""
+    asked_for: list[object] = []
+
+    def refuse(*address: object, **options: object) -> None:
+        asked_for.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    sources.load_reviews(asked("bert-imdb", write_jsonl(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
+    assert asked_for == []
 
 
 def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,17 +6,20 @@ import re
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from study.host.memory import OomCounts
-from study.host.slurm import Job, address_of
+from study.host.slurm import Job, address_of, this_job
 from study.launch import supervise
+from study.record.lock import digest_of_host
 
 # Below those that a kernel hands out by itself. Jobs that share a node begin at ports of their own.
 _FIRST_PORT, _PORTS = 15000, 10000
 _OOM = re.compile(rf"^{re.escape(supervise.OOM_MARK)}(\d+): (\d+) (\d+)$", re.MULTILINE)
 # When a task ends badly srun ends the others, and the node says the same words of that.
 _CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+)[^*]*)? \*\*\*")
+_ADDRESS = re.compile(r"(--main_process_ip )\S+")
 _BY_SRUN = re.compile(r"_step_signal: Terminating StepId|^srun: error: .*: task", re.MULTILINE)
 
 
@@ -44,6 +47,18 @@ def _port(job: Job) -> str:
                 continue
             return str(port)
     return str(_FIRST_PORT)
+
+
+def without_nodes(words: Sequence[str]) -> list[str]:
+    """For what is handed on: each node of this job as the digest that records name it by, and no address."""
+    job = this_job()
+    names = sorted(job.nodes if job else (), key=len, reverse=True)
+    said = []
+    for word in words:
+        for name in names:
+            word = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", digest_of_host(name), word)
+        said.append(_ADDRESS.sub(r"\1ADDRESS", word))
+    return said
 
 
 def supervised(command: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from study.errors import UserError
+from study.errors import UserError, printable, without_secrets
 from study.host.memory import OomCounts
 from study.launch.step import cancelled_by_slurm, ooms_of_nodes
 from study.record.directory import RunWriter, change_ending, read_run, read_status
@@ -118,7 +118,7 @@ def _signals(printed: str, launcher_status: int) -> set[int]:
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
     """What was said last, without the frames of tracebacks and the launcher's chatter."""
-    lines = [line.strip()[:300] for line in text.splitlines() if not _NOISE.search(line)]
+    lines = [line.strip()[:300] for line in without_secrets(text).splitlines() if not _NOISE.search(line)]
     return lines[-count:]
 
 
@@ -148,4 +148,4 @@ def cell_state(directory: Path) -> CellState:
         return CellState("damaged", str(error), "it is run again")
     if status["ended_at"] is None and is_at_work(directory):
         return CellState("at work", f"since {status['started_at']}")
-    return CellState(status["state"], status["reason"], status["hint"])
+    return CellState(status["state"], printable(status["reason"]), printable(status["hint"]))

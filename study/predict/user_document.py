@@ -12,8 +12,10 @@ import yaml
 
 from study.errors import UserError, first_line
 from study.host.folders import folder_named
+from study.spec.yaml_sections import written_out
 
 _LARGEST_FILE_BYTES = 1_000_000
+_MOST_VALUES = 10_000
 
 
 def read_document(name: str) -> dict[str, Any]:
@@ -68,6 +70,12 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and written_out(node, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES} values of it")
+        return node
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [getattr(key, "value", None) for key, _ in node.value]
         for name in names:

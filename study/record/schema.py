@@ -163,6 +163,7 @@ _ENGINE_MAY_HAVE: Keys = {
     "tf32": FLAG, "gradient_checkpointing": FLAG,
     "gradient_accumulation_steps": POSITIVE_OR_NULL, "per_device_train_batch_size": POSITIVE_OR_NULL,
     "own_settings": OBJECT_OR_NULL,
+    **dict.fromkeys(("model_layers", "preset_layers", "model_parameters"), _or_null(COUNT)),
 }  # fmt: skip
 _ENVIRONMENT_MAY_HAVE: Keys = {
     "cpu": TEXT_OR_NULL, "cpu_cores": POSITIVE_OR_NULL, "threads_per_rank": POSITIVE_OR_NULL,
@@ -175,6 +176,8 @@ _RANK_STATE_MAY_HAVE: Keys = {
     "pieces": _keys({}, others=figures), "buffer_bytes": _keys({}, others=figures),
     "grads_in_bucket_bytes": AMOUNT_OR_NULL, "other_tensor_bytes": AMOUNT_OR_NULL,
     "forward_holds_bytes": AMOUNT_OR_NULL, "forward_gathers_bytes": AMOUNT_OR_NULL,
+    "kept_whole": _keys({}, others=figures),
+    **dict.fromkeys(("grads_before_step", "grads_after_backward"), _or_null(_keys({}, others=AMOUNT_OR_NULL))),
 }  # fmt: skip
 _RANK_STATE = _keys({"state_bytes": _STATE_BYTES}, _RANK_STATE_MAY_HAVE, figures)
 _RANK_MEMORY: Keys = {

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed, UserError, first_line
+from study.errors import RunFailed, UserError, first_line, without_secrets
 from study.host.box import free_memory
 from study.host.folders import folder_named
 from study.host.process import check_process
@@ -296,7 +296,7 @@ class OpenRun:
             console.restore()
             console.shout(f"{mine.state}: {mine.why}")
         with suppress(OSError):  # the log may be on the disk that is full
-            traceback.print_exception(error)
+            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         # Where the main process was refused, the folder is another launch's.
         if self._sees_record and (launch.is_main or machines.count() > 1 or is_taken_by_this_launch(output_dir)):
             if console.log_path is None and (output_dir / "status.json").exists():

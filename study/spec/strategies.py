@@ -88,7 +88,7 @@ class Strategy:
     def offload_device(self, what: str) -> str | None:
         """Where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
         section = self.deepspeed["zero_optimization"].get(f"offload_{what}") if self.deepspeed else None
-        device = section["device"] if section else "none"
+        device = section.get("device", "none") if section else "none"
         return None if device == "none" else device
 
     def with_team(self, size: int | None) -> Strategy:

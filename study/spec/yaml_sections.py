@@ -50,7 +50,7 @@ class _Sections:
         node = self.get_single_node()
         if node is None:
             return None
-        if _written_out(node, {}) > self.most:
+        if written_out(node, {}) > self.most:
             raise UserError(f"{self.file} holds more than {self.most} values, its aliases written out", "fix the file")
         return self.construct_document(node)
 
@@ -66,13 +66,13 @@ class _Sections:
         return section
 
 
-def _written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+def written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     """How many values there would be without aliases."""
     if node not in known:
         known[node] = 1  # also for one that holds itself
         if isinstance(node, yaml.CollectionNode):
             parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-            known[node] += sum(_written_out(part, known) for part in parts)
+            known[node] += sum(written_out(part, known) for part in parts)
     return known[node]
 
 

@@ -21,6 +21,7 @@ from study.launch.cell import Cell
 from study.launch.forks import ForkServer
 from study.launch.lock import end_leftovers, only_sweep
 from study.launch.run import run_cell
+from study.launch.step import without_nodes
 from study.launch.verdict import attempt_of, conclude, last_lines
 from study.record.directory import utc_now
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
@@ -186,9 +187,9 @@ class Sweep:
                     "matmul_rates": rates,
                     "launcher": "accelerate" if forks is None else "forked",
                     "nodes": nodes,
-                    "last_lines": [] if ending.state == "ok" else last_lines(ended.text),
+                    "last_lines": [] if ending.state == "ok" else without_nodes(last_lines(ended.text)),
                 }
-                append_attempt(directory, cell, ended.command, attempt)
+                append_attempt(directory, cell, without_nodes(ended.command), attempt)
         finally:
             if ending.state != "ok" and cell.uses_nvme:
                 # A rank that was killed leaves its swap files behind, and they are as large as the model.

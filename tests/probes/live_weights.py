@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from study import train
+from study.record.folder import CHECKPOINTS
 from study.run import checkpoint
 from study.run.exit import exit_status_of
 
@@ -22,7 +23,7 @@ def save_and_write(run: Any, accelerator: Any, schedule: Any, step: int) -> None
         with _whole(parameter):
             digests[name] = hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
     if run.launch.is_main:
-        (run.output_dir / checkpoint.FOLDER / "live_weights.json").write_text(json.dumps(digests))
+        (run.output_dir / CHECKPOINTS / "live_weights.json").write_text(json.dumps(digests))
 
 
 def _whole(parameter: Any) -> contextlib.AbstractContextManager[Any]:

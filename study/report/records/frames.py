@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from study.errors import UserError
+from study.errors import UserError, printable
 from study.record.directory import digests, find_runs, is_sealed, read_run
 from study.record.folder import is_at_work
 from study.record.schema import RecordError
@@ -184,7 +184,8 @@ def read_parquet(folder: Path) -> Records:
         if len(twice := table.loc[table.duplicated(columns), "run"]):
             raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
     text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
-    return Records(runs.astype(text).copy(), steps, refused, remaining)
+    clean = {key: runs[key].map(printable, na_action="ignore") for key in text}
+    return Records(runs.assign(**clean).astype(text).copy(), steps, refused, remaining)
 
 
 # What every row has, what every row has whose run ended well, and what is JSON where it is there at all.

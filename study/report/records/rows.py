@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from study.errors import UserError
+from study.errors import UserError, printable
 from study.record.directory import Run, read_json
 from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
 from study.report.records.sweep_notes import matmul_tflops, noted_searches, noted_stack, planned_cell
@@ -26,6 +26,9 @@ MEMORY_COLUMNS = {
     for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
 }  # fmt: skip
 STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
+# A folder of one's own, and a name below it: a report tells the name.
+_FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
+_MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_reason", "status_hint"}
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
 _TYPES: dict[Any, str] = {bool: "boolean", int: "Int64", float: "float64"}
 _FLOORS = {
@@ -145,10 +148,7 @@ def run_row(run: Run) -> dict[str, Any]:
 
 def _cell_value(path: Path, key: str, value: Any) -> Any:
     if isinstance(value, str):
-        # Half a surrogate pair is JSON and no text; control characters are neither for a table nor for a page.
-        return "".join(
-            letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in value
-        )
+        return printable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
     if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > LARGEST:
         raise RecordError(path, f"{key} is {value:.3g}, which no run can have")
     return value
