@@ -462,6 +462,19 @@ def test_a_guides_choice_is_slower_by_what_it_does_with_the_same_micro_batch() -
     assert "trained as zero3 is, the optimizer on the host takes" in said
 
 
+def test_what_keeps_the_next_one_behind_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight passes a step, in each of which stage 2 reduces, and stage 1 in the last alone."""
+    assert main(["advise", "--model_name_or_path", "llama-3.1-8b", "--hardware", "8xH100"]) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next best zero2")]
+    words = r"trained as zero1 is, waiting for communication takes (\d+)% of its step, and (\d+)% of zero1's"
+    found = re.search(words, said)
+    assert found is not None
+    # Exposed or not, its reductions are eight times as many.
+    assert int(found[1]) > 3 * int(found[2])
+    assert main(["advise", "--model_name_or_path", "llama-3.1-8b", "--hardware", "4xA100"]) == 0
+    assert "trained as" not in capsys.readouterr().out.split("next best")[1].splitlines()[0]
+
+
 @pytest.mark.parametrize(
     "name",
     [

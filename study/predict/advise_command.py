@@ -12,9 +12,18 @@ from study.errors import UserError
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predict import adapters
-from study.predict.advise import Advice, Option, Question, advise, refuse_attention, refuse_precision, usual_precision
+from study.predict.advise import (
+    AS_FAST,
+    Advice,
+    Option,
+    Question,
+    advise,
+    refuse_attention,
+    refuse_precision,
+    usual_precision,
+)
 from study.predict.advise_files import Files, write_files
-from study.predict.advise_rules import Rule, rules
+from study.predict.advise_rules import Rule, because, rules
 from study.predict.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
 from study.predict.boxes import add_speed_arguments, box_asked
 from study.predict.command import CHUNKED_LOSS, known_optimizer
@@ -205,7 +214,7 @@ def _apart(best: Option, other: Option) -> str:
     if best.is_sure and not other.is_sure:
         return "not as sure to fit"
     gap = other.tokens_per_s / best.tokens_per_s - 1
-    return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
+    return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}" + (because(other, best) if -gap > AS_FAST else "")
 
 
 def _of_program(request: Request) -> str:

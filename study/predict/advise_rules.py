@@ -86,11 +86,11 @@ def _misleads(advice: Advice, option: Option | None) -> str:
         return "may not fit: the upper end of its peak's interval does not"
     # Times without an interval are taken to be off by as much as those of offloads were seen to be.
     if option.tokens_per_s < (1 - (error_of_time(best) or 1 - 1 / slowest_offload())) * best.tokens_per_s:
-        return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{_because(option, best)}"
+        return f"{1 - option.tokens_per_s / best.tokens_per_s:.0%} slower than {best.name}{because(option, best)}"
     return ""
 
 
-def _because(option: Option, best: Option) -> str:
+def because(option: Option, best: Option) -> str:
     """By what it would do with the same micro-batch and checkpointing: what strategies differ in by themselves."""
     ours, box = best.request, best.request.box
     size, again = ours.micro_batch, ours.gradient_checkpointing
@@ -102,5 +102,5 @@ def _because(option: Option, best: Option) -> str:
     assert best.time is not None
     time, bests = predict_time(same), best.time
     part = max(_PARTS, key=lambda name: time.parts[name] - bests.parts[name])
-    shares = [f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests)]
-    return f": trained as {best.name} is, {_PARTS[part]} takes {shares[0]} of its step, and {shares[1]} of that one's"
+    its, other = (f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests))
+    return f": trained as {best.name} is, {_PARTS[part]} takes {its} of its step, and {other} of {best.name}'s"
