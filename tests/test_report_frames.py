@@ -184,10 +184,11 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
 @pytest.mark.parametrize(
     ("column", "cell"),
     [("arm", None), ("run", None), ("status_state", None), ("sealed", None), ("world_size", None), ("precision", None),
-     ("confounded", None), ("collectives", "{"), ("collectives", "3"), ("warnings", "["), ("devices", "x")],
+     ("confounded", None), ("collectives", "{"), ("collectives", "3"), ("collectives", "[1]"),
+     ("warnings", "["), ("devices", "x"), ("searches", "{}"), ("world_size", 0)],
 )  # fmt: skip
 def test_parquet_with_a_cell_that_no_record_gives_is_refused(
-    column: str, cell: str | None, runs: Path, tmp_path: Path
+    column: str, cell: str | int | None, runs: Path, tmp_path: Path
 ) -> None:
     records = read_records(runs)
     changed = records.runs.copy()

@@ -192,20 +192,24 @@ def read_parquet(folder: Path) -> Records:
 _ALWAYS = ("run", "status_state", "sealed", "workload", "workload_key", "arm", "baseline", "confounded",
            "confounded_loss", "notes", "repeat", "virtual")  # fmt: skip
 _OF_ENDED = ("strategy", "world_size", "precision", "task", "model_name_or_path", "steps")
-_JSON = ("searches", "engine_override", "optimizer_settings", "buckets", "warnings", "grads_by_moment", "buffers",
-         "collectives", "profile", "devices")  # fmt: skip
+_JSON = {
+    **dict.fromkeys(("searches", "engine_override", "warnings", "devices"), list),
+    **dict.fromkeys(("optimizer_settings", "buckets", "grads_by_moment", "buffers", "collectives", "profile"), dict),
+}  # fmt: skip
 
 
 def _broken(runs: pd.DataFrame) -> list[str]:
     """Columns with a cell that was edited by hand, or lost."""
     ended = runs[runs["status_state"] == "ok"]
     lost = [key for key in _ALWAYS if runs[key].isna().any()] + [key for key in _OF_ENDED if ended[key].isna().any()]
-    return [*lost, *(key for key in _JSON if not all(map(_is_json, runs[key].dropna().unique())))]
+    lost += ["world_size"] * bool((ended["world_size"] < 1).any())
+    cells = {key: runs[key].dropna().unique() for key in _JSON}
+    return [*lost, *(key for key, kind in _JSON.items() if not all(_is_json(text, kind) for text in cells[key]))]
 
 
-def _is_json(text: str) -> bool:
+def _is_json(text: str, kind: type) -> bool:
     try:
-        return isinstance(json.loads(text), (dict, list))
+        return isinstance(json.loads(text), kind)
     except ValueError:
         return False
 
