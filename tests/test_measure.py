@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from probes import measured_steps
 from study.measure import Meters, matmul
 from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
-from study.measure.forward import ForwardWatch
+from study.measure.forward import ForwardWatch, bytes_in_use
 from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
 from study.measure.state import StateWatch
@@ -417,6 +418,40 @@ def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
     assert held(sent_by_another_thread) == pytest.approx(kept, rel=0.02)
     recomputed = held(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False))
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
+
+
+def test_large_blocks_are_in_what_is_allocated() -> None:
+    """glibc maps those of 32 MiB and more by themselves, and counts them apart (mallinfo(3), hblkhd)."""
+    before = bytes_in_use(CPU)
+    kept = torch.ones(96 * MIB // FP32)
+    after = bytes_in_use(CPU)
+    assert None not in (before, after)
+    assert after - before == pytest.approx(kept.numel() * FP32, rel=0.01)  # type: ignore[operator]
+
+
+def test_the_rate_of_products_counts_a_product_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    half_a_second = SimpleNamespace(blocked_autorange=lambda **_: SimpleNamespace(median=0.5))
+    monkeypatch.setattr("torch.utils.benchmark.Timer", lambda *_, **__: half_a_second)
+    assert matmul.matmul_tflops(CPU, torch.float32, 100) == pytest.approx(2 * 100**3 / 0.5 / 1e12)
+
+
+def test_a_peak_that_cannot_be_set_back_is_the_process_s_own_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a container refuses clear_refs (proc(5)) there is getrusage(2), of the whole life of the process."""
+
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    lifetime = SimpleNamespace(ru_maxrss=50_000_000)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr("study.measure.memory.resource.getrusage", lambda _: lifetime)
+    meter = MemoryMeter(CPU)
+    with meter.phase("eval"):
+        lifetime.ru_maxrss = 60_000_000
+    with meter.phase("save"):
+        pass
+    peaks = meter.report()["phases"]
+    assert peaks["eval"]["host"] == 60_000_000 * 1024
+    assert peaks["save"]["host"] < 50_000_000 * 1024
 
 
 def test_compiled_code_is_still_used_in_the_watched_step_and_after_it(train_compiled: Any) -> None:

@@ -14,6 +14,7 @@ from study.predict.adapters import with_adapters
 from study.predict.boxes import BOX_NAMES, box_of
 from study.predict.exchange import exchange_of
 from study.predict.links import bus_bandwidth_gb_per_s, collective_s
+from study.predict.memory import predict_memory
 from study.predict.request import Box, Request
 from study.predict.settings import engine_settings
 from study.predict.shape import model_shape
@@ -348,3 +349,60 @@ def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffi
     cpu = read_strategy("zero3_cpu")
     moved = [predict_time(dataclasses.replace(request, strategy=cpu)).parts["offload"] for request in (kept, again)]
     assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("task", "name"), [("gpt-wikitext", "gpt-tiny"), ("bert-imdb", "bert-tiny")])
+def test_the_formula_counts_the_flops_of_lora_that_torch_counts(task: Task, name: str) -> None:
+    asks = {"task": task, "scale": "laptop", "model_name_or_path": name, "seq_length": 128}
+    config = resolved(RunConfig.from_dict({**asks, "peft": "lora", "lora_rank": 8}, "this test"), False)
+    request = asked(shape=with_adapters(model_shape(name), 8), sequence_length=128, micro_batch=1)
+    # Torch makes no gradient of the first layer's input: nobody asks for it.
+    assert 1 <= flops.model_flops(request) / model_flops_per_sample(config) < 1.08
+
+
+# Llama-2-7B's, as published.
+PARAMETERS_7B = 6_738_415_616
+
+
+def test_each_node_s_host_and_drive_work_for_its_own_ranks_alone() -> None:
+    for box, nodes in (("8xH100", 1), ("2x8xH100", 2)):
+        request = asked(strategy=read_strategy("zero2_cpu"), precision="bf16-engine", box=box_of(box))
+        # Adam reads a master, two moments and a gradient, and writes the first three and a 16-bit weight.
+        moved = (16 + 12 + 2) * PARAMETERS_7B / nodes
+        assert predict_time(request).parts["cpu_adam"] == pytest.approx(moved / (FITTED.host_gb_per_s * 1e9))
+        memory = predict_memory(asked(strategy=read_strategy("zero3_nvme"), precision="bf16-engine", box=box_of(box)))
+        assert memory.nvme == pytest.approx((2 + 4 + 12) * PARAMETERS_7B / nodes, rel=1e-3)
+
+
+def test_new_weights_are_written_to_the_drive_that_they_wait_on() -> None:
+    """stage3.py writes them after each step (_partitioned_params_swap_out), and every pass reads them."""
+    box = dataclasses.replace(box_of("2x8xH100"), nvme_read_gb_per_s=10.0, nvme_write_gb_per_s=5.0)
+    # Masters, moments and fp32 gradients go both ways.
+    for name, both_ways in (("zero3_nvme", 16), ("zero3_cpu_nvme", 0)):
+        request = asked(strategy=read_strategy(name), precision="bf16-engine", box=box, accumulation=3)
+        expected = PARAMETERS_7B / 2 / 1e9 * ((both_ways + 3 * 2 * 2) / 10 + (both_ways + 2) / 5)
+        assert predict_time(request).parts["nvme"] == pytest.approx(expected, rel=1e-3), name
+
+
+def test_what_is_swapped_waits_in_buffers_that_are_not_rounded() -> None:
+    """SwapBufferManager takes `buffer_count` of the largest sub-group in fp32, page by page; torch's pool rounds up."""
+    memory = predict_memory(asked(strategy=read_strategy("zero3_nvme_optimizer"), precision="bf16-engine"))
+    swapped, weights = 4 * 4 * PARAMETERS_7B, 8 * 2**31
+    assert memory.host_parts["pinned"] == pytest.approx(swapped + weights, rel=1e-3)
+
+
+def test_copies_divide_the_optimizer_within_each_of_them() -> None:
+    hsdp, fsdp2 = (
+        predict_time(asked(strategy=read_strategy(name), box=box_of(box))).parts["compute"]
+        for name, box in (("hsdp", "2x8xH100"), ("fsdp2", "8xH100"))
+    )
+    assert hsdp == pytest.approx(fsdp2)
+
+
+def test_every_micro_batch_has_a_backward_pass_to_reduce_behind() -> None:
+    strategy = _with("zero2", "zero_optimization.overlap_comm=true")
+    once, four = (
+        exchange_of(asked(strategy=strategy, precision="bf16-engine", accumulation=count), 0.0, 0.01).hidden
+        for count in (1, 4)
+    )
+    assert (once, four) == pytest.approx((0.01, 0.04))

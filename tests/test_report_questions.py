@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from scipy import stats
 
 from study.report import questions
 from study.report.plots.loss import loss_differences
@@ -21,6 +22,7 @@ from study.report.questions.cells import cell_text
 from study.report.questions.claims import Resting
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import read_parquet, read_records
+from study.report.records.statistics import noise
 from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import REPOSITORY, with_steps, write_run
 
@@ -272,6 +274,27 @@ def test_advice_is_the_set_that_is_not_told_apart_from_the_fastest(seeds: dict[s
     assert line["Fastest, or as fast for all that is known"] == "ddp, zero0"
     assert line["Least model state"].startswith("zero3, ")
     assert line["Seeds to tell two arms alone 5 % apart"].isdigit()
+
+
+def test_what_a_difference_needs_to_be_seen_is_by_the_t_test_s_power(tmp_path: Path) -> None:
+    for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
+        for strategy, other in (("ddp", factor), ("zero2", 2 - factor), ("zero0", 1.0)):
+            write_run(tmp_path, strategy, seed=seed, time_factor=other)
+    found, spread = said(tmp_path), noise(read_records(tmp_path).runs, "step_time_s_median")
+    assert spread is not None
+
+    def power(seeds: int) -> float:
+        """Of a paired test on the level of 5 %: two arms differ by sqrt(2) times what one scatters."""
+        beyond = stats.t.ppf(0.975, seeds - 1)
+        shift = math.log(1.05) / (spread.share * math.sqrt(2)) * math.sqrt(seeds)
+        return float(1 - stats.nct.cdf(beyond, seeds - 1, shift) + stats.nct.cdf(-beyond, seeds - 1, shift))
+
+    needed = next(seeds for seeds in range(2, 1000) if power(seeds) >= 0.8)
+    assert found["advice"].table["Seeds to tell two arms alone 5 % apart"].tolist() == [str(needed)]
+    # Bonferroni's level for the two tests beside the baseline.
+    beyond = stats.t.ppf(1 - 0.05 / 2 / 2, 4 / (1 / 3 + 1 / spread.df))
+    (least,) = re.findall(r"a difference below ([\d.]+) %", notes(found["time"]))
+    assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.share * math.sqrt(2 / 4)), rel=0.02)
 
 
 def test_arms_with_three_seeds_are_judged_in_a_study_where_others_have_one(tmp_path: Path) -> None:

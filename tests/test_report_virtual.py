@@ -73,6 +73,8 @@ def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Re
         assert line["Paper, GB"] == pytest.approx(paper / GB)
         assert line["Here, GB"] == pytest.approx(paper / GB, rel=1e-9)
         assert line["Difference"] == "+0.00%"
+    # Of 16: 2 of weights stay, 2 of gradients and 12 of the optimizer are split (the paper's section 5).
+    assert table["Bytes per parameter, paper"].tolist() == [2 + 14 / 16, 16 / 64]
     assert table["Made by"].tolist() == ["layers 2, 3 of 36", "measured"]
     assert table["Line off by"].tolist() == ["0.00 % at 4", ""]
     drawing = only(table1(records))

@@ -57,6 +57,8 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
             part_elements(request, trained) if stage == 3 else -(-request.shape.trained_parameters // request.box.ranks)
         )
         locked: list[float] = []
+        # DeepSpeed's own, for what is swapped: locked page by page (page_alloc.cpp), and not rounded.
+        swapped = 0.0
         if settings.optimizer is not None and stage < 3:
             staged = request.shape.largest_trained * weight
             locked += [part * 4.0, part * 4.0, float(part * weight), float(staged)]
@@ -67,8 +69,7 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
                 locked += [group * 4.0 for group in sub_groups(request, settings)]
             else:
                 group = max(sub_groups(request, settings))
-                buffers += settings.optimizer.buffers * 4 * group
-                locked.append(settings.optimizer.buffers * 4.0 * group)
+                swapped += settings.optimizer.buffers * 4.0 * group
         if settings.parameters is not None:
             locked.append(state.params_host)
             if settings.parameters.device == "cpu" and settings.parameters.pinned and not request.box.in_host_memory:
@@ -77,12 +78,13 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
                 locked += map(pinned_bytes, left)
                 buffers += sum(map(pinned_bytes, left))
             if settings.parameters.device == "nvme":
-                buffers += settings.parameters.buffers * settings.parameters.buffer_size * weight
-                locked.append(float(settings.parameters.buffers * settings.parameters.buffer_size * weight))
+                swapped += float(settings.parameters.buffers * settings.parameters.buffer_size * weight)
+        buffers += swapped
         pins = [offload.pinned for offload in (settings.optimizer, settings.parameters) if offload is not None]
         if any(pins) and not request.box.in_host_memory:
-            pinned = sum(map(pinned_bytes, locked))
-            buffers += pinned - sum(locked)
+            rounded = sum(map(pinned_bytes, locked))
+            pinned = rounded + swapped
+            buffers += rounded - sum(locked)
     # Outside stage 3 every process makes the whole model in fp32 first, and then 16-bit weights, a tensor at a time;
     # stage 3 makes one tensor at a time, and rank 0 has another one, out of the file.
     loaded, read = 4.0 * parameters + (largest * weight if weight < FP32_BYTES else 0), 0.0

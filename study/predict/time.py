@@ -282,7 +282,11 @@ def _cpu_adam_s(step: _Step) -> float:
 
 
 def _nvme_s(step: _Step) -> float:
-    """A node's ranks share its drives; half of what an optimizer moves is read, half written."""
+    """A node's ranks share its drives; half of what an optimizer moves is read, half written.
+
+    Weights that wait there are read in every pass, and written when they are new (_partitioned_params_swap_out in
+    DeepSpeed's stage3.py).
+    """
     request, box = step.request, step.request.box
     state = state_bytes(request.strategy, request.precision, step.ranks)
     if not state.nvme:
@@ -291,7 +295,8 @@ def _nvme_s(step: _Step) -> float:
     passed = request.accumulation * (2 * request.shape.parameters + request.gathered_again)
     of_step = state.nvme_per_step * request.shape.trained_parameters * both
     of_passes = state.nvme_per_pass * passed / box.nvme_read_gb_per_s
-    return box.gpus_per_node * (of_step + of_passes) / 1e9
+    new = state.nvme_per_pass * request.shape.trained_parameters / box.nvme_write_gb_per_s
+    return box.gpus_per_node * (of_step + of_passes + new) / 1e9
 
 
 def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
