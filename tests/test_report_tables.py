@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from study.report.plots.nodes import efficiency
-from study.report.questions import QUESTIONS, TABLES, neighbours, nodes, ranks
+from study.report.questions import QUESTIONS, TABLES, answers, neighbours, nodes
 from study.report.records.frames import Records, read_parquet, read_records
 from study.report.records.predicted import predicted
 from study.spec.strategies import REPOSITORY, WITH_COPIES
@@ -314,7 +314,8 @@ def test_a_percentile_and_a_share_of_the_ideal_are_those_of_the_records(tmp_path
         assert line["p90, ms"] == pytest.approx(1e3 * run["step_time_s_p90"])
         assert line["p10, ms"] < line["p90, ms"]
     share = runs.loc["ddp", "tokens_per_s"] / runs.loc["single", "tokens_per_s"] / 4
-    assert told(ranks.answer(records)).table.set_index("Arm").loc["ddp", "Of the ideal"] == f"{100 * share:.0f} %"
+    (scaling,) = [answer for question, answer in answers(records).items() if question.name == "ranks"]
+    assert scaling.table.set_index("Arm").loc["ddp", "Of the ideal"] == f"{100 * share:.0f} %"
 
 
 def test_neighbours_stand_beside_the_stages_with_what_they_hold_keep_and_send() -> None:
