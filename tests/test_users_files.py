@@ -19,6 +19,7 @@ from test_refusals import assert_is_one_line
 from engines import ROOT, launch
 from forked import fork_ranks
 from study.record.directory import read_run, read_status
+from study.record.folder import refuse_files_of_others
 from sweeps import TINY, run, wait_until, write_suite
 
 FLAGS = (
@@ -130,6 +131,13 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
     (tmp_path / "own").mkdir()
     result = train_alone("--output_dir", str(tmp_path / "run"), "--overwrite_output_dir")
     assert_is_one_line(result.stderr, (f"holds {name}, a link",), "remove the link")
+
+
+def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
+    (tmp_path / "checkpoints" / "step_0000001").mkdir(parents=True)
+    (tmp_path / "status.json").write_text("{}")
+    (tmp_path / "checkpoints" / "best").symlink_to("step_0000001")
+    refuse_files_of_others(tmp_path, "the folder", "")
 
 
 def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_path):

@@ -22,8 +22,8 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     if strange := [file.name for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())]:
         raise UserError(f"{what} holds {strange[0]}, which is neither a file nor a folder", fix)
     # Logs and checkpoints are written in place. All else is put there under its name, which takes the place of a link.
-    in_place = [*folder.glob("log*.txt"), *folder.glob(f"{CHECKPOINTS}/**/*")]
-    if link := next((file for file in in_place if file.is_symlink()), None):
+    in_place = ("log*.txt", f"{CHECKPOINTS}/step_*", f"{CHECKPOINTS}/step_*/**/*")
+    if link := next((file for name in in_place for file in folder.glob(name) if file.is_symlink()), None):
         where = link.relative_to(folder)
         raise UserError(f"{what} holds {where}, a link: what is written there would go elsewhere", "remove the link")
     if (folder / "status.json").is_file():
