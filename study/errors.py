@@ -39,7 +39,9 @@ class UserError(Exception):
         super().__init__(f"{self.problem} -> {self.fix}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **vars(self)}
+        """Read by refusal_from_json, which knows a kind that is defined elsewhere as the one that it is made of."""
+        kind = next(known for known in type(self).__mro__ if known.__name__ in _KINDS)
+        return {"kind": kind.__name__, **vars(self)}
 
 
 class Unsupported(UserError):
@@ -63,9 +65,11 @@ class CannotBeHeld(Unsupported):
         super().__init__(problem, fix)
 
 
+_KINDS = {kind.__name__: kind for kind in (UserError, Unsupported, CannotBeHeld)}
+
+
 def refusal_from_json(said: Mapping[str, Any]) -> UserError:
-    kinds = {kind.__name__: kind for kind in (UserError, Unsupported, CannotBeHeld)}
-    return kinds[said["kind"]](**{key: value for key, value in said.items() if key != "kind"})
+    return _KINDS[said["kind"]](**{key: value for key, value in said.items() if key != "kind"})
 
 
 class RunFailed(Exception):

@@ -91,6 +91,10 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def processes_of(runs: Path) -> list[psutil.Process]:
     """Every living process that a sweep over these runs has started."""
     found = []

@@ -337,6 +337,30 @@ def test_a_resumed_attempt_goes_on_from_the_rows_of_its_checkpoint(run_directory
     assert (read_run(run_directory).steps, read_run(run_directory).evals) == (ROWS, EVALS)
 
 
+def test_a_run_whose_folder_is_moved_completes_its_record_there(tmp_path: Path) -> None:
+    first = RunWriter(tmp_path / "run")
+    first.append("steps.jsonl", ROWS[0])
+    first.flush()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    other = write_run(tmp_path / "run")
+    whole = {file.name: file.read_bytes() for file in other.iterdir()}
+    assert not first.is_in_place()
+    assert first.path == tmp_path / "moved"
+    first.write("config.json", CONFIG)
+    first.append("evals.jsonl", EVALS[0])
+    first.close("failed", "why")
+    assert {file.name: file.read_bytes() for file in other.iterdir()} == whole
+    moved = read_run(tmp_path / "moved")
+    assert (moved.state, moved.steps, moved.config) == ("failed", ROWS[:1], CONFIG)
+
+
+def test_a_summary_that_differs_from_the_last_row_is_refused(run_directory: Path) -> None:
+    rewrite(run_directory / "summary.json", lambda summary: summary.update(train_loss_final=0.125))
+    seal_anew(run_directory)
+    with pytest.raises(RecordError, match=r"summary\.json: train_loss_final is 0\.125, by the last row"):
+        read_run(run_directory)
+
+
 def test_the_first_word_on_a_failed_run_is_believed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=2, end=False)
     end_interrupted_run(path, "oom", "rank 1: out of memory", "use less")

@@ -23,6 +23,7 @@ from study.host.environment import describe_environment
 from study.host.folders import cache_directory
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
+from study.record.folder import take_folder
 from study.run.checkpoint import digests_of, find_checkpoint
 from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
 from study.run.copies import check_copies
@@ -265,6 +266,7 @@ def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tm
 @pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
 def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
+    take_folder(run, "it").release()
     (run / "status.json").write_text(damage)
     arguments = ("--output_dir", str(run))
     assert_refused(tmp_path, *arguments, says=("damaged run", "status.json"), fix="--overwrite_output_dir")

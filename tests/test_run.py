@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -80,6 +81,11 @@ def assert_no_file_can_be_changed(checkpoint: Path, launch: Launch) -> None:
     with pytest.raises(UserError, match=r"random_states_7\.pkl was not saved with it"):
         find_checkpoint(config, launch, checkpoint)
     assert find_checkpoint(config, dataclasses.replace(launch, local_rank=1), checkpoint) is not None
+    (checkpoint / "random_states_7.pkl").unlink()
+    (checkpoint / "random_states_1.pkl").unlink()
+    os.mkfifo(checkpoint / "random_states_1.pkl")
+    with pytest.raises(UserError, match=r"random_states_1\.pkl is not a file"):
+        find_checkpoint(config, launch, checkpoint)
 
 
 def test_initial_weights_with_a_flipped_bit_are_made_anew_by_one_rank_which_says_so(run_of, tmp_path, monkeypatch):
@@ -139,6 +145,17 @@ def test_a_checkpoint_that_holds_code_or_no_random_states_is_not_gone_on_from(tm
     resumed = train("single", tmp_path / "once more", *GPT, "--resume_from_checkpoint", str(checkpoint), ranks=1)
     assert resumed.returncode != 0
     assert "random states" in read_status(tmp_path / "once more")["reason"]
+
+
+def test_a_checkpoint_goes_into_the_run_s_own_folder_and_is_named_in_what_a_killed_run_leaves(tmp_path):
+    flags = (*GPT, "--checkpointing_steps", "2")
+    result = train("ddp", tmp_path / "run", *flags, script="tests/probes/moved_folder.py")
+    moved, other = read_run(tmp_path / "moved"), tmp_path / "run"
+    assert (result.returncode, moved.state, len(moved.steps)) == (1, "failed", 4)
+    assert "was moved or replaced while this run was at work" in moved.status["reason"]
+    assert read_status(other)["hint"] == "another run's"
+    assert [file.read_text() for file in other.rglob("*.bin")] == ["another run's"]
+    assert moved.status["hint"] == f"the record up to step 4 is in {tmp_path / 'moved'}"
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_the_record_stays(tmp_path):

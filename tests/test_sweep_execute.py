@@ -27,7 +27,7 @@ from study.sweep.notes import append_attempt, earlier_durations, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
-from sweeps import ROOT, TINY, run, write_suite
+from sweeps import ROOT, TINY, contents, run, write_suite
 from synthetic_records import write_run
 
 
@@ -163,9 +163,12 @@ def test_a_damaged_record_is_not_taken_for_finished(swept, tmp_path, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_record_is_made_again(swept, tmp_path, name):
+def test_a_damaged_record_is_made_again_on_request_alone(swept, tmp_path, name):
     cell = damaged(swept, tmp_path / "runs", name)
-    assert run(swept[0], tmp_path / "runs").returncode == 0
+    kept = contents(cell)
+    assert run(swept[0], tmp_path / "runs").returncode == 1
+    assert contents(cell) == kept
+    assert run(swept[0], tmp_path / "runs", "--retry").returncode == 0
     losses = [[row["loss"] for row in read_run(each).steps] for each in (cell_of(swept[1], "single"), cell)]
     assert losses[0] == losses[1]
 
@@ -244,7 +247,7 @@ def test_a_world_larger_than_the_box_is_unsupported_without_a_launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", False), ("timeout", True)]
+    ("state", "retry"), [("failed", False), ("interrupted", False), ("damaged", True), ("timeout", True)]
 )
 def test_what_was_tried_before_is_run_last(tmp_path, capsys, state, retry):
     suite = write_suite(tmp_path, {"strategy": "ddp", "world_size": 4, "seed": [1, 2, 3]})

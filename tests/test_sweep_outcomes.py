@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.launch.verdict import Evidence, judge, last_lines
+from study.record.lock import Held
 from study.record.outcome import FreeMemory, ending_of, ending_of_text
 from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite
@@ -214,11 +216,18 @@ def test_the_kernels_counters_are_found_in_both_kinds_of_cgroup(tmp_path, cgroup
     assert oom_counts(tmp_path) == OomCounts(killed=1, cgroup_limit_hit=2)
 
 
-@pytest.mark.parametrize("refusal", [UserError("a", "b"), Unsupported("a", "b"), CannotBeHeld("a", "b", 3)])
+@pytest.mark.parametrize(
+    "refusal", [UserError("a", "b"), Unsupported("a", "b"), CannotBeHeld("a", "b", 3), Held("a", {})]
+)
 def test_a_refusal_is_read_as_it_was_written(refusal):
     read = refusal_from_json(json.loads(json.dumps(refusal.to_json())))
-    assert type(read) is type(refusal)
+    assert type(read) is (UserError if isinstance(refusal, Held) else type(refusal))
     assert vars(read) == vars(refusal)
+
+
+def test_a_full_disk_is_known_by_what_safetensors_says():
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert ending_of(error).reason.startswith("the disk is full")
 
 
 CGROUPS = {

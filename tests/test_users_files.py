@@ -19,8 +19,8 @@ from test_refusals import assert_is_one_line
 from engines import ROOT, launch
 from forked import fork_ranks
 from study.record.directory import read_run, read_status
-from study.record.folder import refuse_files_of_others
-from sweeps import TINY, run, wait_until, write_suite
+from study.record.folder import LOCK_NAME, refuse_files_of_others
+from sweeps import TINY, contents, run, wait_until, write_suite
 
 FLAGS = (
     "--task", "gpt-wikitext", "--scale", "laptop", "--max_steps", "4", "--seq_length", "32", "--global_batch_size", "4",
@@ -40,10 +40,6 @@ def train_alone(*flags: str) -> subprocess.CompletedProcess[str]:
     """As `single`, without a launcher, so that the exit status is the script's own."""
     command = [sys.executable, "study/train.py", *FLAGS, *flags]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +105,15 @@ def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(lau
         assert contents(launches.drive / name) == {"photo.jpg": PHOTO}
 
 
+def test_a_folder_with_somebody_s_status_json_is_not_overwritten(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "deployed"}')
+    (tmp_path / "config.json").write_text("mine")
+    before = contents(tmp_path)
+    result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
+    assert_is_one_line(result.stderr, ("is not a run's",), "name a new folder")
+    assert contents(tmp_path) == before
+
+
 def test_the_folder_that_two_dots_lead_back_to_is_looked_into_before_it_is_used(tmp_path):
     photo = put_photo(tmp_path / "box" / "output")
     before = contents(tmp_path)
@@ -136,6 +141,7 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
 def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
     (tmp_path / "checkpoints" / "step_0000001").mkdir(parents=True)
     (tmp_path / "status.json").write_text("{}")
+    (tmp_path / LOCK_NAME).touch()
     (tmp_path / "checkpoints" / "best").symlink_to("step_0000001")
     refuse_files_of_others(tmp_path, "the folder", "")
 

@@ -31,7 +31,7 @@ _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.dist
 
 @dataclasses.dataclass(frozen=True)
 class CellState:
-    """The state of a cell's record; `to do` without one, `at work` before its end; `damaged`, which is to do too."""
+    """The state of a cell's record; `to do` without one, `at work` before its end; `damaged` if not readable."""
 
     state: str
     reason: str = ""
@@ -42,7 +42,8 @@ class CellState:
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
     def is_answered(self, retry: bool) -> bool:
-        return self.state == "ok" or (not retry and self.state in ANSWERED)
+        # What is damaged may be finished, or of a newer version: it is replaced on request only.
+        return self.state == "ok" or (not retry and self.state in {*ANSWERED, "damaged"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,7 @@ def cell_state(directory: Path) -> CellState:
     try:
         status = read_run(directory).status
     except RecordError as error:
-        return CellState("damaged", str(error), "it is run again")
+        return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
     if status["ended_at"] is None and is_at_work(directory):
         return CellState("at work", f"since {status['started_at']}")
     return CellState(status["state"], printable(status["reason"]), printable(status["hint"]))

@@ -5,6 +5,7 @@ Every document is written whole or not at all. What a reader may believe is in s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -79,13 +80,18 @@ def number_or_none(value: float | None) -> float | None:
 
 
 class RunWriter:
-    """For the main process: opens a run directory, appends rows, closes it with a status."""
+    """For the main process: opens a run directory, appends rows, closes it with a status.
+
+    The directory is written through a descriptor: a run whose folder is moved completes its record there, and not in
+    the folder that has taken its name.
+    """
 
     def __init__(self, path: Path, *, rows_from: Path | None = None):
         """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
-        self.path = path
         self._streams: dict[str, IO[str]] = {}
         path.mkdir(parents=True, exist_ok=True)
+        self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        path = self._folder = Path(f"/proc/self/fd/{self._descriptor}")
         try:
             attempt = read_status(path)["attempt"] + 1
         except RecordError:
@@ -108,16 +114,32 @@ class RunWriter:
         for name, each in zip(ROW_FILES, rows, strict=True):
             _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
 
+    @property
+    def path(self) -> Path:
+        """Where the directory is now."""
+        return self._asked if self.is_in_place() else self._folder.resolve()
+
+    def is_in_place(self) -> bool:
+        """Is it still the directory of that name?"""
+        with contextlib.suppress(OSError):
+            return self._asked.samefile(self._folder)
+        return False
+
     def write(self, name: str, document: Mapping[str, Any]) -> None:
-        write_json(self.path / name, document)
+        write_json(self._folder / name, document)
+
+    def hint(self, hint: str) -> None:
+        """What helps from now on if the process is killed."""
+        self.status["hint"] = hint
+        self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         if name not in self._streams:
-            self._streams[name] = (self.path / name).open("a", encoding="utf-8")
+            self._streams[name] = (self._folder / name).open("a", encoding="utf-8")
         self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
 
     def steps_so_far(self) -> list[dict[str, Any]]:
-        return read_rows(self.path)[0]
+        return read_rows(self._folder)[0]
 
     def flush(self) -> None:
         for stream in self._streams.values():
@@ -129,8 +151,10 @@ class RunWriter:
             os.fsync(stream.fileno())
             stream.close()
         self._streams.clear()
-        (self.path / _ROOM).unlink(missing_ok=True)
-        self.write("status.json", seal(self.path, _ended(self.status, state, reason, hint)))
+        (self._folder / _ROOM).unlink(missing_ok=True)
+        self.write("status.json", seal(self._folder, _ended(self.status, state, reason, hint)))
+        self._folder = self._folder.resolve()
+        os.close(self._descriptor)
 
 
 def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> dict[str, Any]:
@@ -237,6 +261,11 @@ def read_run(path: Path) -> Run:
     # Last, because a reason of the file's own says more than that it was changed.
     if complete or is_sealed(status):
         _check_seal(path, status)
+    if complete:
+        last = {"steps": len(steps), "train_loss_final": steps[-1]["loss"] if steps else None}
+        if differ := [key for key, value in last.items() if documents["summary"][key] != value]:
+            said = documents["summary"][differ[0]]
+            raise RecordError(path / "summary.json", f"{differ[0]} is {said}, by the last row {last[differ[0]]}")
     return run
 
 

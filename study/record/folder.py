@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from study.errors import UserError
-from study.record.directory import is_part_of
+from study.record.directory import is_part_of, read_status
 from study.record.lock import HOST, LAUNCHER_PID, FileLock, Held, read_holder
+from study.record.schema import RecordError
 
 LOCK_NAME = ".zero-study-run.lock"
 CHECKPOINTS = "checkpoints"
@@ -15,7 +16,7 @@ SWAP_PREFIX = "zero-study-swap-"
 
 
 def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
-    """A folder with files and without status.json is no run's, and nothing is written there or taken away."""
+    """A folder with files and without a run's status.json is not a run's: nothing is written or deleted there."""
     if not folder.is_dir():
         return
     # Whoever opens a pipe waits for its other end.
@@ -26,10 +27,15 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     if link := next((file for name in in_place for file in folder.glob(name) if file.is_symlink()), None):
         where = link.relative_to(folder)
         raise UserError(f"{what} holds {where}, a link: what is written there would go elsewhere", "remove the link")
-    if (folder / "status.json").is_file():
+    if (folder / LOCK_NAME).is_file() and (folder / "status.json").is_file():
         return
-    if any(not _is_leftover(file) for file in folder.iterdir()):
-        raise UserError(f"{what} holds files, and none is a run's", fix)
+    try:
+        read_status(folder)
+    except RecordError as error:
+        if error.file.exists():
+            raise UserError(f"{what} is not a run's: {error}", fix) from None
+        if any(not _is_leftover(file) for file in folder.iterdir()):
+            raise UserError(f"{what} holds files, and none is a run's", fix) from None
 
 
 def _is_leftover(file: Path) -> bool:

@@ -136,7 +136,7 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
         return ending_of_text(str(error), free=free) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
-    if isinstance(error, (RuntimeError, MemoryError, OSError)):
+    if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ == "SafetensorError":
         frames = "".join(traceback.format_tb(error.__traceback__))
         if ending := ending_of_text(f"{named}\n{error}", frames, free):
             return ending

@@ -65,7 +65,12 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
     from accelerate.utils import gather_object
 
     folder, launch = run.output_dir / CHECKPOINTS / f"step_{step:07d}", run.launch
-    if accelerator.is_main_process:
+    if run.record is not None:
+        if not run.record.is_in_place():
+            raise RunFailed(
+                f"{run.output_dir} was moved or replaced while this run was at work, so it saves no checkpoint",
+                f"the record up to step {step} is in {run.record.path}",
+            )
         _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
@@ -93,6 +98,12 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
             "files": {name: digest for each in digests for name, digest in sorted(each.items())},
         }
         write_json(folder / MANIFEST, sealed(manifest))
+        assert run.record is not None
+        run.record.hint(goes_on_hint(folder))
+
+
+def goes_on_hint(folder: Path) -> str:
+    return f"--resume_from_checkpoint latest goes on from {folder.name}"
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -191,6 +202,8 @@ def _check_files(folder: Path, saved: Mapping[str, str]) -> None:
     there = _files_of(folder)
     problems = [f"{name} is missing" for name in saved if name not in there]
     problems += [f"{name} was not saved with it" for name in there if name not in saved]
+    # Whoever opens a pipe waits for its other end.
+    problems += [f"{name} is not a file" for name in there if not (folder / name).is_file()]
     try:
         now = {} if problems else digests_of(folder, saved)
     except OSError as error:

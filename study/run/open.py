@@ -273,24 +273,30 @@ class OpenRun:
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
         write_documents(self.record, self.launch.world_size, self.config, ranks, meters, log, evaluation, timing)
+        output_dir = self.record.path
+        if output_dir != self.output_dir:
+            self.console.shout(
+                f"notice: {self.output_dir} was moved while this run was at work: its record is complete"
+            )
         self.record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
         told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
             told = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
-        self.console.say(f"done: {told} -> {self.output_dir}")
+        self.console.say(f"done: {told} -> {output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
-        from study.run.checkpoint import last_checkpoint
+        from study.run.checkpoint import goes_on_hint, last_checkpoint
 
-        launch, console, output_dir = self.launch, self.console, self.output_dir
+        launch, console = self.launch, self.console
+        output_dir = self.record.path if self.record else self.output_dir
         mine = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
         # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
         if not (launch.is_main or isinstance(error, RunFailed)):
             mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
         ending = machines.first_ending(mine)
         if ending.state == "interrupted" and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=f"--resume_from_checkpoint latest goes on from {saved.name}")
+            ending = dataclasses.replace(ending, hint=goes_on_hint(saved))
         if not self._sees_record:
             # There is no log here, and nobody else speaks on this machine.
             console.restore()

@@ -155,7 +155,7 @@ class Search:
 
     def finding(self, root: Path) -> Finding:
         # A run that was cut off says nothing, and is run again.
-        states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work", "damaged"))
+        states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
         return Finding(self, self._examine(states), states)
 
 
