@@ -17,10 +17,11 @@ import pytest
 from report_folders import committed, contents, few, laptop
 from study import cli
 from study.errors import UserError
-from study.report.records.frames import write_parquet
+from study.report.records.frames import read_parquet, write_parquet
 from study.report.site import place
 from study.report.site.build import build
 from study.spec.strategies import REPOSITORY
+from synthetic_records import write_run
 
 
 def rendered(folder: Path, *figures: str) -> Path:
@@ -91,6 +92,22 @@ def test_records_are_never_taken_from_elsewhere_than_where_they_were_said_to_be(
     assert cli.main(["report", "laptop", "--runs-dir", "typo"]) == 2
     assert "--runs-dir typo has no records of laptop" in capsys.readouterr().err
     assert contents(tmp_path) == before
+
+
+def test_a_report_that_holds_the_only_records_of_runs_is_not_replaced_unless_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    # What is drawn is not asked here.
+    monkeypatch.setattr("study.report.site.build._run_notebooks", lambda *_: {})
+    monkeypatch.setattr("study.report.site.build._write_pages", lambda *_: None)
+    first, second = (write_run(tmp_path / "runs" / "mine", "ddp", seed=seed) for seed in (1, 2))
+    assert cli.main(["report", "mine"]) == 0
+    shutil.rmtree(first)
+    before = contents(tmp_path / "reports" / "mine")
+    assert cli.main(["report", "mine"]) == 2
+    assert "1 runs of the report in reports/mine are not below runs" in capsys.readouterr().err
+    assert contents(tmp_path / "reports" / "mine") == before
+    assert cli.main(["report", "mine", "--drop-missing"]) == 0
+    assert list(read_parquet(tmp_path / "reports" / "mine").runs["run"]) == [second.name]
 
 
 def test_a_list_cannot_name_a_file_elsewhere(tmp_path):

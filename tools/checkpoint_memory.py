@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ import yaml
 from study.host.environment import describe_environment
 from study.launch.cell import accelerate
 from study.launch.run import clean_environment
-from study.record.directory import read_run, read_status
+from study.record.directory import is_finished, read_run
 from study.record.schema import STATE_KINDS
 from study.report.site.page import table_markdown
+from study.run.checkpoint import clear_checkpoint
 from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
 
 OUTPUT = REPOSITORY / "reports" / "checkpoints"
@@ -57,7 +58,7 @@ def measure(runs: Path) -> dict[str, Any]:
             folder.mkdir(parents=True, exist_ok=True)
             figures = _measured(arm, folder)
             done.write_text(json.dumps(figures), encoding="utf-8")
-            shutil.rmtree(folder / "save" / "checkpoints")
+            clear_checkpoint(folder / "save" / "checkpoints" / STEP)
         arms[arm] = json.loads(done.read_text(encoding="utf-8"))
     return {"environment": describe_environment(), "flags": FLAGS, "ranks": RANKS, "arms": arms}
 
@@ -70,15 +71,15 @@ def _measured(arm: str, folder: Path) -> dict[str, Any]:
         resumed = ("--resume_from_checkpoint", str(checkpoint))
         figures[f"load_by_{ranks}"] = _launched(arm, folder / f"load-{ranks}", ranks, *resumed)
     if (checkpoint / "zero_to_fp32.py").exists():
-        figures["one_file_gib"] = _made_one_file(checkpoint, folder / "one-file")
+        figures["one_file_gib"] = _made_one_file(checkpoint, folder)
     return figures
 
 
 def _launched(arm: str, folder: Path, ranks: int, *flags: str) -> list[dict[str, Any]]:
     """Of each rank: the peaks of host memory by phase, and the bytes of model state. What ended well is kept."""
-    if not (folder / "status.json").exists() or read_status(folder)["state"] != "ok":
-        shutil.rmtree(folder, ignore_errors=True)
-        _launch(arm, folder, ranks, *flags)
+    if not is_finished(folder):
+        # What is no run's there is refused.
+        _launch(arm, folder, ranks, "--overwrite_output_dir", *flags)
     return [
         {
             "phases_host_gib": {phase: peaks["host"] for phase, peaks in rank["phases"].items()},
@@ -101,10 +102,11 @@ def _launch(arm: str, folder: Path, ranks: int, *flags: str) -> None:
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
 
 
-def _made_one_file(checkpoint: Path, output: Path) -> float:
-    command = [sys.executable, "-c", _ONE_FILE, str(checkpoint / "zero_to_fp32.py"), str(checkpoint), str(output)]
-    said = subprocess.run([*command, "--tag", "pytorch_model"], stderr=subprocess.PIPE, text=True, check=True)
-    shutil.rmtree(output)
+def _made_one_file(checkpoint: Path, folder: Path) -> float:
+    command = [sys.executable, "-c", _ONE_FILE, str(checkpoint / "zero_to_fp32.py"), str(checkpoint)]
+    with tempfile.TemporaryDirectory(dir=folder) as output:
+        command += [output, "--tag", "pytorch_model"]
+        said = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
     return int(said.stderr.split()[-1]) / 2**20
 
 

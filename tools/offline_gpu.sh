@@ -6,7 +6,7 @@
 #
 # Start it at the root of the repository. It uses what it finds there:
 #   wheels/*.whl   what this box's Python lacks: docs/offline-gpu.md says how to make them
-#   records.tgz    the records of earlier calls, so that nothing is run twice
+#   records.tgz    the records of earlier calls, here or in OUT, so that nothing is run twice or left out of the new one
 #   libaio*.deb    for NVMe strategies, where libaio cannot be installed
 # OUT names the folder for the new records.tgz and for log.txt, all that was said here; by default it is this one.
 set -u
@@ -15,8 +15,14 @@ shift $(($# < 2 ? $# : 2))
 mkdir -p "$out" || exit 1
 exec > >(tee -a "$out/log.txt") 2>&1
 
-# On a box that is still warm the files here are newer.
-if [ -f records.tgz ]; then tar xzf records.tgz --skip-old-files runs || exit 1; fi
+# On a box that is still warm the files here are newer. `runs` may be a link to a larger drive.
+unpack() { [ ! -f "$1" ] || { mkdir -p runs && tar xzf "$1" --skip-old-files -C runs --strip-components=1 runs; }; }
+pack() {
+  [ ! -d runs ] || { tar czf "$out/records.new" -C runs --transform 's,^\.,runs,' . &&
+    mv "$out/records.new" "$out/records.tgz"; } || { rm -f "$out/records.new"; return 1; }
+}
+unpack records.tgz || exit 1
+unpack "$out/records.tgz" || exit 1
 
 # Ranks meet over the loopback, which a box without a network may have left down, and ask for this box's own name, which
 # nothing but this file may know there.
@@ -39,8 +45,6 @@ if compgen -G 'libaio*.deb' >/dev/null; then
   export LD_LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${LD_LIBRARY_PATH:-}
   export LIBRARY_PATH=$PWD/aio/usr/lib/x86_64-linux-gnu:${LIBRARY_PATH:-}
 fi
-
-pack() { [ ! -d runs ] || { tar czf "$out/records.new" runs && mv "$out/records.new" "$out/records.tgz"; }; }
 
 # The optimizer on the host alone: what NVMe needs takes a minute more, and is built by the first cell that swaps.
 operators() { timeout $((limit_s / 2)) python3 -m study.host.operators zero2_cpu; }

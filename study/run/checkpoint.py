@@ -71,7 +71,7 @@ def save_checkpoint(run: OpenRun, accelerator: Accelerator, schedule: Any, step:
                 f"{run.output_dir} was moved or replaced while this run was at work, so it saves no checkpoint",
                 f"the record up to step {step} is in {run.record.path}",
             )
-        _clear(folder)
+        clear_checkpoint(folder)
         folder.mkdir(parents=True, exist_ok=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(folder))
@@ -118,7 +118,7 @@ def _files_of(folder: Path) -> list[str]:
     return sorted(filter(_OF_A_CHECKPOINT.fullmatch, files))
 
 
-def _clear(folder: Path) -> None:
+def clear_checkpoint(folder: Path) -> None:
     """Take an earlier checkpoint away by the names of its files."""
     # First: without it the rest is no checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)

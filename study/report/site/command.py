@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the report goes; your own files there stay; reports/SUITE by default",
     )
+    parser.add_argument(
+        "--drop-missing",
+        action="store_true",
+        help="replace a report also where it holds runs whose records are nowhere else",
+    )
 
 
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
@@ -59,8 +64,12 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     elif has_runs or plan or roots[0].is_dir():
         records = read_runs(runs_dir if plan else roots[0], roots, remaining)
         if kept is not None and kept == output and (lost := runs_only_in(kept, records)):
-            say(f"notice: {len(lost)} runs that {kept} held are not below {runs_dir} ({lost[0]}): the report goes on"
-                " without them")  # fmt: skip
+            missing = f"{len(lost)} runs of the report in {kept} are not below {runs_dir} ({lost[0]})"
+            if not options.drop_missing:
+                raise UserError(
+                    f"{missing}: it holds their only records", "name another --output, or add --drop-missing"
+                )
+            say(f"notice: {missing}: dropped")
     else:
         parquet = Path(REPORTS) / name / RUNS_FILE
         raise UserError(
