@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from study.autopsy import command as autopsy
 from study.claims import command as claims
 from study.doctor import command as doctor
-from study.errors import UserError
+from study.errors import UserError, brief, first_line
 from study.host.process import check_process
 from study.predict import advise_command as advise
 from study.predict import command as predict
@@ -27,6 +28,8 @@ from study.spec.config import Parser
 from study.sweep import command as sweep
 from study.validation import nearest as validation
 from study.virtual import command as virtual
+
+_FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room there"}
 
 
 class Command(NamedTuple):
@@ -94,10 +97,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Terminated:
         return 128 + signal.SIGTERM
     except BrokenPipeError:
-        # `study status X | head`: whoever read has read enough. What runs something has not told how that went.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `study status X | head`: whoever read has read enough. The status of what runs something is unknown.
+        _drop_output()
         runs_something = options.command in ("run", "prepare", "weights", "virtual")
         return int(runs_something and not getattr(options, "dry_run", False))
+    except OSError as error:
+        # A name that is too long, a full disk behind the output: of what no command expects, one line as well.
+        if error.filename is None:
+            _drop_output()
+        where = "the output cannot be written" if error.filename is None else brief(os.fsdecode(error.filename))
+        fix = _FIXES.get(error.errno or 0, "see that it can be read and written")
+        print(f"error: {where}: {error.strerror or first_line(error)}. To fix it: {fix}.", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """What is still to be printed has nowhere to go, and the interpreter would try once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

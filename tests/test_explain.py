@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engines import ROOT
+from study.cli import main
 from study.errors import UserError
 from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
 from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, Workload, settle
@@ -656,3 +657,28 @@ def test_passes_that_the_file_does_not_let_be_are_refused_as_a_flag(tmp_path: Pa
     with pytest.raises(UserError, match="gradient_accumulation_steps 1, and --accumulation says 4"):
         settle(user, model_shape("gpt2"), 4, Workload(accumulation=4))
     assert settle(user, model_shape("gpt2"), 4, WORK).request.micro_batch == 2
+
+
+def test_no_control_character_of_a_file_reaches_the_terminal(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW\x1b[31m\x07"}}))
+    main(["explain", str(file), "gpt2", "--world-size", "2"])
+    assert "\x1b" not in "".join(capsys.readouterr())
+
+
+def test_a_job_larger_than_any_is_refused(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    assert main(["explain", str(file), "gpt2", "--world-size", str(10**12)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_full_output_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "study.cli", "predict", "--model_name_or_path", "gpt2", "--strategy", "zero2"]
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        result = subprocess.run(
+            [*command, "--hardware", "H100"], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            cwd=ROOT,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "No space left on device. To fix it: make room there." in result.stderr

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
+from transformers.activations import ACT2CLS
 
 from study.cli import main
 from study.errors import UserError
@@ -29,7 +30,7 @@ from study.predict.host import pinned_bytes
 from study.predict.memory import points_of, predict_memory
 from study.predict.request import Request
 from study.predict.settings import engine_settings
-from study.predict.shape import model_shape, shape_of_architecture
+from study.predict.shape import _ACTIVATIONS, model_shape, shape_of_architecture
 from study.predict.state import pieces_of
 from study.predict.traced import model_of, traced
 from study.predict.traffic import payload_of
@@ -342,6 +343,10 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_hold_less():
         (["--lora_rank", "8"], "add --peft lora"),
         (["--peft", "lora", "--lora_rank", "0"], "--lora_rank 0"),
         (["--strategy", "ddp", "--precision", "bf16-engine"], "use --precision bf16"),
+        (["--model_name_or_path", "~nobody9/x"], "write the whole path"),
+        (["--model_name_or_path", "x" * 5000], "File name too long"),
+        (["--hardware", "1000000000000xH100"], "a count is out of range"),
+        (["--strategy", "zero0", "--engine_override", 'data_types.grad_accum_dtype="fp32"'], "NotImplementedError"),
     ],
 )
 def test_bad_input_is_one_line_with_names_like_it(arguments, says, capsys):
@@ -360,6 +365,33 @@ def test_a_config_without_a_needed_field_names_it(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "num_hidden_layers" in error
     assert "intermediate_size" in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("head_dim", 0), ("vocab_size", 10**30), ("hidden_act", "zork"), ("tie_word_embeddings", "no")],
+)
+def test_a_config_with_a_value_that_no_model_has_is_refused(tmp_path, capsys, key, value):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 128, key: value,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["predict", "--model_name_or_path", str(tmp_path), "--hardware", "8xH100", "--strategy", "zero2"]
+    assert main(arguments) == 2
+    assert f" is {value!r}" in capsys.readouterr().err
+
+
+def test_the_activations_that_a_config_may_name_are_those_of_transformers():
+    assert set(_ACTIVATIONS) == set(ACT2CLS)
+
+
+def test_no_more_parameters_are_gathered_at_once_than_there_are():
+    request = Request(
+        model_shape("gpt2"), read_strategy("zero3"), box_of("8xH100"), 1024, 1, 1, "bf16-engine", False, "sdpa"
+    )
+    (note,) = (note for note in predict_memory(request).notes if "unsharded" in note)
+    assert note == "at most 124,439,808 of 124,439,808 parameters are unsharded at once"
 
 
 def test_the_command_prints_parts_that_add_up(capsys):

@@ -20,6 +20,7 @@ from study.report.plots.loss import loss_differences
 from study.report.questions import QUESTIONS, TABLES, answers
 from study.report.questions.cells import cell_text
 from study.report.questions.claims import Resting
+from study.report.questions.loss import largest_step_difference
 from study.report.questions.question import Answer, Question
 from study.report.records.frames import read_parquet, read_records
 from study.report.records.statistics import noise
@@ -509,3 +510,10 @@ def test_speed_by_batch_stands_beside_the_baseline_of_the_same_batch(tmp_path: P
     answer = next(found for question, found in answers(confounded).items() if question.name == "batch_size")
     assert row(answer.table, "zero3").tolist()[2].endswith(" †")
     assert answer.sentence == "No arm beside `ddp` can be compared at more than one place."
+
+
+def test_runs_without_a_loss_in_every_step_are_not_compared():
+    steps = {"mine": pd.DataFrame({"loss": [1.0, math.nan, math.nan]}), "its": pd.DataFrame({"loss": [1.0, 1.0, 1.0]})}
+    assert math.isnan(largest_step_difference([("mine", "its")], steps).share)
+    steps["mine"]["loss"] = [1.0, 1.5, 1.0]
+    assert largest_step_difference([("mine", "its")], steps).share == 0.5

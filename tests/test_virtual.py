@@ -22,6 +22,7 @@ from study.report.records.frames import read_records
 from study.report.records.predicted import request_of
 from study.report.records.virtual_ranks import summaries
 from study.spec.strategies import WITH_TEAMS
+from study.validation.own import SENT, compared_of
 from study.virtual.lines import extrapolate
 from study.virtual.summary import RankSummary
 
@@ -114,6 +115,32 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
     foreseen = predict_memory(request_of(real))
     held = foreseen.peak_allocated.value + foreseen.host_parts["rank"]
     assert held / 2**30 == pytest.approx(peaks["real"]["steady"], rel=0.05)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the probe tells glibc to keep no freed memory")
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 8), pytest.param("hsdp", 4, marks=pytest.mark.long)])
+def test_accumulating_fsdp_holds_whole_gradients_and_reduces_once_a_step(
+    strategy: str, ranks: int, tmp_path: Path
+) -> None:
+    peaks = []
+    for accumulation in (1, 4):
+        output_dir = tmp_path / str(accumulation)
+        result = launch(
+            strategy, "tests/probes/exact_peaks.py", *FLAGS, *GPT, "--model_name_or_path", "gpt2-2layers",
+            "--seq_length", "16", "--max_steps", "3", "--eval_steps", "0", "--per_device_train_batch_size", "1",
+            "--global_batch_size", str(ranks * accumulation), "--virtual_world_size", str(ranks), "--output_dir",
+            str(output_dir), ranks=1, timeout=300,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+        record = next(read_records(output_dir).runs.assign(suite="").itertuples())
+        (sent,) = (one for one in compared_of(record) if one.figure == SENT)
+        assert sent.predicted == pytest.approx(sent.measured, rel=1e-4)
+        memory = predict_memory(request_of(record))
+        held = (memory.peak_allocated.value + memory.host_parts["rank"]) / 2**30
+        peaks.append((read_run(output_dir).memory["ranks"][0]["phases"]["steady"]["host"], held))
+    (one, one_predicted), (four, four_predicted) = peaks
+    assert four > 1.1 * one
+    assert (one_predicted, four_predicted) == pytest.approx((one, four), rel=0.05)
 
 
 def test_the_last_of_a_thousand_ranks_has_the_padding_and_no_loss_is_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch
 from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 from study.virtual.rank.capacity import layers_within, needed_host_bytes
-from study.virtual.request import Request, _strategies, _with_absolute_paths
+from study.virtual.request import Request, _strategies, _with_absolute_paths, add_arguments, read_request
 
 NO_GPU = Box((), 16)
 ZERO3 = ("--strategy", "zero3", "--world-size", "4")
@@ -200,3 +201,12 @@ def test_a_run_whose_watched_step_was_skipped_has_a_summary_without_state() -> N
     summary = summarize(4, config, [rank], None, log, {}, timing)
     assert summary["state_bytes_per_rank"] == {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
     assert summary["host_peak_rss_gib"] == 1.0
+
+
+@pytest.mark.parametrize(("model_type", "task"), [("llama", "gpt-wikitext"), ("bert", "bert-imdb")])
+def test_the_task_is_that_of_the_model_in_a_folder(tmp_path: Path, model_type: str, task: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args([*ZERO3, "--model_name_or_path", str(tmp_path)])
+    assert read_request(options).config.task == task

@@ -15,7 +15,7 @@ from study.host.box import NOT_MEASURED, gpu_names, matmul_rates, measured_rates
 from study.host.cgroups import available_cores
 from study.host.memory import host_memory
 from study.predict.numbers import real
-from study.predict.request import Box
+from study.predict.request import LARGEST_JOB, Box
 from study.theory.hardware import Device, find_device, known_devices
 
 # What people call the devices of hardware.yaml, and the network of one device to other nodes where several are common,
@@ -67,7 +67,6 @@ _NAMES: dict[str, tuple[str, float]] = {
 }
 BOX_NAMES = (*_NAMES, "this")
 _SPEED = functools.partial(real, below=1e6)
-_LARGEST_COUNT = 65536
 _COUNT = r"([0-9]{1,99}) *x *"
 
 
@@ -78,8 +77,8 @@ def box_of(name: str) -> Box:
         raise _unknown(name)
     numbers = [int(number) for number in count.groups()[:2] if number is not None]
     nodes, per_node = ([1] * (2 - len(numbers)) + numbers)[-2:]
-    if not (0 < nodes <= _LARGEST_COUNT and 0 < per_node <= _LARGEST_COUNT):
-        raise UserError(f"{brief(name)} is no box: a count is out of range", f"use 1 to {_LARGEST_COUNT}")
+    if not 0 < nodes * per_node <= LARGEST_JOB:
+        raise UserError(f"{brief(name)} is no box: a count is out of range", f"use 1 to {LARGEST_JOB:,} GPUs")
     if count["device"].lower() == "this":
         if numbers:
             raise UserError(f"{brief(name)} is no box: `this` is one box as it is", "leave the number out")

@@ -19,6 +19,7 @@ from study.predict.intervals import estimate
 from study.predict.memory import predict_memory
 from study.predict.numbers import whole
 from study.predict.request import Attention, Box, Estimate, OptimizerName, Prediction, Request
+from study.predict.settings import refused_accumulation
 from study.predict.shape import model_shape, sequence_length
 from study.predict.time import predict_time
 from study.predict.traffic import payload_of, sent_bytes
@@ -100,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def predict(request: Request) -> Prediction:
+    if refusal := refused_accumulation(request):
+        raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or ask for zero1")
     memory = predict_memory(request)
     return Prediction(
         request=request,

@@ -65,7 +65,9 @@ def _sharded(request: Request, forward: float, backward: float) -> Exchange:
     can_hide = settings is None or settings.overlaps
     alone = _calls_s(outer, "all_gather", chunk, chunk)
     ahead = _overlap(times * first, times * forward * can_hide, alone)
-    return ahead + _overlap(times * (second + scattered), times * backward * can_hide, alone)
+    # FSDP2 reduces in the last micro-batch alone.
+    reduced = scattered if strategy.is_fsdp else times * scattered
+    return ahead + _overlap(times * second + reduced, times * backward * can_hide, alone)
 
 
 def _within(box: Box, ranks: int | None) -> Box:

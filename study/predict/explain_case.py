@@ -8,7 +8,7 @@ from typing import Any
 
 from study.errors import UserError
 from study.predict.floor import ANY_DEVICE
-from study.predict.request import Box, ModelShape, Request, Tensor, box_of_ranks
+from study.predict.request import LARGEST_JOB, Box, ModelShape, Request, Tensor, box_of_ranks
 from study.predict.settings import EngineSettings, engine_settings, sizes_of_width
 from study.predict.state import State, state_of, weight_bytes
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, UserFile, known_settings
@@ -103,6 +103,8 @@ def settle(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload)
     ranks = ranks or file.num_processes
     if ranks is None:
         raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
+    if ranks > LARGEST_JOB:
+        raise UserError(f"{ranks:,} ranks", f"give at most {LARGEST_JOB:,}")
     findings, batch = list(file.findings), _batch(file, ranks, work)
     if file.deepspeed is None:
         asked = precision or file.mixed_precision

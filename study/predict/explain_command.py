@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from study.errors import printable
 from study.predict.explain import Cost, costs
 from study.predict.explain_case import Case, Workload, settle
 from study.predict.explain_findings import findings
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(case, settings, asked, whole), indent=2))
     else:
-        print("\n".join(_page(case, settings, asked, whole)))
+        # Keys and values are the file's.
+        print(printable("\n".join(_page(case, settings, asked, whole))))
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 

@@ -10,6 +10,7 @@ from study.errors import brief
 from study.host.memory import GIB
 from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, SHARDINGS, Case, fsdp_settings, sharding_of
 from study.predict.memory import predict_memory
+from study.predict.settings import refused_accumulation
 from study.predict.user_settings import OFFLOADS, ZERO, Finding, known_settings
 
 _OPTIMIZER = f"{ZERO}.offload_optimizer"
@@ -27,7 +28,10 @@ def findings(case: Case) -> list[Finding]:
     """With those of reading the file."""
     if case.file.deepspeed is None:
         return [*case.findings, *_fsdp(case)]
-    return [*case.findings, *_unheard(case), *_optimizer(case), *_zero(case), *_batch(case)]
+    found = [*case.findings, *_unheard(case), *_optimizer(case), *_zero(case), *_batch(case)]
+    if case.file.deepspeed is not None and (refusal := refused_accumulation(case.request)):
+        found.append(Finding("refused", "data_types.grad_accum_dtype", refusal))
+    return found
 
 
 def _unheard(case: Case) -> Iterator[Finding]:

@@ -37,6 +37,9 @@ class Gathers:
     live_before: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     live_at: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
+    # The most parameters that are gathered at once, without the buffers that they come through.
+    gathered_at_once: int = 0
+
     @property
     def most(self) -> int:
         return max((live for live, _ in [*self.live_forward.values(), *self.live_backward.values()]), default=0)
@@ -65,7 +68,7 @@ class _Coordinator:
         self.seen: dict[int, int] = {}
         self.live: dict[int, int] = {}
         self.together: list[_Group] = []
-        self.total = self.gathered = self.calls = self.small = 0
+        self.total = self.gathered = self.gathered_at_once = self.calls = self.small = 0
         self.smaller_than = LARGEST_KEPT_BYTES / weight_bytes(request)
         self.sums = [0]
         for call in trace:
@@ -84,6 +87,7 @@ class _Coordinator:
         if len(missing) > 1 and self.ranks > 1:
             self.together.append(_Group(size, {id(piece) for piece in missing}))
         self.total += size
+        self.gathered_at_once = max(self.gathered_at_once, self.total)
         self.calls += bool(missing)
         return size
 
@@ -186,7 +190,14 @@ def _gathers(request: Request, settings: EngineSettings) -> Gathers:
         at_end = max(live_forward.values())
         live_forward = {request.shape.layers: at_end}
     return Gathers(
-        coordinator.gathered, coordinator.calls, _before_less(live_forward), live_backward, at_end, live_before, live_at
+        coordinator.gathered,
+        coordinator.calls,
+        _before_less(live_forward),
+        live_backward,
+        at_end,
+        live_before,
+        live_at,
+        coordinator.gathered_at_once,
     )
 
 

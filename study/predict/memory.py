@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from study.predict.activations import Activations, activations_of
 from study.predict.buckets import moments_of, standing_bucket
+from study.predict.fsdp import accumulated_bytes
 from study.predict.gathers import Gathers, gathers_of
 from study.predict.host import host_of
 from study.predict.intervals import estimate
@@ -14,7 +15,7 @@ from study.predict.kept import kept_bytes, small_activations
 from study.predict.moments import Moment, has_tied_gradients
 from study.predict.request import Estimate, Memory, Request, same_for_any_micro_batch
 from study.predict.settings import engine_settings
-from study.predict.state import State, pieces_of, state_of, trained_of, unswapped, weight_bytes
+from study.predict.state import State, kept_whole, pieces_of, state_of, trained_of, unswapped, weight_bytes
 
 # A CUDA context after one torch tensor (https://discuss.pytorch.org/t/73021), and NCCL's buffers on A100s for two ranks
 # and for more (https://github.com/NVIDIA/nccl/issues/964).
@@ -128,8 +129,9 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if (what := unswapped(request)) is not None:
         yield f"no part of the {what} has the 1 MiB that DeepSpeed swaps to a drive: a run fails for it"
     if settings.stage == 3:
-        most = gathers_of(request, settings).most
-        yield f"at the most {most:,} of {shape.parameters:,} parameters are whole at once"
+        persistent = sum(piece.elements for piece in kept_whole(request, settings))
+        most = gathers_of(request, settings).gathered_at_once + persistent
+        yield f"at most {most:,} of {shape.parameters:,} parameters are unsharded at once"
 
 
 def _steady(request: Request, state: State) -> float:
@@ -170,7 +172,10 @@ def points_of(request: Request) -> list[Point]:
     standing = _standing(request, state)
     # Stage 3's buffer of gradients is there from the start, where an offload has not taken it to the host.
     has_earlier = not strategy.offload_device("optimizer") if strategy.zero_stage == 3 else request.accumulation > 1
-    earlier = state_of(request, waiting=False).grads_device if has_earlier else 0.0
+    if strategy.is_fsdp:
+        earlier = accumulated_bytes(request)
+    else:
+        earlier = state_of(request, waiting=False).grads_device if has_earlier else 0.0
     stored = _stored(request, kept, layers)
     begun, recomputed = max(standing, moments[0].buffers), request.gradient_checkpointing
     # Until the forward pass has ended, autocast keeps its copies of all weights.

@@ -74,6 +74,10 @@ class ModelShape:
         return max(tensor.elements for tensor in self.tensors if tensor.trained)
 
 
+# More ranks than any job has had.
+LARGEST_JOB = 2**18
+
+
 @dataclasses.dataclass(frozen=True)
 class Box:
     """What it runs on: `nodes` machines of `gpus_per_node` devices."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from study.predict.request import Request
 from study.spec.strategies import Strategy
 
 # deepspeed/runtime/swap_tensor/constants.py and utils.py: the smallest piece that is swapped, and its alignment.
@@ -110,6 +111,19 @@ def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
         optimizer=_offload(strategy, "optimizer", 4),
         parameters=_offload(strategy, "param", 5),
     )
+
+
+def refused_accumulation(request: Request) -> str | None:
+    """Stage 0 adds gradients up in the type of its weights alone (engine.py, _do_optimizer_sanity_check).
+
+    What it says of another one; None where it runs.
+    """
+    if request.strategy.zero_stage != 0:
+        return None
+    settings, is_16_bit = engine_settings(request.strategy, request.shape.hidden), request.precision.endswith("-engine")
+    if settings.accumulates_in_fp32 and is_16_bit:
+        return "stage 0 adds 16-bit gradients up in no other type: DeepSpeed ends with NotImplementedError"
+    return None
 
 
 def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError, first_line
+from study.errors import UserError, brief, first_line
+from study.host.folders import folder_named
 from study.models.presets import PRESETS, Preset, find_preset, refuse_depth
 from study.predict.request import ModelShape, Tensor
 
@@ -33,6 +34,13 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocabulary": ("vocab_size",),
 }
+# transformers' ACT2FN, which refuses any other.
+_ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh",
+    "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu",
+    "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+)  # fmt: skip
+_LARGEST_SIZE = 2**31 - 1
 _TIED = {"true": True, "false": False, "1": True, "0": False}
 _WORDS = (*_KEYS, "inner", "key_value_heads", "head_dim", "positions", "tied", "type")
 _Sizes = Mapping[str, Any]
@@ -47,7 +55,7 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         return shape_of_preset(preset)
     if "=" in name:
         return _shape_of_words(name)
-    path = Path(name).expanduser()
+    path = folder_named(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         return _shape_of_document(_read(file), name)
@@ -107,14 +115,19 @@ def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str,
         raise UserError(f"{name} does not say its {', '.join(missing)}", "add what is missing")
     sizes = {key: _whole(name, key, value) for key, value in {**needed, "inner": inner}.items()}
     refuse_depth(sizes["layers"], name)
+    for key in ("hidden_act", "activation_function", "hidden_activation"):
+        if get.get(key, "gelu") not in _ACTIVATIONS:
+            raise UserError(f"{name}: {key} is {brief(get[key])}", f"use one of {', '.join(_ACTIVATIONS)}")
     hidden, heads = sizes["hidden"], sizes["heads"]
     key_value_heads = _whole(name, "num_key_value_heads", get.get("num_key_value_heads") or heads)
     if heads % key_value_heads:
         raise UserError(f"{name}: {key_value_heads} key heads do not divide {heads} heads", "use key heads that do")
-    head_dim = _whole(name, "head_dim", get.get("head_dim") or hidden // heads)
+    head_dim = _whole(name, "head_dim", get.get("head_dim", hidden // heads))
     if hidden % heads and "head_dim" not in get:
         raise UserError(f"{name}: {heads} heads do not divide a width of {hidden}", "use heads that do")
-    tied = bool(get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2", "qwen3")))
+    tied = get.get("tie_word_embeddings", model_type not in ("llama", "mistral", "qwen2", "qwen3"))
+    if type(tied) is not bool:
+        raise UserError(f"{name}: tie_word_embeddings is {brief(tied)}", "use true or false")
     facts: dict[str, Any] = {**sizes, "query": heads * head_dim, "key_value": key_value_heads * head_dim, "tied": tied}
     facts["head_dim"] = head_dim
     facts |= {"positions": _positions(get), "said": get}
@@ -266,8 +279,8 @@ _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 
 
 def _whole(name: str, key: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise UserError(f"{name}: {key} is {value!r:.40}", "use a whole number from 1 up")
+    if type(value) is not int or not 1 <= value <= _LARGEST_SIZE:
+        raise UserError(f"{name}: {key} is {value!r:.40}", f"use a whole number from 1 to {_LARGEST_SIZE:,}")
     return value
 
 

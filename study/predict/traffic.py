@@ -52,7 +52,7 @@ def _positions(request: Request) -> int:
 
 
 def _fsdp(request: Request) -> dict[str, float]:
-    """Each layer is gathered again for its backward pass, and so is an untied embedding: it has a group of its own."""
+    """Each layer is gathered twice in a micro-batch, and so is an untied embedding: it has a group of its own."""
     ranks, pieces = request.ranks_of_a_copy or request.box.ranks, pieces_of(request.shape)
     padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
     reduced = sum(size for piece, size in zip(pieces, padded, strict=True) if piece.trained)
@@ -62,11 +62,11 @@ def _fsdp(request: Request) -> dict[str, float]:
         if 0 <= piece.place < request.shape.layers or (piece is pieces[0] and not request.shape.tied)
     )
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
-    found = {"all_gather": float((sum(padded) + again) * width * times),
-             "reduce_scatter": float(reduced * width * times)}  # fmt: skip
+    # Gradients are reduced in the last micro-batch alone.
+    found = {"all_gather": float((sum(padded) + again) * width * times), "reduce_scatter": float(reduced * width)}
     if ranks < request.box.ranks:
         # Copies agree on the part of each rank.
-        found["all_reduce"] = float(reduced / ranks * width * times)
+        found["all_reduce"] = float(reduced / ranks * width)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,9 @@ from study.errors import UserError
 from study.host.box import Box, this_box
 from study.host.folders import folder_argument, folder_named
 from study.launch.cell import Cell
-from study.models.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
+from study.models.presets import FAMILY_OF_TASK, Family, Preset, find_model, find_preset
+from study.record.directory import read_json
+from study.record.schema import RecordError
 from study.spec.checks import check_virtual_rank, refuse_what_no_virtual_run_has
 from study.spec.config import Precision, RunConfig, Task, add_flags, config_from_flags, resolved
 from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
@@ -92,7 +95,8 @@ def read_request(options: argparse.Namespace) -> Request:
     check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world-size", "--rank")
     preset = find_preset(model or "")
     if options.task is None:
-        fits = (task for task, family in FAMILY_OF_TASK.items() if preset and family == preset.family)
+        family = preset.family if preset else _family_in(folder_named(model)) if model else None
+        fits = (task for task, each in FAMILY_OF_TASK.items() if each == family)
         options.task = next(fits, RunConfig.task)
     config = _with_absolute_paths(config_from_flags(options))
     runs_dir = options.runs_dir.absolute()
@@ -101,6 +105,14 @@ def read_request(options: argparse.Namespace) -> Request:
         for depth in request.depths or ():
             preset_of(cell).with_layers(depth)
     return request
+
+
+def _family_in(folder: Path) -> Family | None:
+    """Of a folder's config.json; None where there is none that can be read."""
+    with suppress(RecordError):
+        kind = read_json(folder / "config.json").get("model_type")
+        return "sequence-classification" if kind == "bert" else "causal-lm"
+    return None
 
 
 def preset_of(cell: Cell) -> Preset:

@@ -195,9 +195,11 @@ def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> Draw
     known = runs[runs["run"].isin(losses.columns)]
     gaps = {}
     for arm in arms_of(runs):
-        pairs = paired_runs(known, arm, baseline)
-        if arm != baseline and pairs:
-            apart = pd.concat([losses[run] - losses[its] for run, its in pairs], axis="columns")
+        apart_by_pair = [losses[run] - losses[its] for run, its in paired_runs(known, arm, baseline)]
+        # A step without a loss is no difference of 0.
+        measured = [apart for apart in apart_by_pair if apart.notna().all()]
+        if arm != baseline and measured:
+            apart = pd.concat(measured, axis="columns")
             gaps[arm] = apart.abs().max(axis="columns")
     notes, strategies = notes_of(runs, "confounded_loss"), {arm: arms_of(runs)[arm] for arm in gaps}
     figure, (axes,) = sheet(2.8)

@@ -59,10 +59,10 @@ def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> S
             mine, its = (steps[run]["loss"].to_numpy() for run in pair)
             count = min(len(mine), len(its))
             apart, whole = np.abs(mine[:count] - its[:count]), np.abs(its[:count])
-            # A loss of exactly nothing has no shares.
-            shares = np.divide(apart, whole, out=np.where(apart > 0, np.inf, 0.0), where=whole > 0)
-            if count and not np.isnan(shares).all():
-                at = int(np.nanargmax(shares))
+            # A loss of exactly nothing has no shares. Runs with a step that has no loss are not compared.
+            shares = np.divide(apart, whole, out=np.where(apart > 0, np.inf, apart), where=whole > 0)
+            if count and not np.isnan(shares).any():
+                at = int(np.argmax(shares))
                 found.append(StepDifference(float(shares[at]), float(apart[at]), at + 1, float(whole[at])))
     return max(found, default=StepDifference())
 

@@ -59,7 +59,7 @@ def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
                 "state": state_bytes(some), "sent": some["collectives"].map(sent_bytes).median(),
-                "across": some["across_machines_bytes_per_step"].fillna(0.0).median(),
+                "across": 0.0 if machines == 1 else some["across_machines_bytes_per_step"].median(),
                 "peak": some["peak_memory_gib_allocated"].median(), "predicted_state": said.state_bytes,
                 "predicted_sent": said.sent_bytes, "predicted_peak": said.peak_bytes / GIB,
                 "predicted_tokens_per_s": said.tokens_per_s, "predicted_efficiency": said.tokens_per_s / ranks / told,
