@@ -19,6 +19,7 @@ from torch import nn
 from engines import printed_json
 from forked import fork_ranks
 from probes import measured_steps
+from runs import trained
 from study.measure import Meters, matmul
 from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
 from study.measure.energy import EnergyMeter
@@ -27,6 +28,8 @@ from study.measure.inventory import Inventory
 from study.measure.memory import MemoryMeter
 from study.measure.state import StateWatch
 from study.measure.traffic import TrafficWatch
+from study.report.records.frames import read_records
+from study.validation.own import ALL_STATE, compared_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -635,3 +638,15 @@ def test_an_engine_run_has_all_phases_and_a_time_for_every_step() -> None:
         assert [step for step, _ in document["rows"]] == list(range(1, measured_steps.STEPS + 1))
         # Six steps less three of warm-up and the watched one.
         assert document["summary"]["window_steps"] == measured_steps.STEPS - 4
+
+
+def test_the_second_optimizer_of_a_gpu_counts_as_optimizer_state(tmp_path: Path) -> None:
+    ratio = ("zero_optimization.offload_optimizer.ratio=0.5", "zero_optimization.sub_group_size=100000")
+    overrides = (word for setting in ratio for word in ("--engine_override", setting))
+    trained(
+        "zero3_cpu_optimizer", tmp_path / "run", "--task", "gpt-wikitext", *overrides,
+        script="tests/probes/named_device.py",
+    )  # fmt: skip
+    (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
+    (state,) = (one for one in compared_of(record) if one.figure == ALL_STATE)
+    assert state.measured == pytest.approx(state.predicted, rel=1e-5)

@@ -28,7 +28,7 @@ from study.record.directory import read_run
 from study.record.lock import Held
 from study.spec.config import parse_command_line, resolved
 from study.sweep.plan import plan_cells
-from study.sweep.slices import missing_here
+from study.sweep.slices import missing_here, plan_suite
 from study.sweep.suite_file import Requirements, Suite, read_suite
 from sweeps import write_suite
 
@@ -208,3 +208,13 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
     run, expected = read_run(tmp_path / "sky" / "ddp"), run_of("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)
     assert len(run.environment["other_machines"]) == 1
+
+
+def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_it_holds(tmp_path: Path) -> None:
+    box = Box((80.0,) * 16, 128.0, nodes=2)
+    (part,) = plan_suite("scaling", box, tmp_path, ["world_size=16"]).slices
+    assert missing_here(part.suite, box, part.cells) is None
+    (whole,) = plan_suite("scaling", box, tmp_path).slices
+    refusal = missing_here(whole.suite, box, whole.cells)
+    assert refusal is not None
+    assert refusal.problem == "scaling needs 32 GPUs, and this box shows 16"

@@ -15,8 +15,9 @@ from engines import ROOT, launch, printed_json
 from forked import fork_ranks
 from runs import trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
-from study.errors import UserError
-from study.spec.config import RunConfig
+from study.errors import Unsupported, UserError
+from study.run.checks import check_swaps
+from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch, this_launch
 from study.spec.names import SHIPPED, digest_of
 from study.spec.strategies import (
@@ -225,6 +226,31 @@ def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
     assert engine["zero_stage"] == 1
     assert engine["own_settings"]["zero_optimization"]["reduce_bucket_size"] == 100_000
     assert engine["buckets"]["reduce_bucket_size"] == 100_000
+
+
+def test_nvme_buffers_grow_to_hold_the_largest_parameter(tmp_path: Path) -> None:
+    """DeepSpeed asserts that they do, and the shipped 1e8 elements are fewer than GPT-J's embedding has."""
+    shipped = read_strategy("zero3_nvme")
+    assert shipped.with_swap_buffers(100_000_000) == shipped
+    grown = shipped.with_swap_buffers(206_438_400).deepspeed
+    assert grown is not None
+    assert grown["zero_optimization"]["offload_param"]["buffer_size"] == 206_438_400
+    small = json.loads((DIRECTORY / "deepspeed" / "zero3_nvme.json").read_text())["zero_optimization"]["offload_param"]
+    file = own_file(tmp_path, "mine", "zero3_nvme", offload_param=small | {"buffer_size": 100_000})
+    document = read_yaml(DIRECTORY / "zero3_nvme.yaml")
+    document["deepspeed_config"]["deepspeed_config_file"] = str(file)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(document))
+    assert trained(f"{tmp_path}/mine", tmp_path / "run", ranks=1).state == "ok"
+
+
+def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
+    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
+        strategy = read_strategy(name)
+        check_swaps(config, Launch(strategy, 2, 0, 0, 2))
+        ranks = 8 if what == "parameters" else 64
+        with pytest.raises(Unsupported, match=f"{name} on {ranks} ranks: no rank's part of the {what}"):
+            check_swaps(config, Launch(strategy, ranks, 0, 0, ranks))
 
 
 def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:

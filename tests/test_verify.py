@@ -111,6 +111,13 @@ def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_number_of_ranks_can_be_asked_for() -> None:
+    result = verify("--world-size", "4", "--only", "zero2", "--precision", "fp32", "--json")
+    assert result.returncode == 0, result.stderr
+    assert "4 ranks on processor cores" in result.stderr
+
+
+@pytest.mark.long
 def test_every_strategy_of_the_pinned_releases_computes_what_one_process_computes() -> None:
     result = verify("--json")
     said = json.loads(result.stdout)
@@ -125,6 +132,7 @@ def test_every_strategy_of_the_pinned_releases_computes_what_one_process_compute
         (("--only", "zero9"), "'zero9' is not verified"),
         (("--only", "single"), "'single' is not verified"),
         (("--precision", "fp8"), "fp8"),
+        (("--world-size", "0"), "no number of ranks from 1 to 999"),
         (("--only", "fsdp2", "--precision", "bf16-engine"), "have no bf16-engine"),
     ],
 )

@@ -48,9 +48,8 @@ def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strateg
     assert strategy.deepspeed is not None
     zero = strategy.deepspeed["zero_optimization"]
     if strategy.offload_device("param") == "nvme":
-        part = -(-max(tensor.elements for tensor in shape.tensors) // ranks)
-        size = -(-part * 11 // 10 // 1024) * 1024
-        strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": size})
+        part = -(-shape.largest * 11 // 10 // ranks)
+        strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": 0}).with_swap_buffers(part)
     if strategy.offload_device("optimizer") == "nvme":
         part = shape.trained_parameters // ranks // _SMALLEST_SUB_GROUPS
         swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES

@@ -135,7 +135,7 @@ def _request(options: argparse.Namespace) -> Request:
     asked = _asked(strategy, config, box)
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     request = Request(
-        shape=shape, strategy=asked, box=box,
+        shape=shape, strategy=asked.with_swap_buffers(-(-shape.largest // box.ranks)), box=box,
         sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,

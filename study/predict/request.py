@@ -69,6 +69,11 @@ class ModelShape:
         return self.parameters - self.trained_parameters
 
     @property
+    def largest(self) -> int:
+        """Elements of one tensor."""
+        return max(tensor.elements for tensor in self.tensors)
+
+    @property
     def largest_trained(self) -> int:
         """Elements of one tensor."""
         return max(tensor.elements for tensor in self.tensors if tensor.trained)

@@ -28,9 +28,10 @@ def request_for(strategy: str, config: RunConfig, box: Box, micro_batch: int, ac
     if what := unpredicted(strategy, config):
         raise UserError(f"nobody predicts {what}", "leave it out")
     shape = model_shape(config.model_name_or_path)
+    buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
     return Request(
         shape=shape if config.peft == "none" else with_adapters(shape, config.lora_rank),
-        strategy=read_strategy(strategy).overridden(config), box=box, sequence_length=config.seq_length,
+        strategy=buffered.overridden(config), box=box, sequence_length=config.seq_length,
         micro_batch=micro_batch, accumulation=accumulation, precision=config.precision,
         gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
         dropout=config.dropout != 0, compiled=config.torch_compile,

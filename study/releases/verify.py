@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -82,11 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", metavar="STRATEGY", help="these strategies, in every precision that they have")
     add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="these precisions; all by default")
+    add("--world-size", type=_ranks, metavar="N", help="ranks; by default one for each GPU, or two without")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     add(
         "--runs-dir", type=folder_argument, metavar="DIR",
         help="keep the records there, and go on from them; else they are removed",
     )  # fmt: skip
+
+
+def _ranks(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,2}", text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no number of ranks from 1 to 999")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +110,10 @@ def run(options: argparse.Namespace) -> int:
         root = options.runs_dir or Path(held.enter_context(_scratch()))
         box = this_box()
         _refuse_another_stack(root, stack, box)
-        matrix = Matrix(root.absolute(), box, stack, options.precision, chosen=bool(options.only))
+        ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
+        if box.gpus and ranks > box.gpus:
+            raise UserError(f"--world-size {ranks}, and this box has {box}", f"use {box.gpus} or less")
+        matrix = Matrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
@@ -141,13 +152,20 @@ class Matrix:
     """Runs the cells of a strategy when it is asked for, and judges each against `single` in its precision."""
 
     def __init__(
-        self, root: Path, box: Box, stack: Mapping[str, str | None], precisions: Sequence[Precision], *, chosen: bool
+        self,
+        root: Path,
+        box: Box,
+        stack: Mapping[str, str | None],
+        precisions: Sequence[Precision],
+        ranks: int,
+        *,
+        chosen: bool,
     ):
         """`chosen` where the user named the strategies, so that none is spared a precision."""
         self.root, self.box, self._stack, self._precisions, self._chosen = root, box, stack, precisions, chosen
         self.is_kept = True
         self._asked = set[str]()
-        self.ranks = box.gpus or RANKS_WITHOUT_A_GPU
+        self.ranks = ranks
         self.tolerances: dict[Precision, Tolerance] = {}
 
     @property

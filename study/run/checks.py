@@ -15,7 +15,11 @@ from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
 from study.host.releases import refuse_unverified_pair
 from study.host.swap import refuse_full_drive
-from study.predict.floor import state_bytes
+from study.predict.floor import ANY_DEVICE, state_bytes
+from study.predict.request import box_of_ranks
+from study.predict.runs import request_for, unpredicted
+from study.predict.shape import model_shape
+from study.predict.state import unswapped
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
 from study.record.schema import RecordError
@@ -27,7 +31,7 @@ from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.overrides import override
-from study.spec.strategies import Strategy
+from study.spec.strategies import STRATEGY_NAMES, Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -90,6 +94,8 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     if launch.is_main:
         # To the other ranks it may be their own main process that is at work there by now.
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
+    if launch.strategy.offload_device("param") == "nvme":
+        launch = _with_swap_buffers(config, launch)
     check_request(config, launch)
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
@@ -100,12 +106,42 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
     if launch.is_main:
         check_room_for_record(config, output_dir)
     if launch.strategy.uses_nvme:
+        check_swaps(config, launch)
         check_room_to_swap(config, launch)
     cache = cache_directory()
     build_operators(launch.strategy, cache)
     if launch.virtual:
         check_can_be_held(config, launch)
     return Request(config, launch, plan, output_dir, checkpoint, cache, notice)
+
+
+def check_swaps(config: RunConfig, launch: Launch) -> None:
+    """What DeepSpeed would swap nothing of cannot be shown with this model on so many ranks."""
+    if launch.strategy.name not in STRATEGY_NAMES or unpredicted(launch.strategy.name, config):
+        return
+    request = request_for(launch.strategy.name, config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
+    if (what := unswapped(dataclasses.replace(request, strategy=launch.strategy.overridden(config)))) is not None:
+        raise Unsupported(
+            f"{launch.strategy.name} on {launch.world_size} ranks: no rank's part of the {what} has the 1 MiB below"
+            f" which DeepSpeed swaps nothing, with {config.model_name}",
+            "use a larger model or fewer ranks",
+        )
+
+
+def _with_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
+    """The file's buffers are for models up to some size; what --engine_override says stays, and is refused."""
+    from study.models.architecture import shape_of
+
+    known = unpredicted(launch.strategy.name, config) is None
+    largest = model_shape(config.model_name_or_path).largest if known else shape_of(config).largest_parameter
+    part = -(-largest // launch.world_size)
+    strategy = launch.strategy.with_swap_buffers(part)
+    if (asked := strategy.overridden(config)) != asked.with_swap_buffers(part):
+        raise UserError(
+            f"--engine_override sets buffer_size below the {part:,} elements of the largest parameter on a rank",
+            "leave it out, or set it larger",
+        )
+    return dataclasses.replace(launch, strategy=strategy)
 
 
 def refused(refusal: UserError, say: Callable[[str], None]) -> int:

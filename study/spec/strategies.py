@@ -43,6 +43,8 @@ LEAST_RANKS_WITH_COPIES = 4
 STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
 # A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
 KEEPS_PARTS = "activation_checkpointing.partition_activations"
+# In elements, of each buffer that parameters on NVMe go through.
+DEFAULT_SWAP_BUFFER = 100_000_000
 # Where nobody says it: of a virtual job, and in arithmetic.
 RANKS_OF_A_MACHINE = 8
 
@@ -101,6 +103,19 @@ class Strategy:
                 "leave it out, or launch a strategy with teams",
             )
         return dataclasses.replace(self, team=dataclasses.replace(self.team, ranks=size))
+
+    def with_swap_buffers(self, largest_part: int) -> Strategy:
+        """With NVMe buffers that hold the largest parameter's part, in elements: DeepSpeed asserts that they do."""
+        if self.deepspeed is None or self.offload_device("param") != "nvme":
+            return self
+        zero = self.deepspeed["zero_optimization"]
+        if zero["offload_param"].get("buffer_size", DEFAULT_SWAP_BUFFER) >= largest_part:
+            return self
+        # In the pages of a direct read.
+        buffers = {**zero["offload_param"], "buffer_size": -(-largest_part // 1024) * 1024}
+        return dataclasses.replace(
+            self, deepspeed={**self.deepspeed, "zero_optimization": {**zero, "offload_param": buffers}}
+        )
 
     def overridden(self, config: RunConfig) -> Strategy:
         """With the settings that a run asks for instead of the file's."""

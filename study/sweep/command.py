@@ -145,7 +145,9 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:
     """Of a series, what the box can run; where it can run nothing of it, the first reason is told."""
-    missing = {part.suite.name: refusal for part in plan.slices if (refusal := missing_here(part.suite, box))}
+    missing = {
+        part.suite.name: refusal for part in plan.slices if (refusal := missing_here(part.suite, box, part.cells))
+    }
     runnable = [part for part in plan.slices if part.suite.name not in missing]
     if not runnable:
         raise next(iter(missing.values()))
@@ -197,7 +199,7 @@ def weights(options: argparse.Namespace) -> int:
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
     # On a box that can run some slices, the weights of those; on one that can run none, of all.
-    parts = [part for part in plan.slices if not missing_here(part.suite, box)] or plan.slices
+    parts = [part for part in plan.slices if not missing_here(part.suite, box, part.cells)] or plan.slices
     for item, root in in_order(parts, options.time_budget):
         for cell in one_of_each_model(item):
             config = cell.config

@@ -57,7 +57,7 @@ class Foresight:
 
     def told(self, cell: Cell) -> str:
         """In a few words."""
-        said, request = [], self._request(cell)
+        said, request = [], self.request(cell)
         if self.box is not None and self.nodes(cell) > self.box.nodes:
             said.append(f"{cell.world_size} ranks need as many GPUs, of which {self.box.name} has {self.box.ranks}")
         device, fits = self.device_gib(cell), None
@@ -80,7 +80,7 @@ class Foresight:
         large may hold up the whole machine."""
 
         def fits(cell: Cell) -> bool:
-            request = self._request(cell) if self.device_gib(cell) else None
+            request = self.request(cell) if self.device_gib(cell) else None
             return request is not None and self._fits(cell, predict_memory(request))
 
         return max(0, sum(1 for _ in itertools.takewhile(fits, cells)) - 1)
@@ -104,7 +104,7 @@ class Foresight:
         steps = cell.total_steps
         return f"{step:.3g} s a step" + (f", {show_duration(step * steps)} for {steps}" if steps else "")
 
-    def _request(self, cell: Cell) -> Request | None:
+    def request(self, cell: Cell) -> Request | None:
         """None for what `unpredicted` says."""
         if unpredicted(cell.strategy, cell.config):
             return None

@@ -16,7 +16,7 @@ from study.host.memory import HOST_MEMORY_VARIABLE
 from study.launch.cell import Cell
 from study.sweep.plan import chosen_of, plan_cells
 from study.sweep.rehearsal import rehearsed
-from study.sweep.search import Search
+from study.sweep.search import Search, example_of
 from study.sweep.suite_file import SliceOf, Suite, find_suite, read_suite
 
 
@@ -102,9 +102,12 @@ def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
     return [(read[part.suite], part) for part in series.slices]
 
 
-def missing_here(suite: Suite, box: Box) -> UserError | None:
-    """The first thing that the suite needs and the box lacks."""
+def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) -> UserError | None:
+    """The first thing that the suite needs and the box lacks; of chosen cells, as many GPUs as the largest needs."""
     wanted = suite.requires
+    if cells:
+        largest = max(example_of(cell).world_size for cell in cells)
+        wanted = dataclasses.replace(wanted, gpus=min(wanted.gpus, largest))
     smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
     there = "run it where they are, or use --dry-run to see what it would do"
     for is_here, needs, has, fix in (
