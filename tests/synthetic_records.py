@@ -248,7 +248,8 @@ def _measurements(
         "peak_memory_gib_allocated": phase["allocated"], "peak_memory_gib_reserved": phase["reserved"],
         "peak_memory_gib_device": phase["device"], "avg_memory_gib_device": phase["device"],
         "host_peak_rss_gib": phase["host"], "state_bytes_per_rank": state, "comm_bytes_per_step": payload,
-        "sent_bytes_per_step": float(sent), "comm_calls_per_step": 2 if payload else 0, "energy_j": None,
+        "sent_bytes_per_step": float(sent), "gloo_sent_bytes_per_step": None if gpu else 1.5 * sent,
+        "comm_calls_per_step": 2 if payload else 0, "energy_j": None,
     }  # fmt: skip
     memory = {
         "unit": "GiB",

@@ -305,6 +305,34 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
     assert counts == {"all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)}
 
 
+@pytest.mark.parametrize(
+    ("splits", "sent"), [([1] * 8, 2800), ([8, *[0] * 7], 0), ([3, 5, *[0] * 6], 2000), ([0] * 7 + [8], 3200)]
+)
+def test_what_leaves_a_rank_in_an_all_to_all_is_all_but_its_own_split(
+    eight_ranks: int, splits: list[int], sent: int
+) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    rows, everybody = torch.ones(8, 100), dist.distributed_c10d._get_default_group()
+    parts = list(rows.split(splits))
+    with TrafficWatch(1) as watch:
+        dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
+        functional.all_to_all_single(rows, splits, splits, everybody).sum()
+        dist.all_to_all([torch.empty_like(part) for part in parts], parts)
+    (counted,) = watch.report()["collectives"].values()
+    assert (counted["calls"], counted["payload_bytes"]) == (3, 3 * 3200)
+    assert counted["wire_bytes_per_rank"] == pytest.approx(3 * sent)
+
+
+def test_ring_attention_passes_all_of_a_block_on(eight_ranks: int) -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    with TrafficWatch(1) as watch:
+        functional.permute_tensor(torch.ones(800), [*range(1, 8), 0], dist.distributed_c10d._get_default_group()).sum()
+    counted = watch.report()["collectives"]["all_to_all"]
+    assert (counted["payload_bytes"], counted["wire_bytes_per_rank"]) == (3200, 3200)
+
+
 def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> None:
     alone = dist.new_group([0])
     with TrafficWatch(1) as watch:
@@ -612,6 +640,9 @@ def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
             for kind, count in document["traffic"]["collectives"].items():
                 factor = 1 if kind == "all_reduce" else 1 / 2
                 assert count["wire_bytes_per_rank"] == factor * count["payload_bytes"], (strategy, kind)
+                # Of gloo a reduce-scatter is an all-reduce.
+                factor = 1 / 2 if kind == "all_gather" else 1
+                assert count["gloo_bytes_per_rank"] == factor * count["payload_bytes"], (strategy, kind)
 
 
 def test_zero3_gathers_twice_once_it_may_keep_nothing_between_forward_and_backward() -> None:
@@ -623,6 +654,10 @@ def test_zero3_gathers_twice_once_it_may_keep_nothing_between_forward_and_backwa
 def test_zero2_reduces_to_the_owner_once_multi_rank_buckets_are_off() -> None:
     document = probe("zero2", 2, "use_multi_rank_bucket_allreduce=false")[0]
     assert payloads(document)["reduce"] == document["elements"] * FP32
+    # Of four segments each rank passes on two, and then its half goes to the root.
+    assert document["traffic"]["collectives"]["reduce"]["gloo_bytes_per_rank"] == pytest.approx(
+        3 / 4 * payloads(document)["reduce"], rel=1e-3
+    )
     assert payloads(document)["all_reduce"] <= SCALARS
 
 

@@ -108,6 +108,13 @@ def test_what_more_micro_batches_send_is_as_recorded() -> None:
     assert "With four micro-batches a step " + said.format(**times) in " ".join(read("README.md").split())
 
 
+def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
+    files = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "study").rglob("*.py"),
+             *(REPOSITORY / "study").rglob("*.yaml"), *(REPOSITORY / "notebooks").glob("*.ipynb")]  # fmt: skip
+    said = re.compile(r"on the wire|wire bytes", re.IGNORECASE)
+    assert [file.name for file in files if said.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_how_far_ahead_an_offload_must_be_is_told() -> None:
     assert f"predicted to be {slowest_offload():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 

@@ -65,8 +65,8 @@ MEMORY: dict[str, Any] = {
 TRAFFIC: dict[str, Any] = {
     "step": 4, "world_size": 2,
     "collectives": {
-        "all_gather": {"calls": 3, "payload_bytes": 1000, "wire_bytes_per_rank": 500.0},
-        "all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0},
+        "all_gather": {"calls": 3, "payload_bytes": 1000, "wire_bytes_per_rank": 500.0, "gloo_bytes_per_rank": 500.0},
+        "all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0, "gloo_bytes_per_rank": 24.0},
     },
 }  # fmt: skip
 ROWS: list[dict[str, Any]] = [
@@ -85,7 +85,8 @@ SUMMARY: dict[str, Any] = {
     "tokens_per_s_per_device": 256.0, "samples_per_s": 8.0, "model_flops_per_step": 123456, "mfu": None,
     "peak_memory_gib_allocated": 1.25, "peak_memory_gib_reserved": 1.5, "peak_memory_gib_device": 2.5,
     "avg_memory_gib_device": 2.0, "host_peak_rss_gib": 0.5, "state_bytes_per_rank": STATE,
-    "comm_bytes_per_step": 1024, "sent_bytes_per_step": 524.0, "comm_calls_per_step": 4, "energy_j": None,
+    "comm_bytes_per_step": 1024, "sent_bytes_per_step": 524.0, "gloo_sent_bytes_per_step": 524.0,
+    "comm_calls_per_step": 4, "energy_j": None,
 }  # fmt: skip
 
 
@@ -135,7 +136,7 @@ def test_a_run_reads_back_as_it_was_written(run_directory: Path) -> None:
     assert run.status["attempt"] == 1
     assert run.status["started_at"] <= run.status["ended_at"]
     assert is_finished(run_directory)
-    assert set(SUMMARY) == {*SUMMARY_KEYS, "sent_bytes_per_step"}
+    assert set(SUMMARY) == {*SUMMARY_KEYS, "sent_bytes_per_step", "gloo_sent_bytes_per_step"}
 
 
 def test_the_run_directory_holds_the_files_of_the_design_and_no_leftover(run_directory: Path) -> None:
@@ -609,10 +610,13 @@ def test_a_baseline_that_watched_no_step_is_read(run_directory: Path) -> None:
     assert read_run(run_directory).summary["comm_bytes_per_step"] is None
 
 
-def test_a_record_from_before_bytes_on_the_wire_stood_in_its_summary_is_read(run_directory: Path) -> None:
-    rewrite(run_directory / "summary.json", lambda document: document.pop("sent_bytes_per_step"))
+@pytest.mark.parametrize("key", ["sent_bytes_per_step", "gloo_sent_bytes_per_step"])
+def test_a_record_from_before_sent_bytes_stood_in_its_summary_is_read(run_directory: Path, key: str) -> None:
+    rewrite(run_directory / "summary.json", lambda document: document.pop(key))
+    without = {"all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0}}
+    rewrite(run_directory / "traffic.json", lambda document: document.update(collectives=without))
     seal_anew(run_directory)
-    assert "sent_bytes_per_step" not in read_run(run_directory).summary
+    assert key not in read_run(run_directory).summary
 
 
 def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:

@@ -193,10 +193,10 @@ def test_memory_traffic_and_time_stand_beside_ddp(stages: dict[str, Answer]) -> 
     assert shares == {"ddp": "100 %", "zero1": "88 %", "zero2": "75 %", "zero3": "62 %"}
     traffic = stages["traffic"]
     assert traffic.sentence == (
-        "With sharded state a step sends 1.00 to 2.00 times the bytes of `ddp`, most with `zero3`."
+        "With sharded state a step sends 1.00 to 2.00 times the ring bytes (NCCL) of `ddp`, most with `zero3`."
     )
     assert row(traffic.table, "zero3")["x ddp"] == "2.00"
-    assert row(traffic.table, "single")["Sent, MiB"] == "0"
+    assert row(traffic.table, "single")["Ring bytes (NCCL), MiB"] == "0"
     time = stages["time"]
     assert time.sentence == "The time of a step with sharded state is not told apart from noise, beside `ddp`."
     assert float(row(time.table, "zero3")["x ddp"].removeprefix("~ ")) == pytest.approx(1.5, abs=0.1)
@@ -215,7 +215,7 @@ def test_confounded_and_failed_arms_are_named_and_in_no_answer(tmp_path: Path) -
     write_run(tmp_path, "zero3_cpu", state="oom", reason="CUDA out of memory")
     found = said(tmp_path)
     assert found["loss"].table["Same loss"].tolist() == ["2 of 2"]
-    for name, column in (("memory", "State, % of ddp"), ("time", "Step, ms"), ("traffic", "Sent, MiB")):
+    for name, column in (("memory", "State, % of ddp"), ("time", "Step, ms"), ("traffic", "Ring bytes (NCCL), MiB")):
         answer = found[name]
         assert "zero3" not in answer.sentence
         assert row(answer.table, "zero3")[column].endswith(" †")

@@ -170,7 +170,7 @@ def test_a_larger_batch_pays_traffic_back_per_token(tmp_path: Path) -> None:
         for strategy in ("ddp", "zero3"):
             write_run(tmp_path, strategy, config={"global_batch_size": batch})
     table = TABLES["batch_size"](read_records(tmp_path))
-    sent = table.set_index(["Arm", "Global batch"])["Sent per token, KiB"]
+    sent = table.set_index(["Arm", "Global batch"])["Ring bytes (NCCL) per token, KiB"]
     assert sent["zero3", 16] == pytest.approx(8 * PARAMETERS / (16 * 64) / 1024)
     assert sent["zero3", 16] == pytest.approx(4 * sent["zero3", 64])
     assert table["Throughput, x baseline"].tolist()[1].startswith("0.6")
@@ -188,10 +188,10 @@ def test_a_repeat_does_not_move_the_middle_of_a_loss(tmp_path: Path) -> None:
         assert row(table, "ddp")[column] == pytest.approx(row(table, "zero2")[column], rel=1e-5)
 
 
-def test_payload_stands_beside_bytes_on_the_wire_in_the_table_of_traffic_alone(records: Records) -> None:
+def test_payload_stands_beside_ring_bytes_in_the_table_of_traffic_alone(records: Records) -> None:
     headings = {name: " ".join(map(str, table(records).columns)) for name, table in TABLES.items()}
     assert [name for name, text in headings.items() if "Payload" in text] == ["traffic"]
-    assert "Sent per step, MiB" in headings["traffic"]
+    assert "Ring bytes (NCCL) per step, MiB" in headings["traffic"]
 
 
 def test_models_are_ordered_by_their_parameters(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_what_is_predicted_of_many_machines_stands_beside_what_virtual_ranks_hol
     table = TABLES["nodes"](read_parquet(REPOSITORY / "reports" / "virtual_scaling"))
     assert table["Ranks"].max() == 1024
     assert set(WITH_COPIES) <= set(table["Arm"].str.split(",").str[0])
-    for what in ("State", "Sent"):
+    for what in ("State", "Ring bytes (NCCL)"):
         assert table[f"{what}, predicted"].tolist() == pytest.approx(table[f"{what} per rank, MiB"].tolist(), rel=1e-5)
     kept = table.pivot(index="Arm", columns="Ranks", values="Efficiency, predicted")
     assert (kept[1024] < kept[32]).all()
@@ -292,7 +292,8 @@ def test_more_machines_stand_beside_the_ideal_with_what_they_send_to_each_other(
     assert real.loc[("strong", 2), "Efficiency"] == pytest.approx(0.75, rel=0.06)
     assert real.loc[("weak", 2), "Efficiency"] == pytest.approx(0.8, rel=0.06)
     sent = 8 * PARAMETERS / MIB
-    assert real.loc[("weak", 2), ["Sent per rank, MiB", "Of it across machines, MiB"]].tolist() == [sent, 0.9 * sent]
+    columns = ["Ring bytes (NCCL) per rank, MiB", "Of it across machines, MiB"]
+    assert real.loc[("weak", 2), columns].tolist() == [sent, 0.9 * sent]
     assert real.loc[("strong", 1), "Of it across machines, MiB"] == 0
     planned = table[table["Scaling"] == "planned"]
     # Two numbers of machines are no plan.
@@ -336,3 +337,21 @@ def test_neighbours_stand_beside_the_stages_with_what_they_hold_keep_and_send() 
     answer = neighbours.answer(records)
     assert answer is not None
     assert answer.sentence.startswith("gpt-wikitext, gpt-tiny: of 4 ranks each holds least state under `fsdp2 x4`")
+
+
+@pytest.mark.parametrize("report", ["neighbours", "virtual_neighbours"])
+def test_context_parallelism_sends_all_that_it_passes_on(report: str) -> None:
+    """Records of before 2026-11-23 said (N-1)/N of it, and were corrected by arithmetic."""
+    runs = read_parquet(REPOSITORY / "reports" / report).runs
+    runs = runs[(runs["strategy"] == "cp") & (runs["status_state"] == "ok")]
+    assert len(runs) >= 4
+    for run in runs.itertuples():
+        counted = json.loads(run.collectives)
+        assert counted["all_to_all"]["wire_bytes_per_rank"] == counted["all_to_all"]["payload_bytes"] > 0
+        assert run.sent_bytes_per_step == sum(each["wire_bytes_per_rank"] for each in counted.values())
+
+
+def test_bytes_of_gloo_stand_beside_those_of_a_ring_where_a_record_has_them(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero3", gpu=False)
+    table = TABLES["traffic"](read_records(tmp_path))
+    assert (table["Sent by gloo per step, MiB"] == 1.5 * table["Ring bytes (NCCL) per step, MiB"]).all()

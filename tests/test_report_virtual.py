@@ -104,7 +104,7 @@ def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Re
     bent = row(blank, "zero3", 64, 4, traffic=3.0)
     records = together(row(blank, "zero3", 64, 2), row(blank, "zero3", 64, 3), bent)
     table = TABLES["settings"](records)
-    assert table["Sent, x weights"].isna().all()
+    assert table["Ring bytes (NCCL), x weights"].isna().all()
     assert table["Payload, x weights"].tolist() == ["all_gather ?"]
     (line,) = told(layers.answer(records)).table.to_dict("records")
     assert (line["Measured whole"], line["Lines"]) == (0, 1)
@@ -120,7 +120,7 @@ def test_the_line_is_held_against_the_whole_model_where_both_ran(blank: Records)
     (summary,) = summaries(records)
     assert summary["extrapolated"] is None
     (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
-    assert (line["State of the line, x whole"], line["Sent, x whole"]) == ("+0.00%", "+1.00%")
+    assert (line["State of the line, x whole"], line["Ring bytes (NCCL), x whole"]) == ("+0.00%", "+1.00%")
 
 
 def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) -> None:
@@ -132,16 +132,17 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
         row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true", traffic=1.5 * paper),
     )
     answer = told(settings_question.answer(records))
-    assert answer.sentence == "As shipped the engine sends 1.5 (`zero2`) times the paper's traffic."
+    said = "As shipped the engine sends 1.5 (`zero2`) times the paper's traffic, in ring bytes (NCCL)."
+    assert answer.sentence == said
     moved = answer.table.set_index("Setting")
     assert moved["Cases"].tolist() == [1, 1, 1]
-    assert moved["Sent, x paper"].to_dict() == {
+    assert moved["Ring bytes (NCCL), x paper"].to_dict() == {
         AS_SHIPPED: "1.5", "use_multi_rank_bucket_allreduce=false": "1.5 → 1", "overlap_comm=true": ""
     }  # fmt: skip
-    assert set(moved) == {"Strategy", "Cases", "Sent, x paper"}
+    assert set(moved) == {"Strategy", "Cases", "Ring bytes (NCCL), x paper"}
     effects = TABLES["setting_effects"](records).set_index("Setting")
-    assert effects.loc["use_multi_rank_bucket_allreduce=false", "Sent, x weights"] == "2.625 to 1.75"
-    assert effects.loc["overlap_comm=true", "Sent, x weights"] == ""
+    assert effects.loc["use_multi_rank_bucket_allreduce=false", "Ring bytes (NCCL), x weights"] == "2.625 to 1.75"
+    assert effects.loc["overlap_comm=true", "Ring bytes (NCCL), x weights"] == ""
     drawing = only(settings(together(records.runs, row(blank, "zero2", 64))))
     assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
 

@@ -237,7 +237,7 @@ def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) 
 def test_what_is_sent_and_what_is_payload_go_by_their_names() -> None:
     lines = list(describe(at_depth(10)))
     assert lines[0].endswith("bf16-engine, 1 sample of 16 tokens a step")
-    assert "  sent per step  600 B in 60 calls, payload 800 B" in lines
+    assert "  ring bytes per step  600 B in 60 calls, payload 800 B" in lines
     assert "    all_gather      300 B in 50 calls, payload 400 B" in lines
 
 

@@ -24,7 +24,7 @@ from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_par
 from study.report.records.searches import Fit, fits
 from study.report.records.statistics import Interval, by_seed, paired_ratio
 from study.report.records.virtual_ranks import Summary, held, known, setting_of, state_bytes, summaries
-from study.virtual.summary import wire_bytes
+from study.virtual.summary import ring_bytes
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
@@ -283,7 +283,7 @@ def counted_bytes(run: pd.Series, figure: str) -> float:
             return math.nan
         counted = json.loads(run["collectives"])
         kept = {name: counts for name, counts in counted.items() if figure == "sent" or name.startswith("all_gather")}
-        return float(wire_bytes(kept))
+        return float(ring_bytes(kept))
     if figure == "calls":
         return float(run["comm_calls_per_step"])
     if figure == "tokens":

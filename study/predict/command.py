@@ -37,7 +37,7 @@ from study.spec.strategies import (
 EPILOG = """\
 Nothing is run, and nothing is fetched without --hub. Between the ends of an interval lie 80 % of what was
 measured elsewhere (reports/prediction); a figure without one was not validated. An all-reduce counts once in
-what collectives move, and what leaves a rank is that of a ring.
+what collectives move; ring bytes are what leaves a rank where each collective is a ring, as with NCCL.
 """
 CHUNKED_LOSS = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
 _PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]
@@ -214,7 +214,7 @@ def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
     name, unit = ("GB", 1e9) if prediction.sent_bytes_per_step.value >= 1e8 else ("MB", 1e6)
     yield from ("", f"sent by one rank in a step, {name}")
     yield from _rows(payload_of(request), unit)
-    yield _line("leaves the rank", prediction.sent_bytes_per_step, unit)
+    yield _line("ring bytes (NCCL)", prediction.sent_bytes_per_step, unit)
     time = prediction.time
     yield from ("", "time of a step, ms")
     yield from _rows(time.parts, 1e-3)

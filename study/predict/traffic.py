@@ -71,7 +71,7 @@ def _fsdp(request: Request) -> dict[str, float]:
 
 
 def sent_bytes(request: Request) -> float:
-    """Of a ring. hsdp gathers within a copy, and sums over copies."""
+    """Ring bytes. hsdp gathers within a copy, and sums over copies."""
     ranks, copy, payload = request.box.ranks, request.ranks_of_a_copy, payload_of(request)
     if ranks == 1:
         return 0.0

@@ -148,7 +148,10 @@ SUMMARY: Keys = {
     **dict.fromkeys(("comm_bytes_per_step", "comm_calls_per_step", "energy_j"), AMOUNT_OR_NULL),
 }  # fmt: skip
 # Later keys, which older records lack.
-SUMMARY_MAY_HAVE: Keys = {"sent_bytes_per_step": AMOUNT_OR_NULL, "steps_skipped": COUNT, "warmup_steps": COUNT}
+SUMMARY_MAY_HAVE: Keys = {
+    **dict.fromkeys(("sent_bytes_per_step", "gloo_sent_bytes_per_step"), AMOUNT_OR_NULL),
+    "steps_skipped": COUNT, "warmup_steps": COUNT,
+}  # fmt: skip
 SUMMARY_KEYS = tuple(SUMMARY)
 _ENGINE: Keys = {
     "strategy": TEXT, "distributed_type": TEXT, "world_size": POSITIVE, "virtual": FLAG,
@@ -184,7 +187,10 @@ _RANK_MEMORY: Keys = {
     "rank": COUNT, "phases": _keys({}, others=_keys(dict.fromkeys(PEAKS.values(), AMOUNT_OR_NULL))),
     "device_mean_over_steps": AMOUNT_OR_NULL, "state": _or_null(_RANK_STATE),
 }  # fmt: skip
-_COLLECTIVE = _keys({"calls": COUNT, "payload_bytes": COUNT, "wire_bytes_per_rank": AMOUNT})
+# `wire` is what a ring of NCCL sends. Older records do not say what gloo sends.
+_COLLECTIVE = _keys(
+    {"calls": COUNT, "payload_bytes": COUNT, "wire_bytes_per_rank": AMOUNT}, {"gloo_bytes_per_rank": AMOUNT}
+)
 _PROFILED_KERNEL: Keys = {
     "name": _kind("at most 200 printable letters", lambda value: isinstance(value, str) and len(value) <= 200
                   and value.isprintable()),

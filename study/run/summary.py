@@ -81,6 +81,7 @@ def summarize(
     tokens_per_step = config.global_batch_size * config.seq_length
     tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
     collectives = traffic["collectives"].values() if traffic else ()
+    by_gloo = [entry["gloo_bytes_per_rank"] for entry in collectives if "gloo_bytes_per_rank" in entry]
     # Of one rank, where the figure is for all of them.
     energies: list[Any] = [None] if virtual else [rank["time"]["energy_j"] for rank in ranks]
     summary = {
@@ -116,7 +117,9 @@ def summarize(
             for kind in STATE_KINDS
         },
         "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
+        # What a ring of NCCL would send; what gloo sends, where it runs.
         "sent_bytes_per_step": sum(entry["wire_bytes_per_rank"] for entry in collectives) if traffic else None,
+        "gloo_sent_bytes_per_step": sum(by_gloo) if by_gloo else None,
         "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,
         "energy_j": None if None in energies else sum(energies),
         "steps_skipped": log.skipped_before + log.skipped_steps,

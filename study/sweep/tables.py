@@ -24,7 +24,7 @@ from study.sweep.slices import Slice
 
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
-    "GPU GiB", "host GiB", "state MiB/rank", "sent MiB/step",
+    "GPU GiB", "host GiB", "state MiB/rank", "ring MiB/step",
 )  # fmt: skip
 # Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")

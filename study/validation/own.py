@@ -26,14 +26,14 @@ from study.report.records.frames import RUNS_FILE, read_parquet
 from study.report.records.predicted import request_if_any, request_of
 from study.spec.strategies import REPOSITORY
 from study.validation.measured import Measured
-from study.virtual.summary import wire_bytes
+from study.virtual.summary import ring_bytes
 
 REPORTS = REPOSITORY / "reports"
 SUITES = ("laptop", "claims", "paper_table1", "neighbours", "virtual_scaling", "virtual_settings", "virtual_claims",
           "virtual_neighbours", "virtual_lora", "virtual_models", "virtual_tuning")  # fmt: skip
 # Of GPUs, once there are any.
 GPU = "gpu"
-ALL_STATE, SENT = "state, all", "sent in a step"
+ALL_STATE, SENT = "state, all", "ring bytes (NCCL) of a step"
 # The phase of steps went on after the last evaluation.
 _COUNTS_WHAT_THE_LAST_EVALUATION_LEFT = ("dd505bf", "6edd112")
 
@@ -139,7 +139,7 @@ def compared_of(run: Any) -> Iterator[Compared]:
             if measured or predicted:
                 yield Compared(run.suite, run.run, f"{kind}, {place}", measured, predicted)
     yield Compared(run.suite, run.run, ALL_STATE, **total)
-    yield Compared(run.suite, run.run, SENT, wire_bytes(json.loads(run.collectives)), sent_bytes(request))
+    yield Compared(run.suite, run.run, SENT, ring_bytes(json.loads(run.collectives)), sent_bytes(request))
 
 
 def table() -> pd.DataFrame:

@@ -9,9 +9,9 @@ from study.virtual.summary import Extrapolation, RankSummary, total
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 LEGEND = """\
-GB are 1e9 bytes, GiB 2**30; ? is a figure that no line over layers gives. Sent is what leaves a rank under the best
-algorithm for each collective; payload counts an all-reduce once, and a gather by what it puts out. Losses of a virtual
-rank mean nothing and are not kept."""
+GB are 1e9 bytes, GiB 2**30; ? is a figure that no line over layers gives. Ring bytes are what leaves a rank where each
+collective is a ring, as with NCCL; payload counts an all-reduce once, and a gather by what it puts out. Losses of a
+virtual rank mean nothing and are not kept."""
 
 
 def page(summaries: Sequence[RankSummary]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def describe(summary: RankSummary) -> Iterator[str]:
         yield f"  buffers      {gb(total(buffers.values()))} ({named})"
     yield from _peaks(summary)
     yield (
-        f"  sent per step  {gb(summary.sent_bytes_per_step)} in {_count(summary.comm_calls_per_step)} calls,"
+        f"  ring bytes per step  {gb(summary.sent_bytes_per_step)} in {_count(summary.comm_calls_per_step)} calls,"
         f" payload {gb(summary.comm_bytes_per_step)}"
     )
     for name, counts in summary.collectives.items():
@@ -86,7 +86,7 @@ def _peaks(summary: RankSummary) -> Iterator[str]:
 def table(summaries: Sequence[RankSummary]) -> Iterator[str]:
     """One line per strategy."""
     row = "{:<20} {:<11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9} {:>6}  {}"
-    names = ("strategy", "precision", *STATE_KINDS, "state", "sent/step", "payload", "calls", "")
+    names = ("strategy", "precision", *STATE_KINDS, "state", "ring bytes", "payload", "calls", "")
     yield row.format(*names).rstrip()
     for summary in summaries:
         sizes = (

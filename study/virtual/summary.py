@@ -60,7 +60,7 @@ class RankSummary:
     emulated_device_memory_gib: float | None
     # By kind of state and then by place.
     state_bytes_per_rank: dict[str, ByPlace]
-    # Payload: an all-reduce counts once, a gather by what it puts out. `sent` is what leaves the rank.
+    # Payload: an all-reduce counts once, a gather by what it puts out. `sent` are ring bytes.
     comm_bytes_per_step: float | None
     comm_calls_per_step: float | None
     sent_bytes_per_step: float | None
@@ -88,7 +88,7 @@ class RankSummary:
         said |= {
             "rank": said["virtual_rank"],
             # Where no step was watched there is no payload either.
-            "sent_bytes_per_step": None if said["comm_bytes_per_step"] is None else wire_bytes(collectives),
+            "sent_bytes_per_step": None if said["comm_bytes_per_step"] is None else ring_bytes(collectives),
             "collectives": collectives,
             **{name: state.get(name) for name in ("buffer_bytes", "grads_in_bucket_bytes")},
             "kept_whole_bytes": state.get("kept_whole", {}).get("bytes"),
@@ -112,7 +112,7 @@ class RankSummary:
             "state_bytes_per_rank": {
                 kind: {place: row[f"{kind}_bytes_{place}"] for place in STATE_PLACES} for kind in STATE_KINDS
             },
-            "sent_bytes_per_step": wire_bytes(collectives),
+            "sent_bytes_per_step": ring_bytes(collectives),
             "collectives": collectives,
             "buffer_bytes": json.loads(row["buffers"] or "{}"),
             "grads_by_moment": json.loads(row["grads_by_moment"] or "{}"),
@@ -148,6 +148,6 @@ def total(parts: Iterable[float | None]) -> float | None:
     return None if None in known else sum(part for part in known if part is not None)
 
 
-def wire_bytes(collectives: Mapping[str, Mapping[str, float]]) -> float:
-    """Sent by one rank."""
+def ring_bytes(collectives: Mapping[str, Mapping[str, float]]) -> float:
+    """Sent by one rank, where every collective is a ring."""
     return sum(counts["wire_bytes_per_rank"] for counts in collectives.values())

@@ -44,9 +44,9 @@ def _lines(subject: str, rows: pd.DataFrame) -> Drawing:
     axes.set_xscale("log", base=2)
     axes.set_xticks(machines, [f"{each}" for each in machines])
     axes.minorticks_off()
-    title, unit = (
-        ("Sent from machine to machine", "MiB per step") if is_planned else ("Speed per rank", "% of the ideal")
-    )
+    title, unit = ("Speed per rank", "% of the ideal")
+    if is_planned:
+        title, unit = "Sent from machine to machine", "ring bytes (NCCL), MiB per step"
     axes.set(xlabel="machines", ylabel=unit, ylim=(0, None))
     axes.grid(axis="y")
     label_beside(axes, ends)

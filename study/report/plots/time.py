@@ -105,7 +105,7 @@ def _traffic(workload: str, runs: pd.DataFrame) -> Drawing:
     # Of all parameters, where a run holds them undivided.
     undivided = runs[(runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")]
     whole = float(undivided["params_bytes_device"].max()) / size
-    subtitle = "Bytes on the wire of one rank; an all-reduce goes there and back."
+    subtitle = "Ring bytes (NCCL) of one rank; an all-reduce goes there and back."
     figure, (axes,) = sheet_of_rows(len(sent))
     if whole > 0:
         subtitle += f" The dashed lines are whole copies of the parameters ({number(whole)} {unit})."

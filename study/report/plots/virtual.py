@@ -100,19 +100,19 @@ def _how(rows: Sequence[Summary]) -> str:
 
 def _bars(what: str, rows: Sequence[Summary]) -> Drawing:
     rows = sorted(rows, key=lambda one: (one["strategy"], one["setting"] != AS_SHIPPED, one["setting"]))
-    lengths = pd.DataFrame([_wire(row) for row in rows], index=[_label(row) for row in rows])
+    lengths = pd.DataFrame([_ring_bytes(row) for row in rows], index=[_label(row) for row in rows])
     totals = [number(total) for total in lengths.sum(axis="columns")]
     papers = [papers_traffic(row["stage"], row["world_size"]) for row in rows]
     figure, (axes,) = sheet_of_rows(len(rows), 0.34)
     bars(axes, lengths, TRAFFIC, totals, "copies of the weights per rank and step", {}, marks=papers, margin=0.12)
-    subtitle = "Bytes on the wire; an all-reduce counts twice, in and back. The upright line is the paper's figure."
+    subtitle = "Ring bytes (NCCL); an all-reduce counts twice, in and back. The upright line is the paper's figure."
     words = "; ".join(f"{row['strategy']} {row['setting']} {total} (paper {number(paper)})"
                       for row, total, paper in zip(rows, totals, papers, strict=True))  # fmt: skip
     legend = legend_of_fills({kind: TRAFFIC.get(kind, OTHER) for kind in lengths}, {})
     return finish(figure, "Sent in one step, by stage and setting", what, subtitle, words, legend=legend)
 
 
-def _wire(row: Summary) -> dict[str, float]:
+def _ring_bytes(row: Summary) -> dict[str, float]:
     """Of each collective that carries more than bookkeeping."""
     sizes = shares(row, "wire_bytes_per_rank").items()
     return {kind: size for kind, size in sizes if size is not None and size >= BOOKKEEPING}

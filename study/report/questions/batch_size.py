@@ -68,7 +68,7 @@ def _figures(arm: Arm) -> Row:
         "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
         "Throughput, x baseline": against(arm, "tokens_per_s_per_device"),
         "Step time, ms": 1e3 * step_s(arm),
-        "Sent per token, KiB": 1024 * sent_mib(arm) / tokens,
+        "Ring bytes (NCCL) per token, KiB": 1024 * sent_mib(arm) / tokens,
         "Peak memory, GiB": peak_gib(arm)[0],
     }
 

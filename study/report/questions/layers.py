@@ -74,7 +74,7 @@ def lines_table(records: Records) -> pd.DataFrame:
                 "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
                 "Setting": one["setting"],
                 "State of the line, x whole": f"{state_bytes(line) / state_bytes(one) - 1:+.2%}",
-                "Sent, x whole": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
+                "Ring bytes (NCCL), x whole": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -89,7 +89,7 @@ def virtual_runs_table(records: Records) -> pd.DataFrame:
             "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
             "Setting": setting_of(run) if isinstance(run["engine_override"], str) else "",
             "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
-            "Sent per step, GB": sent_bytes(run["collectives"]) / GB,
+            "Ring bytes (NCCL) per step, GB": sent_bytes(run["collectives"]) / GB,
             "Host peak, GiB": run["host_peak_rss_gib"],
             "Run, s": run["runtime_s"],
             "Outcome": f"{run['status_state']}: {run['status_reason']}" if run["status_state"] != "ok" else "ok",

@@ -28,7 +28,7 @@ def answer(records: Records) -> Answer | None:
     if not sentences:
         return None
     columns: Columns = {
-        "State, MiB": state_mib, "Kept for backward, MiB": _held, "Sent, MiB": sent_mib,
+        "State, MiB": state_mib, "Kept for backward, MiB": _held, "Ring bytes (NCCL), MiB": sent_mib,
         "Calls": lambda arm: arm.median("comm_calls_per_step"),
     }  # fmt: skip
     return side_by_side(sentences[0], shown, columns, *_NOTES)
@@ -77,7 +77,7 @@ def _sentence(workload: str, of_it: list[Arm]) -> str | None:
         return None
     said = []
     for figure, words in ((state_mib, "holds least state"), (_held, "keeps least for its backward pass"),
-                          (sent_mib, "sends least")):  # fmt: skip
+                          (sent_mib, "sends the fewest ring bytes (NCCL)")):  # fmt: skip
         measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
         if measured:
             least = min(measured, key=lambda name: measured[name])
@@ -94,7 +94,7 @@ def neighbours_table(records: Records) -> pd.DataFrame:
             "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
             "Kept for backward, MiB": _held(arm),
             "Still gathered then, MiB": _held(arm, "forward_gathers_bytes"),
-            "Sent, MiB": sent_mib(arm),
+            "Ring bytes (NCCL), MiB": sent_mib(arm),
             "Calls": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": by_collective(arm),
         }  # fmt: skip

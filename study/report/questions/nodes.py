@@ -59,7 +59,8 @@ def _shown(rows: pd.DataFrame) -> pd.DataFrame:
         "Tokens/s, predicted": rows["predicted_tokens_per_s"], "Efficiency": rows["efficiency"],
         "Efficiency, predicted": rows["predicted_efficiency"],
         "State per rank, MiB": rows["state"] / MIB, "State, predicted": rows["predicted_state"] / MIB,
-        "Sent per rank, MiB": rows["sent"] / MIB, "Sent, predicted": rows["predicted_sent"] / MIB,
+        "Ring bytes (NCCL) per rank, MiB": rows["sent"] / MIB,
+        "Ring bytes (NCCL), predicted": rows["predicted_sent"] / MIB,
         "Of it across machines, MiB": rows["across"] / MIB,
         "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
     }  # fmt: skip

@@ -55,7 +55,7 @@ def summary_table(records: Records) -> pd.DataFrame:
             "State per rank, MiB": state_mib(arm),
             "Peak memory, GiB": peak_gib(arm)[0],
             "Peak of": peak_gib(arm)[1],
-            "Sent per step, MiB": sent_mib(arm),
+            "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
             "Step time, ms": 1e3 * step_s(arm),
             "Time, x baseline": against(arm, STEP),
         },

@@ -34,6 +34,7 @@ from study.theory.paper import papers_traffic
 # Below this a difference in traffic or memory is padding and bookkeeping.
 _NOTABLE = 0.01
 _THREE_DIGITS = "{:.3g}".format
+_X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
 
 
 def _sent_x_paper(one: Summary) -> float:
@@ -42,8 +43,8 @@ def _sent_x_paper(one: Summary) -> float:
 
 
 _FIGURES: dict[str, Callable[[Summary], float]] = {
-    "Sent, x paper": _sent_x_paper,
-    "Sent, x weights": sent,
+    _X_PAPER: _sent_x_paper,
+    _X_WEIGHTS: sent,
     "Calls": lambda one: known(one, "comm_calls_per_step"),
     "State, GB": lambda one: state_bytes(one) / GB,
     "Params, GB": lambda one: held(one, "params") / GB,
@@ -53,8 +54,8 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
     "Buffers, GB": lambda one: buffer_bytes(one) / GB,
 }
 # Where all cases of a setting are one row, and where each is one.
-_OF_A_SETTING = ("Sent, x paper", "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
-_OF_A_CASE = tuple(name for name in _FIGURES if name not in ("Sent, x paper", "State, GB"))
+_OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
+_OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
 
 
 def answer(records: Records) -> Answer | None:
@@ -66,9 +67,9 @@ def answer(records: Records) -> Answer | None:
     if not known_of:
         return None
     told = [f"{span(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in known_of.items()]
-    sentence = f"As shipped the engine sends {', '.join(told)} times the paper's traffic."
+    sentence = f"As shipped the engine sends {', '.join(told)} times the paper's traffic, in ring bytes (NCCL)."
     rows: list[dict[str, Any]] = [
-        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(some), "Sent, x paper": span(some, _THREE_DIGITS)}
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(some), _X_PAPER: span(some, _THREE_DIGITS)}
         for stage, some in known_of.items()
     ]
     moved: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
@@ -92,13 +93,13 @@ def _moves(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary],
 
 
 def settings_table(records: Records) -> pd.DataFrame:
-    """Memory in GB, and what is sent in one step as multiples of the model's weights."""
+    """Memory in GB, and the ring bytes of one step as multiples of the model's weights."""
     return pd.DataFrame(
         {
             **_case(one),
             **{name: _FIGURES[name](one) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
             "Parameters kept whole, GB": known(one, "kept_whole_bytes") / GB,
-            **{name: _FIGURES[name](one) for name in ("Gradients in the bucket, GB", "Buffers, GB", "Sent, x weights")},
+            **{name: _FIGURES[name](one) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
             "Paper, x weights": papers_traffic(one["stage"], one["world_size"]),
             "Payload, x weights": _payloads(one),
             "Calls": _FIGURES["Calls"](one),

@@ -1,4 +1,4 @@
-"""What one rank sends in a step: bytes on the wire, and the payload that it hands to its collectives."""
+"""What one rank sends in a step: the bytes of a ring and of gloo, and the payload that it hands to its collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from study.report.records.virtual_ranks import sent_bytes
 
 
 def sent_mib(arm: Arm) -> float:
-    """On the wire: an all-reduce goes there and back, a gather or a scatter one way."""
+    """Of a ring: an all-reduce goes there and back, a gather or a scatter one way."""
     sent = arm.ended["collectives"].map(sent_bytes)
     return float(sent.median()) / MIB if sent.notna().any() else NAN
 
@@ -29,9 +29,10 @@ def answer(records: Records) -> Answer | None:
     sentence = ""
     if beside.ratios:
         sent, (_, most) = span((ratio for ratio, _ in beside.ratios), times_text), beside.ratios[-1]
-        sentence = f"With sharded state a step sends {sent} times the bytes of {beside.names}, most with `{most.name}`."
-    columns: Columns = {"Sent, MiB": sent_mib, f"x {beside.plain_names}": beside.cell(times_text)}
-    about = "Bytes on the wire that one rank sends in one step."
+        sentence = f"With sharded state a step sends {sent} times the ring bytes (NCCL) of {beside.names}"
+        sentence += f", most with `{most.name}`."
+    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {beside.plain_names}": beside.cell(times_text)}
+    about = "What one rank sends in one step, where every collective is a ring, as with NCCL. Gloo sends other amounts."
     return beside.answer(sentence, "what a rank sends", columns, about)
 
 
@@ -39,7 +40,8 @@ def traffic_table(records: Records) -> pd.DataFrame:
     return table_of(
         real_arms(records),
         lambda arm: {
-            "Sent per step, MiB": sent_mib(arm),
+            "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
+            "Sent by gloo per step, MiB": arm.median("gloo_sent_bytes_per_step") / MIB,
             "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
             "Calls per step": arm.median("comm_calls_per_step"),
             "Payload by collective, MiB": by_collective(arm),

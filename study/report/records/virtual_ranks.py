@@ -21,7 +21,7 @@ from study.report.records.statistics import percent
 from study.report.records.workloads import options_of
 from study.theory.paper import papers_state_bytes
 from study.virtual.lines import extrapolate
-from study.virtual.summary import RankSummary, wire_bytes
+from study.virtual.summary import RankSummary, ring_bytes
 
 GB = 1e9
 AS_SHIPPED = "as shipped"
@@ -122,14 +122,14 @@ def changes(records: Records) -> list[tuple[Summary, Summary]]:
 
 
 def sent_bytes(collectives: Any) -> float:
-    """On the wire, as a row of the table of runs has them; NaN where no step was watched."""
+    """Of a ring, as a row of the table of runs has them; NaN where no step was watched."""
     if not isinstance(collectives, str):
         return math.nan
-    return float(wire_bytes(json.loads(collectives)))
+    return float(ring_bytes(json.loads(collectives)))
 
 
 def sent(summary: Summary) -> float:
-    """Bytes on the wire of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
+    """Ring bytes of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
     return known(summary, "sent_bytes_per_step") / _weights(summary)
 
 

@@ -42,7 +42,7 @@ def table(records: Records) -> str:
 
 
 def arms_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """One line per strategy: GPT's loss, model state by place, bytes on the wire, and time, on one rank.
+    """One line per strategy: GPT's loss, model state by place, ring bytes, and time, on one rank.
 
     Of the first run with the lowest seed: a strategy that ran with more of them shows nothing else here.
     """
@@ -60,7 +60,7 @@ def _cells(run: pd.Series) -> dict[str, str]:
         "ranks": f"{run['world_size']:.0f}",
         "eval loss": _number(run["eval_loss_final"], 4) + outcome,
         **{_PLACES[place]: _number(size or math.nan, 1, MIB) for place, size in held.items()},
-        "sent per step, MiB": _number(sent_bytes(run["collectives"]), 1, MIB),
+        "ring bytes (NCCL) per step, MiB": _number(sent_bytes(run["collectives"]), 1, MIB),
         "step, ms": _number(run["step_time_s_median"], 0, 1e-3),
     }
 
