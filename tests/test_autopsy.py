@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import queue
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,7 @@ from study.autopsy.design import (
     plan,
 )
 from study.autopsy.page import build
-from study.autopsy.run import MARK, SESSIONS, Lane, _Progress, _work, missing, open_folder, run_sessions
+from study.autopsy.run import MARK, SESSIONS, Lane, missing, open_folder, run_sessions
 from study.claims.ledger import read_ledger
 from study.cli import main
 from study.errors import UserError
@@ -164,21 +163,6 @@ def test_a_folder_that_is_no_autopsys_is_refused_and_left_alone(
     assert "thesis.txt" in capsys.readouterr().err
 
 
-def test_a_folder_that_has_got_the_name_of_a_renamed_one_is_left_alone(tmp_path: Path) -> None:
-    class Answers(Lane):
-        def run(self, session: Session) -> dict[str, Any]:
-            folder.rename(tmp_path / "moved")
-            (folder / SESSIONS).mkdir(parents=True)
-            return {"state": "ok", "arms": [], "session_s": 1.0}
-
-    folder, todo = tmp_path / "mine", queue.SimpleQueue[Session]()
-    todo.put(plan(TINY, (1,))[0])
-    with open_folder(folder, TINY) as lock:
-        _work(Answers(TINY, 0, tmp_path), todo, lock, _Progress(1, lambda _line: None), 1)
-    assert list((folder / SESSIONS).iterdir()) == []
-    assert list((tmp_path / "moved" / SESSIONS).iterdir()) == []
-
-
 def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
     open_folder(tmp_path, SCALES["a100"]).release()
     with pytest.raises(UserError, match="another scale"):
@@ -200,8 +184,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
              "0-gate-given-with-a-launchers-environment")  # fmt: skip
     sessions = [each for each in plan(TINY, (1,)) if each.id in names]
     assert len(sessions) == len(names)
-    with open_folder(folder, TINY) as lock:
-        assert run_sessions(lock, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
+    with open_folder(folder, TINY):
+        assert run_sessions(folder, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
     return read_sessions(folder)
 
 

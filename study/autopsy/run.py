@@ -147,10 +147,9 @@ class Lane:
 
 
 def run_sessions(
-    lock: FileLock, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None], retry: bool = False
+    folder: Path, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None], retry: bool = False
 ) -> int:
-    """In the locked folder. Returns how many of them did not end ok."""
-    folder = lock.folder()
+    """Returns how many of them did not end ok."""
     left = missing(folder, sessions, retry)
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, min(scale.lanes, len(cores)))
@@ -163,7 +162,9 @@ def run_sessions(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     lanes = [Lane(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
-    threads = [threading.Thread(target=_work, args=(lane, todo, lock, progress, count), daemon=True) for lane in lanes]
+    threads = [
+        threading.Thread(target=_work, args=(lane, todo, folder, progress, count), daemon=True) for lane in lanes
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -173,16 +174,13 @@ def run_sessions(
         progress.stopped = True
         for lane in lanes:
             lane.end()
-        if is_in_place := lock.is_in_place():
-            shutil.rmtree(work, ignore_errors=True)
-    if not is_in_place:
-        raise UserError(f"{folder} was renamed or removed while its sessions ran", "put it back, and call this again")
+        shutil.rmtree(work, ignore_errors=True)
     if progress.lost:
         raise UserError(f"sessions cannot start here ({progress.lost})", "ask: study doctor")
     return progress.failed
 
 
-def _work(lane: Lane, todo: queue.SimpleQueue[Session], lock: FileLock, progress: _Progress, lanes: int) -> None:
+def _work(lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, progress: _Progress, lanes: int) -> None:
     while True:
         try:
             session = todo.get_nowait()
@@ -193,14 +191,12 @@ def _work(lane: Lane, todo: queue.SimpleQueue[Session], lock: FileLock, progress
         except LaneLost as loss:
             progress.lost = str(loss)
             return
-        if progress.stopped or not lock.is_in_place():
-            # Ended from here: no answer of its own. Or the folder under this name is another one by now.
+        if progress.stopped:
+            # Ended from here: no answer of its own.
             return
         about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
         settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}
-        write_json(
-            lock.folder() / SESSIONS / f"{session.id}.json", {**about, "scale": lane.scale.name, **settings, **answer}
-        )
+        write_json(folder / SESSIONS / f"{session.id}.json", {**about, "scale": lane.scale.name, **settings, **answer})
         progress.add(session, answer)
 
 
