@@ -2,20 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long quality readme claims releases prediction bench clean
+.PHONY: install study test test-long test-gpu quality readme claims releases prediction bench clean
 
 install: .venv/installed
 
 # torch comes first and alone: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
-# make install TORCH_INDEX=https://download.pytorch.org/whl/cu129
+# make install -B TORCH_INDEX=https://download.pytorch.org/whl/cu129
+# That index lacks most of what is pinned, so it goes beside PyPI; of one release pip takes the build with a local version.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	@# One that a Python too old has begun is made anew; any other keeps what was added to it.
-	.venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	@# One that a Python too old or without ensurepip has begun is made anew; any other keeps what was added to it.
+	.venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt numpy
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
+	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
+	DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
 	$(BIN)/python -m study.host.operators
 	touch $@
 
@@ -26,13 +28,17 @@ study: install
 	  $(BIN)/study report laptop --output runs/laptop/report || status=$$?; fi; exit $$status
 
 # Two files at a time, since half of what a test does is start-up on one core. Then what measures time
-# or damages what others use, alone.
+# or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not alone"
 	$(BIN)/python -m pytest $$(grep -lw "mark.alone" tests/test_*.py) -m "alone and not long and not gpu"
 
 test-long: install
 	$(BIN)/python -m pytest -m long
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
 
 quality: install
 	$(BIN)/ruff check

@@ -14,6 +14,13 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+# First on PYTHONPATH, it is a box with a GPU and no CUDA toolkit.
+FAKE_GPU = ROOT / "tests" / "fakegpu"
+# On CPU a device is one core, and ranks must not fight over them.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+}
 
 
 def launch(
@@ -24,10 +31,8 @@ def launch(
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml",
         "--num_processes", str(ranks), "--main_process_port", "0", str(script), *args,
     ]  # fmt: skip
-    # One thread per rank: on CPU a device is one core, and ranks must not fight over them.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, start_new_session=True,
+        command, cwd=ROOT, env=os.environ | ONE_THREAD, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -22,19 +22,14 @@ from typing import Any
 
 import torch
 
-from engines import ROOT, launch
+from engines import ONE_THREAD, ROOT
 from study.launch import fork_server
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def fork_ranks(
     strategy: str, script: str | Path, *args: str, ranks: int = 2, timeout: float = 180
 ) -> subprocess.CompletedProcess[str]:
     """As engines.launch, with the same result; no process survives this call."""
-    if torch.cuda.is_available():
-        # CUDA does not survive a fork.
-        return launch(strategy, script, *args, ranks=ranks, timeout=timeout)
     # The ranks meet there, as in the launcher's own.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     # An absolute path stands for itself.

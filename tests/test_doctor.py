@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from engines import ROOT
-from study.doctor.checks import Check, strategies
+from engines import FAKE_GPU, ROOT
+from study.doctor.checks import Check, strategies, tools
+from study.host.operators import toolkit_version
 from study.spec.strategies import STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS
 
 SECRET = "hf_thisIsNobodysToken"
@@ -218,6 +219,33 @@ def test_without_torch_it_still_answers_and_says_what_is_missing(tmp_path: Path)
     assert checks["packages"]["state"] == "missing"
     assert checks["strategies"]["state"] == "missing"
     assert "none trains here" in checks["strategies"]["found"]
+
+
+def test_a_gpu_without_a_toolkit_is_named_with_what_does_not_run(drive: Path, tmp_path: Path) -> None:
+    if toolkit_version() is not None:
+        pytest.skip("a CUDA toolkit is here")
+    path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])
+    on_a_gpu = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    result = doctor("--json", "--nvme_path", str(drive), **on_a_gpu)  # type: ignore[arg-type]
+    checks = checks_of(result)
+    assert checks["gpus"]["state"] == "ok"
+    assert checks["gpus"]["found"].startswith("1 x Fake GPU 80 GiB; driver 580.95.05, CUDA 13.0, ")
+    assert checks["nvcc"]["state"] == "missing"
+    assert checks["nvcc"]["fix"].startswith("install the toolkit of CUDA 13.0, nvcc included")
+    assert "not buildable here: async_io" in checks["operators"]["found"]
+    assert "zero3_nvme, zero3_cpu_nvme, for want of: nvcc" in checks["strategies"]["found"]
+    assert "Traceback" not in result.stderr
+
+
+def test_the_headers_of_python_are_asked_for_by_the_name_of_their_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (here,) = (check for check in tools() if check.name == "compiler")
+    assert here.state == "ok"
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
+    (without,) = (check for check in tools() if check.name == "compiler")
+    assert (without.state, without.fix) == ("missing", "apt-get install python3-dev")
+    assert "Python.h" in without.found
 
 
 def test_on_a_gpu_only_nvme_strategies_want_the_toolkit_of_cuda() -> None:

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import cpuinfo
 import pytest
 from torch.utils.cpp_extension import load
 
-from study.errors import UserError
+from engines import FAKE_GPU, ROOT
+from study.errors import Unsupported, UserError
+from study.host.folders import COMPILES
 from study.host.operators import (
     _cause,
     _clear_dead_build,
     _remember_the_processor,
     build_folder,
+    build_operators,
     lacks_toolkit,
     libaio_is_there,
+    load_operator,
     name_for_the_linker,
     own_build_folder,
     toolkit_version,
     use_own_build,
 )  # fmt: skip
 from study.record.directory import read_json
+from study.spec.strategies import read_strategy
 
 LOAD = """
 import sys
@@ -61,6 +69,79 @@ def test_machines_that_share_a_cache_build_for_the_processor_that_each_has(tmp_p
     assert own_build_folder(tmp_path) == here
     monkeypatch.setattr("study.host.operators.processor", lambda: {"flags": "fpu avx512f"})
     assert own_build_folder(tmp_path) != here
+
+
+def with_a_gpu(*command: str, **environment: str) -> str:
+    environment = {"PYTHONPATH": os.pathsep.join([str(FAKE_GPU), str(ROOT)]), **environment}
+    named = {"CUDA_VISIBLE_DEVICES", "TORCH_EXTENSIONS_DIR"}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        env={name: value for name, value in os.environ.items() if name not in named} | environment,
+    )  # fmt: skip
+    return result.stdout
+
+
+def test_what_is_built_where_gpus_are_visible_lies_beside_what_is_built_where_none_is(tmp_path):
+    """DeepSpeed links its asynchronous I/O with CUDA then: one folder for both would be rebuilt at each change."""
+    ask = f"from study.host.operators import *; print(own_build_folder(Path({str(tmp_path)!r})))"
+    here = with_a_gpu("-c", ask, CUDA_VISIBLE_DEVICES="").strip()
+    assert here == str(own_build_folder(tmp_path))
+    assert with_a_gpu("-c", ask).strip() not in ("", here)
+
+
+def test_without_the_toolkit_nothing_is_compiled_for_a_strategy_that_wants_it(tmp_path):
+    if toolkit_version() is not None:
+        pytest.skip("a CUDA toolkit is here")
+    if not libaio_is_there():
+        pytest.skip("libaio is not installed")
+    said = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
+    assert "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: no toolkit is here." in said
+    assert "nvcc included" in said
+    assert COMPILES not in said
+    assert not [*tmp_path.rglob("*.o")]
+
+
+@pytest.fixture
+def operator(tmp_path, monkeypatch):
+    """One of DeepSpeed's kind that compiles in a second; without a text, in one that does nothing."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "builds"))
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+
+    class Own(OpBuilder):
+        def absolute_name(self) -> str:
+            return self.name
+
+        def sources(self) -> list[str]:
+            return [str(tmp_path / "own.cpp")]
+
+    def write(text: str) -> Any:
+        Path(tmp_path / "own.cpp").write_text(text)
+        return Own(name="own_operator")
+
+    return write
+
+
+def test_what_is_compiled_is_said_with_how_long_it_takes_and_once(operator):
+    built = operator("""#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "own_operator", nullptr, -1, nullptr};
+PyMODINIT_FUNC PyInit_own_operator() { return PyModule_Create(&module); }""")
+    said: list[str] = []
+    for _ in range(2):
+        assert load_operator(built, said.append).__name__ == "own_operator"
+    assert said == [f"{COMPILES} own_operator: once per installation, usually 1 to 2 minutes on two cores"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"), [("#include <nowhere/Python.h>", "python3-dev"), ("int x = y;", "g++, ninja")]
+)
+def test_an_operator_that_does_not_compile_is_refused_with_what_to_install(operator, monkeypatch, tmp_path, text, fix):
+    built = operator(text)
+    monkeypatch.setattr("study.host.operators.builders", lambda strategy: [built])
+    with pytest.raises(Unsupported, match="own_operator does not build") as refused:
+        build_operators(read_strategy("zero1"), tmp_path)
+    assert refused.value.fix.startswith(f"install {fix}")
 
 
 def test_a_folder_for_builds_that_cannot_be_one_is_named_and_no_compiler_asked_for(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_another_pair_is_refused_by_name_wherever_deepspeed_trains(another_relea
     monkeypatch.syspath_prepend(another_release)
     monkeypatch.delenv(UNVERIFIED_VARIABLE, raising=False)
     with pytest.raises(Unsupported) as refusal:
-        checked("study", RunConfig(), Launch(read_strategy("zero1"), 1, 0, 0, 1), None)
+        checked("study", RunConfig(), Launch(read_strategy("zero1"), 1, 0, 0, 1), None, print)
     assert refusal.value.problem.startswith("accelerate 1.15.0 with deepspeed 0.19.0 has not been shown")
     assert "deepspeed==0.19.8" in refusal.value.fix
     assert f"{UNVERIFIED_VARIABLE}=1" in refusal.value.fix

@@ -18,6 +18,7 @@ import pytest
 
 from study import cli
 from study.host.box import Box, matmul_rates
+from study.host.folders import COMPILES
 from study.launch.run import clean_environment
 from study.launch.verdict import cell_state
 from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
@@ -30,15 +31,30 @@ from study.sweep.suite_file import read_suite
 from sweeps import ROOT, TINY, contents, run, write_suite
 from synthetic_records import write_run
 
+# DeepSpeed's ranks on cores want it.
+SHARED_MEMORY = "deepspeed_shm_comm"
+
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A suite of two cells, done once."""
+    """A suite of two cells, done once, by somebody whose operators are compiled and not linked yet."""
     folder = tmp_path_factory.mktemp("swept")
     suite = write_suite(folder, {"strategy": ["single", "zero2"]})
-    result = run(suite, folder / "runs")
+    built = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / SHARED_MEMORY
+    shutil.copytree(built, folder / "operators" / SHARED_MEMORY)
+    (folder / "operators" / SHARED_MEMORY / f"{SHARED_MEMORY}.so").unlink()
+    operators = {"TORCH_EXTENSIONS_DIR": str(folder / "operators")}
+    result = run(suite, folder / "runs", env=os.environ | operators)
     assert result.returncode == 0, result.stderr
     return suite, folder / "runs", result
+
+
+def test_what_is_compiled_before_a_run_begins_is_said_while_it_is(swept):
+    _, _, result = swept
+    lines = result.stderr.splitlines()
+    (place,) = (place for place, line in enumerate(lines) if line.startswith(COMPILES))
+    assert SHARED_MEMORY in lines[place]
+    assert ("zero2" in lines[place - 1], lines[place + 1].split()[:2]) == (True, ["ok", "after"])
 
 
 def cell_of(runs: Path, strategy: str) -> Path:

@@ -36,6 +36,12 @@ ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'
 """
+NCCL_NO_ROOM = """\
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.28.9
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-VPyhzw (size 9637888), error: No space left on device (28)
+"""
 SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
 SIGTERM_BY_LAUNCHER = (
     "interrupted",
@@ -99,6 +105,7 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         # Nothing but what was printed.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
         (evidence(printed="OSError: [Errno 28] No space left on device"), "failed", "the disk is full"),
+        (evidence(printed=NCCL_NO_ROOM), "failed", "/dev/shm is full (Error while creating"),
         (evidence(), "failed", "exit status 1: it printed nothing"),
     ],
 )  # fmt: skip
@@ -115,6 +122,11 @@ def test_the_evidence_tells_how_a_run_ended(given, state, says):
         (torch.OutOfMemoryError("CUDA out of memory. Tried to get 2 GiB"), "oom", "CUDA out of memory. Tried to get"),
         (torch.distributed.DistBackendError(NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "oom", "CUBLAS"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "oom", "the device's memory ran out"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "oom", "device's memory"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), "oom", "the host's memory"),
+        (torch.distributed.DistBackendError(NCCL_NO_ROOM), "failed", "/dev/shm is full"),
+        (RuntimeError("unable to write to file </torch_7_8_9>: No space left on device (28)"), "failed", "/dev/shm is"),
         (RuntimeError("no\nDefaultCPUAllocator: can't allocate memory: you tried"), "oom", "the host's memory"),
         (RuntimeError("NCCL error: unhandled system error"), "failed", "RuntimeError: NCCL error"),
         (ValueError("CUDA out of memory"), "failed", "ValueError"),

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,8 @@ from study.errors import UserError
 from study.host.box import visible_gpus
 from study.host.folders import refuse_unwritable
 from study.host.memory import GIB, MIB, can_lock, host_memory, locked_bytes
-from study.host.releases import VERIFIED, package_version, pair_fix, unverified_pair
+from study.host.releases import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_fix, unverified_pair
+from study.record.outcome import MORE_SHARED_MEMORY
 from study.releases.causes import PACKAGES, known_faults
 from study.spec.strategies import (
     LEAST_RANKS_WITH_COPIES,
@@ -32,7 +34,9 @@ from study.spec.strategies import (
 )
 
 INSTALL = "make -B install"
-INSTALL_ALL = "python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
+INSTALL_ALL = (
+    f"{BUILDS_DEEPSPEED} python -m pip install --no-build-isolation -c constraints.txt -e '.[train,report,dev]'"
+)
 
 # Two ranks of 2.6 GiB each (host_peak_rss_gib of the laptop suite) where parameters are on NVMe; 0.8 elsewhere.
 LAPTOP_MEMORY_GIB = 6
@@ -114,7 +118,11 @@ def tools() -> Iterator[Check]:
     compiler = os.environ.get("CXX") or "c++"
     version = _first_line(compiler, "--version") or "not found"
     found = f"{compiler}: {version}"
-    yield needed("compiler", version != "not found", found, "DeepSpeed compiles with it", "apt-get install g++")
+    problem, fix = "DeepSpeed compiles with it", "apt-get install g++"
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if version != "not found" and not headers:
+        problem, fix = "Python.h, which DeepSpeed's operators include, is not here", "apt-get install python3-dev"
+    yield needed("compiler", version != "not found" and headers, found, problem, fix)
     # A run has this Python's own folder on its PATH (study/host/operators.py).
     beside = Path(sys.executable).parent / "ninja"
     found = _first_line("ninja", "--version") or _first_line(str(beside), "--version") or "not found"
@@ -146,9 +154,8 @@ def memory() -> Iterator[Check]:
 
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     is_enough = len(visible_gpus()) < 2 or free >= NCCL_SHARED_MEMORY_MIB * MIB
-    fix = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
     found = f"/dev/shm: {free / GIB:.2f} GiB free"
-    yield needed("shared memory", is_enough, found, f"{NCCL_SHARED_MEMORY_MIB} MiB are needed", fix)
+    yield needed("shared memory", is_enough, found, f"{NCCL_SHARED_MEMORY_MIB} MiB are needed", MORE_SHARED_MEMORY)
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     is_enough = limit == resource.RLIM_INFINITY or limit >= OPEN_FILES

@@ -25,6 +25,7 @@ from study.host.memory import GIB, MIB
 from study.host.operators import (
     build_folder,
     builders,
+    is_built,
     lacks_toolkit,
     libaio_is_there,
     load_operator,
@@ -147,12 +148,10 @@ def _operators() -> Check:
 
 def _operator_state(builder: Any) -> str:
     import torch
-    from deepspeed.git_version_info import installed_ops
 
-    folder = build_folder(builder.name)
-    if (folder / "lock").exists():
+    if (build_folder(builder.name) / "lock").exists():
         return "being built, or left half-built"
-    if installed_ops.get(builder.name, False) or (folder / f"{builder.name}.so").exists():
+    if is_built(builder):
         return "built"
     is_buildable = builder.is_compatible(verbose=False) and not lacks_toolkit(builder, torch.cuda.is_available())
     return "to be built on first use" if is_buildable else "not buildable here"

@@ -69,13 +69,14 @@ def refuse_useless_gpus() -> None:
 
 def torch_for_driver(runs: str, version: str) -> str:
     """How to get a torch that the driver can run, which is one for its own major version of CUDA or an older one."""
-    install = f"python -m pip install --force-reinstall torch=={version.partition('+')[0]}"
+    release = version.partition("+")[0]
     if runs.startswith("12."):
         # Every driver of CUDA 12 runs every build of it, and this one is made of the newest torch, too.
-        return f"{install} --index-url https://download.pytorch.org/whl/cu129"
+        index = "https://download.pytorch.org/whl/cu129"
+        return f"python -m pip install -c constraints.txt torch=={release}+cu129 --extra-index-url {index}"
     if runs.startswith(("10.", "11.")):
         return "update the driver: every torch that this study runs on needs one of CUDA 12 or newer"
-    return install
+    return f"python -m pip install --force-reinstall torch=={release}"
 
 
 @functools.cache

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from study.errors import UserError
 
+# How the line begins that the compilation of an operator has on the terminal; a sweep passes it on.
+COMPILES = "compiling DeepSpeed's operator"
+
 
 def folder_named(text: str) -> Path:
     """The folder that is meant, before anything is asked of it: `new/..` is not a folder of its own."""

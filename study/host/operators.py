@@ -13,13 +13,14 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from study.errors import Unsupported
+from study.host.box import visible_gpus
 from study.host.devices import processor
-from study.host.folders import refuse_unwritable
+from study.host.folders import COMPILES, refuse_unwritable
 from study.record.directory import read_json, write_json
 from study.record.schema import RecordError
 from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
@@ -28,7 +29,11 @@ from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
 _TELLING = re.compile(r"\berror: |cannot find|undefined reference|command not found")
 
 
-def build_operators(strategy: Strategy, cache: Path) -> float:
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
     """Build and load what the strategy needs; returns the seconds it took (near 0 if all was there)."""
     if strategy.deepspeed is None:
         return 0.0
@@ -41,34 +46,47 @@ def build_operators(strategy: Strategy, cache: Path) -> float:
         # Asked whether there is a GPU, torch may have asked NVML alone.
         torch.cuda.init()
         name_for_the_linker(cache / "operators" / "loaded", ("libcuda", "libcudart"))
-    for builder in builders(strategy):
+    needed = builders(strategy)
+    # Before any of them is compiled, which takes minutes.
+    for builder in needed:
         if lacks_toolkit(builder, torch.cuda.is_available()):
             raise Unsupported(
                 f"DeepSpeed links its operator {builder.name} with CUDA: no toolkit is here", toolkit_fix()
             )
+    for builder in needed:
         try:
-            load_operator(builder)
+            load_operator(builder, say)
         except Exception as error:  # the compiler's, the linker's or ninja's
+            cause = _cause(error)
+            fix = "python3-dev" if "Python.h" in cause else "g++, ninja and, for NVMe, libaio-dev"
             raise Unsupported(
-                f"DeepSpeed's operator {builder.name} does not build ({_cause(error)})",
-                "install g++, ninja and, for NVMe, libaio-dev",
+                f"DeepSpeed's operator {builder.name} does not build ({cause})", f"install {fix}"
             ) from error
     return time.perf_counter() - started
 
 
-def load_operator(builder: Any) -> Any:
+def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
     """The operator's module. Whoever loads without this lock loses torch's to a run that starts beside it."""
     from filelock import FileLock
 
     if builder.name == "async_io":
         # It loads that one first, by itself: past this lock, and for ever behind a dead one of torch's.
         for first in _pin_memory():
-            load_operator(first)
+            load_operator(first, say)
     folder = build_folder(builder.name)
     # Beside the folder it guards, so that all who share the folder share the lock.
     with FileLock(folder.with_suffix(".build.lock")):
         _clear_dead_build(folder)
+        if not is_built(builder):
+            minutes = "2 to 6" if builder.name == "async_io" else "1 to 2"
+            say(f"{COMPILES} {builder.name}: once per installation, usually {minutes} minutes on two cores")
         return builder.load(verbose=False)
+
+
+def is_built(builder: Any) -> bool:
+    from deepspeed.git_version_info import installed_ops
+
+    return installed_ops.get(builder.name, False) or (build_folder(builder.name) / f"{builder.name}.so").exists()
 
 
 def use_own_build(cache: Path) -> None:
@@ -80,9 +98,9 @@ def use_own_build(cache: Path) -> None:
 
 
 def own_build_folder(cache: Path) -> Path:
-    """One per installation and kind of processor: the compiler uses whatever instructions it finds, and machines that
-    share a cache need not have the same."""
-    kind = [sys.prefix, platform.machine(), processor().get("flags")]
+    """One per installation, kind of processor, and whether GPUs are visible: the compiler uses whatever instructions it
+    finds, DeepSpeed links with CUDA where it finds a GPU, and machines that share a cache need not have the same."""
+    kind = [sys.prefix, platform.machine(), processor().get("flags"), *["CUDA"] * bool(visible_gpus())]
     return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
 
 

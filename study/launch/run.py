@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from study.errors import REFUSAL_FILE_VARIABLE, refusal_from_json
+from study.host.folders import COMPILES
 from study.host.memory import oom_counts
 from study.host.stacks import stacks
 from study.launch import supervise
@@ -66,9 +67,14 @@ class Ended(Evidence):
 
 
 def run_cell(
-    cell: Cell, root: Path, watch: Callable[[], None] = lambda: None, forks: ForkServer | None = None
+    cell: Cell,
+    root: Path,
+    watch: Callable[[], None] = lambda: None,
+    forks: ForkServer | None = None,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Ended:
-    """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work.
+    """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work, `say`
+    with what delays its start.
 
     A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
     """
@@ -79,13 +85,18 @@ def run_cell(
     attempt_before = attempt_of(directory)
     log_sizes = {file: file.stat().st_size for file in _logs(directory)}
     stack = stacks()[cell.stack].environment(os.environ) if cell.stack else {}
-    ooms, clock = oom_counts(), time.monotonic()
+    ooms, clock, said = oom_counts(), time.monotonic(), list[str]()
 
     def watch_the_new_run() -> None:
         # Before the run has opened its directory what lies there is an earlier attempt's. Its number says so, whatever
         # the clock of the box does.
         if attempt_of(directory) > attempt_before:
             watch()
+        else:
+            lines = printed_file.read_text(encoding="utf-8", errors="replace").splitlines()
+            for line in [line for line in lines if line.startswith(COMPILES)][len(said) :]:
+                said.append(line)
+                say(line)
 
     # Every node of a job must be able to leave its refusal there.
     with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:

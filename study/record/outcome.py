@@ -19,7 +19,10 @@ SMALLER_ON_THE_DEVICE = "use a smaller --per_device_train_batch_size, or a strat
 SMALLER_ON_THE_HOST = "use a smaller model or batch, fewer ranks, or a strategy that offloads less"
 
 # As torch, the CUDA libraries and NCCL say it; NCCL speaks of an unhandled error first, and of memory in its last line.
-_DEVICE_MEMORY = re.compile(r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
+_DEVICE_MEMORY = re.compile(
+    r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|Triton Error \[CUDA\]: out of memory|"
+    r"CU(BLAS|DNN)_STATUS_(INTERNAL_ERROR_DEVICE_ALLOCATION|ALLOC)_FAILED"
+)
 # CUDA says the same of its own memory and of host memory that it could not lock in place for a copy.
 _CUDA_MEMORY = re.compile(
     r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Cuda failure (\d+ )?'out of memory'"
@@ -31,8 +34,14 @@ _LOCKING = re.compile(r", in \w*(pin_memory|pinned)\b|cudaHost(Alloc|Register)")
 _ENOUGH_GIB = 2
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|std::bad_alloc|Cannot allocate memory|\bMemoryError\b|"
-    r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap"
+    r"can't start new thread|pthread_create failed|failed to map segment from shared object|unable to mmap|"
+    r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"
 )
+# NCCL's ranks meet there, and torch hands tensors to other processes there.
+_SHARED_MEMORY = re.compile(
+    r"(/dev/shm|shared memory|unable to write to file </torch_).*No space left on device|insufficient shared memory"
+)
+MORE_SHARED_MEMORY = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
 _DISK = re.compile(r"No space left on device|Disk quota exceeded")
 # Of what study/run says where a loss or all gradients were no numbers.
 _DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
@@ -47,6 +56,7 @@ _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
         f"{SMALLER_ON_THE_DEVICE}; on the host: {SMALLER_ON_THE_HOST}",
     ),
     (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", SMALLER_ON_THE_HOST),
+    (_SHARED_MEMORY, "failed", "/dev/shm is full", MORE_SHARED_MEMORY),
     (_DISK, "failed", "the disk is full", "free some space, and run it again"),
 )
 

@@ -21,6 +21,7 @@ from typing import Any
 from study.errors import UserError
 from study.host.box import this_box
 from study.host.folders import cache_directory, refuse_full_disk
+from study.host.releases import BUILDS_DEEPSPEED
 from study.host.stacks import LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
 from study.launch.cell import Cell
 from study.launch.run import clean_environment
@@ -106,7 +107,9 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
             *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
             "--report", str(told), "-r", str(wanted),
         ]  # fmt: skip
-        ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+        name, _, value = BUILDS_DEEPSPEED.partition("=")
+        environment = os.environ | {name: value}
+        ended = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode:
             if _NO_NETWORK.search(ended.stderr):
                 raise UserError(

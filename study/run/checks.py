@@ -65,8 +65,10 @@ def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConf
     return config, dataclasses.replace(launch, strategy=launch.strategy.with_team(config.team_size))
 
 
-def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None) -> Request:
-    """Cheapest first."""
+def checked(
+    trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None, say: Callable[[str], None]
+) -> Request:
+    """Cheapest first. `say` puts a line on the terminal."""
     from study.host.devices import prepare_devices
     from study.host.imports import import_libraries
     from study.host.operators import build_operators
@@ -109,7 +111,7 @@ def checked(trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | No
         check_swaps(config, launch)
         check_room_to_swap(config, launch)
     cache = cache_directory()
-    build_operators(launch.strategy, cache)
+    build_operators(launch.strategy, cache, say)
     if launch.virtual:
         check_can_be_held(config, launch)
     return Request(config, launch, plan, output_dir, checkpoint, cache, notice)

@@ -61,7 +61,7 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
         console = Console(speaks=launch.is_main)
         held.callback(console.restore)
         try:
-            request = checked(trainer, config, launch, refuse)
+            request = checked(trainer, config, launch, refuse, console.shout)
         except UserError as refusal:
             raise SystemExit(refused(refusal, console.shout)) from None
         run = OpenRun(trainer, request, console, held, opened)

@@ -170,7 +170,7 @@ class Sweep:
         started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
         may_fork = (cell.stack is not None or self.only_computes) and not self.box.gpus and not is_in_job()
         forks = self.forks if may_fork else None
-        ended = run_cell(cell, self.root, watch=lambda: self.progress.step(cell, tail.read()), forks=forks)
+        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, tail.read()), forks, say=self.progress.say)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:

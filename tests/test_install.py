@@ -1,0 +1,146 @@
+"""`make install` and `make test` on boxes with a GPU: what pip is asked for, and on what the tests train."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from engines import FAKE_GPU, ROOT
+from study.doctor.checks import INSTALL_ALL
+from study.host.devices import torch_for_driver
+from study.host.releases import VERIFIED, pair_fix
+
+# Without the index, the cache and the constraints of whoever runs the tests.
+NO_PIP = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+
+
+def recipe(word: str, *variables: str) -> tuple[dict[str, str], list[str]]:
+    """Of the line of `make install` with this word: the variables that it sets, and what it asks of pip."""
+    made = subprocess.run(
+        ["make", "-nB", "install", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    (line,) = (line for line in made.splitlines() if " pip install " in line and word in shlex.split(line))
+    return asked(line)
+
+
+def asked(line: str) -> tuple[dict[str, str], list[str]]:
+    words = shlex.split(line)
+    start = words.index("-m")
+    return dict(word.split("=", 1) for word in words[: start - 1]), words[start:]
+
+
+@pytest.mark.parametrize("is_kept_from_looking", [False, True])
+def test_deepspeed_builds_where_a_gpu_is_and_no_toolkit(is_kept_from_looking: bool, tmp_path: Path) -> None:
+    """Its build starts with what pip does to learn what an archive needs."""
+    variables, _ = recipe(".[train,report,dev]")
+    wanted = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(tmp_path)]
+    on_a_gpu = os.environ | {"PYTHONPATH": str(FAKE_GPU), "CUDA_VISIBLE_DEVICES": "0"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *wanted, f"deepspeed=={VERIFIED[-1][1]}"],
+        env=on_a_gpu | (variables if is_kept_from_looking else {}), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if "No matching distribution" in result.stderr:
+        pytest.skip("pip does not reach its index")
+    # As soon as DeepSpeed builds there by itself, nobody need keep it from looking.
+    assert ("MissingCUDAException" in result.stdout + result.stderr) is not is_kept_from_looking
+    assert (result.returncode == 0) is is_kept_from_looking, result.stderr
+
+
+def test_whoever_builds_deepspeed_is_kept_from_looking_as_make_install_is() -> None:
+    variables, _ = recipe(".[train,report,dev]")
+    text = (ROOT / "docs" / "offline-gpu.md").read_text().replace("\\\n", "")
+    (wheels,) = (line for line in text.splitlines() if " pip wheel " in line)
+    assert [asked(line)[0] for line in (pair_fix(), INSTALL_ALL, wheels)] == [variables] * 3
+
+
+def wheel(index: Path, name: str, version: str, needs: str = "") -> None:
+    folder = index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs and f'Requires-Dist: {needs}'}\n"
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", about)
+        archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    links = "".join(f'<a href="{file.name}">{file.name}</a>' for file in folder.glob("*.whl"))
+    (folder / "index.html").write_text(links)
+
+
+@pytest.mark.parametrize("line", ["make install", "the doctor's"])
+def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_path: Path) -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    pypi, other = tmp_path / "pypi", tmp_path / "other"
+    for index, local in ((pypi, ""), (other, "+cu129")):
+        wheel(index, "torch", pins["torch"] + local, "sympy")
+    wheel(pypi, "sympy", pins["sympy"])
+    # PyTorch's own has some release of each package that torch needs.
+    wheel(other, "sympy", "1.13.3")
+    if line == "make install":
+        _, words = recipe("torch", f"TORCH_INDEX={other.as_uri()}")
+        assert "constraints.txt" in words
+    else:
+        _, words = asked(torch_for_driver("12.8", f"{pins['torch']}+cu130"))
+        words = [word.replace("https://download.pytorch.org/whl/cu129", other.as_uri()) for word in words]
+    report = tmp_path / "report.json"
+    # As where an earlier `make install` has PyPI's.
+    earlier = tmp_path / "earlier"
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", earlier], check=True)
+    for file in pypi.glob("*/*.whl"):
+        (packages,) = earlier.glob("lib/*/site-packages")
+        zipfile.ZipFile(file).extractall(packages)
+    result = subprocess.run(
+        [
+            sys.executable, "-m", "pip", "--python", earlier / "bin" / "python", *words[2:], "--dry-run", "--report",
+            report,
+        ],
+        cwd=ROOT, env=NO_PIP | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": pypi.as_uri()},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
+    assert found == {"torch": f"{pins['torch']}+cu129"}
+
+
+def test_an_environment_that_came_without_pip_is_made_anew(tmp_path: Path) -> None:
+    """As Debian's python3 leaves one where python3-venv is not installed."""
+    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / file, tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || { echo "asked: $@"; exit 1; }\n')
+    python.chmod(0o755)
+    made = subprocess.run(["make", "install", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 2
+    assert "asked: -m venv --clear .venv" in made.stdout
+
+
+def pytest_on_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT,
+        env=visible | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_the_tests_train_on_cores_where_a_gpu_is() -> None:
+    # The first would be skipped, and two ranks be too many for one GPU.
+    names = "fsdp2_offload_without_a_gpu or zero_settings_that_change_traffic"
+    result = pytest_on_a_gpu("tests/test_audit.py", "-k", names)
+    assert result.returncode == 0, result.stdout
+    assert "skipped" not in result.stdout
+
+
+def test_those_for_gpus_see_them() -> None:
+    result = pytest_on_a_gpu("-m", "gpu", "tests/test_measure.py", "-k", "test_gpu_energy_grows_over_the_window")
+    # It is that of the build for cores, which the fake GPU cannot change.
+    assert "1 failed" in result.stdout
+    assert "skipped" not in result.stdout
