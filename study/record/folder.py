@@ -32,7 +32,7 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
     try:
         read_status(folder)
     except RecordError as error:
-        if error.file.exists():
+        if error.file.is_file():
             raise UserError(f"{what} is not a run's: {error}", fix) from None
         if any(not _is_leftover(file) for file in folder.iterdir()):
             raise UserError(f"{what} holds files, and none is a run's", fix) from None

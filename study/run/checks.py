@@ -98,6 +98,10 @@ def checked(
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
         launch = _with_swap_buffers(config, launch)
+    if launch.strategy.uses_nvme:
+        # Before what its buffers would lock: of a model that is too large for the drive those are too large as well.
+        check_swaps(config, launch)
+        check_room_to_swap(config, launch)
     check_request(config, launch)
     check_launch_flags(config, plan)
     checkpoint = find_checkpoint(config, launch, output_dir)
@@ -107,9 +111,6 @@ def checked(
     check_team(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
-    if launch.strategy.uses_nvme:
-        check_swaps(config, launch)
-        check_room_to_swap(config, launch)
     cache = cache_directory()
     build_operators(launch.strategy, cache, say)
     if launch.virtual:
