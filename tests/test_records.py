@@ -355,6 +355,15 @@ def test_a_run_whose_folder_is_moved_completes_its_record_there(tmp_path: Path) 
     assert (moved.state, moved.steps, moved.config) == ("failed", ROWS[:1], CONFIG)
 
 
+def test_a_hint_replaces_no_ending_that_another_rank_wrote(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.hint("from the checkpoint")
+    assert read_status(tmp_path)["hint"] == "from the checkpoint"
+    end_interrupted_run(tmp_path, "oom", "rank 1", "use less")
+    writer.hint("from a later one")
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["hint"]) == ("oom", "use less")
+
+
 def test_a_summary_that_differs_from_the_last_row_is_refused(run_directory: Path) -> None:
     rewrite(run_directory / "summary.json", lambda summary: summary.update(train_loss_final=0.125))
     seal_anew(run_directory)

@@ -78,7 +78,7 @@ def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
     with FileLock(folder.with_suffix(".build.lock")):
         _clear_dead_build(folder)
         if not is_built(builder):
-            minutes = "2 to 6" if builder.name == "async_io" else "1 to 2"
+            minutes = "4 to 10" if builder.name == "async_io" else "1 to 3"
             say(f"{COMPILES} {builder.name}: once per installation, usually {minutes} minutes on two cores")
         return builder.load(verbose=False)
 

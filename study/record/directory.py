@@ -129,9 +129,10 @@ class RunWriter:
         write_json(self._folder / name, document)
 
     def hint(self, hint: str) -> None:
-        """What helps from now on if the process is killed."""
+        """What helps from now on if the process is killed, unless another rank has said how the run ended."""
         self.status["hint"] = hint
-        self.write("status.json", self.status)
+        if read_status(self._folder)["ended_at"] is None:
+            self.write("status.json", self.status)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         if name not in self._streams:
