@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runs import run_of
+from study.errors import UserError
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
 from study.releases.causes import read_causes
@@ -26,7 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # The tests are of ranks on cores. A driver reads this when it is first asked, which no import above does.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # What the tests launch finds the operators that the installation built, whatever cache a test gives it.
-    use_own_build(cache_directory())
+    try:
+        use_own_build(cache_directory())
+    except UserError as refusal:
+        raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

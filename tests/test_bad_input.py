@@ -216,6 +216,17 @@ def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installatio
         assert "ZERO_STUDY_CACHE" in check["fix"]
 
 
+def test_operators_that_have_no_place_are_refused_in_one_line() -> None:
+    """`make install` ends with it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
+    command = [sys.executable, "-m", "study.host.operators"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: the cache /proc/x is not writable")
+    assert "ZERO_STUDY_CACHE" in line
+
+
 def test_a_record_whose_file_is_a_pipe_or_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for name in ("steps.jsonl", "status.json", "config.json"):

@@ -626,6 +626,15 @@ def test_a_second_copy_that_does_not_divide_the_ranks_is_refused(tmp_path: Path)
         assert "zero_hpz_partition_size" not in said(case_of(tmp_path, zero(3, zero_hpz_partition_size=size)))
 
 
+def test_buffers_that_do_not_hold_the_largest_parameter_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed asserts it while the weights are loaded: 50,400 tokens by 4096, and 1e8 elements by default."""
+    file = zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"})
+    alone = said(case_of(tmp_path, file, "gpt-j-6b", ranks=1))
+    assert alone["offload_param.buffer_size"][0] == "refused"
+    assert alone["offload_param.buffer_size"][1].endswith("has 206,438,400 elements")
+    assert "offload_param.buffer_size" not in said(case_of(tmp_path, file, "gpt-j-6b"))
+
+
 @pytest.mark.parametrize(
     ("asked", "key", "says"),
     [

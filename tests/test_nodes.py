@@ -214,6 +214,9 @@ def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_it_holds(tmp_path: 
     box = Box((80.0,) * 16, 128.0, nodes=2)
     (part,) = plan_suite("scaling", box, tmp_path, ["world_size=16"]).slices
     assert missing_here(part.suite, box, part.cells) is None
+    half_a_node = Box((80.0,) * 4, 128.0)
+    (part,) = plan_suite("scaling", half_a_node, tmp_path, ["world_size=4"]).slices
+    assert missing_here(part.suite, half_a_node, part.cells) is None
     (whole,) = plan_suite("scaling", box, tmp_path).slices
     refusal = missing_here(whole.suite, box, whole.cells)
     assert refusal is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -17,10 +18,11 @@ from test_records import write_run
 
 from engines import ROOT
 from forked import fork_ranks, fork_script
+from study.doctor.checks import shown
 from study.errors import Unsupported, UserError
 from study.host.contents import sealed
 from study.host.environment import describe_environment
-from study.host.folders import cache_directory
+from study.host.folders import cache_directory, home_folder
 from study.models.initial import materialize_initial_weights
 from study.record.directory import read_json, write_json
 from study.record.folder import take_folder
@@ -255,6 +257,24 @@ def test_the_cache_is_never_in_the_folder_where_the_command_was_typed(
     assert cache_directory() == tmp_path / ".cache" / "zero-study"
     monkeypatch.setenv("ZERO_STUDY_CACHE", "~/mine")
     assert cache_directory() == tmp_path / "mine"
+
+
+def test_an_empty_home_is_none_and_a_user_without_one_is_told_to_name_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was given the number of a user alone."""
+    monkeypatch.delenv("ZERO_STUDY_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    known = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    monkeypatch.setenv("HOME", "")
+    assert home_folder() == known
+    monkeypatch.delenv("HOME")
+    assert home_folder() == known
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    with pytest.raises(UserError, match="this user has no home folder") as refused:
+        cache_directory()
+    assert "ZERO_STUDY_CACHE" in refused.value.fix
+    assert shown(tmp_path) == str(tmp_path)
 
 
 def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill
@@ -91,12 +93,13 @@ def archive_of(file: Path, **members: str) -> Path:
     return file
 
 
-def project_of(source: str | Path, work: Path) -> subprocess.CompletedProcess[str]:
-    """The notebook's cells up to the one that finds the project."""
+def project_of(source: str | Path, work: Path, *further: str, **run: Any) -> subprocess.CompletedProcess[str]:
+    """The notebook's cells up to the one that finds the project, and what follows."""
     cells = {cell.id: cell.source for cell in nbformat.read(COLAB, as_version=4).cells}
     code = "\n".join([cells["parameters"], f"source, work_dir = {str(source)!r}, {str(work)!r}"])
-    code = "\n".join([code, cells["gpu"], cells["project"]])
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=work.parent, check=False)
+    code = "\n".join([code, cells["gpu"], cells["project"], *(cells.get(each, each) for each in further)])
+    python = run.pop("python", sys.executable)
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, cwd=work.parent, check=False, **run)
 
 
 def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
@@ -112,6 +115,56 @@ def test_each_source_is_the_project_that_is_installed(tmp_path: Path) -> None:
     assert found[1] == found[2] != found[0]
     # A folder is taken where it is.
     assert project_of(found[0], work).stdout.endswith(f"the project is {found[0]}\n")
+
+
+def test_without_a_source_it_takes_the_newest_archive_beside_it_and_never_asks(tmp_path: Path) -> None:
+    nothing = project_of("", tmp_path / "work", stdin=subprocess.DEVNULL)
+    assert nothing.returncode == 1
+    (line,) = nothing.stderr.splitlines()
+    assert "upload an archive there, or name a git URL" in line
+    for age, name in enumerate(("zero-study (1).zip", "zero-study.zip")):
+        archive_of(tmp_path / name, **{"zero-study__study__train.py": name})
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    found = project_of("", tmp_path / "work", stdin=subprocess.DEVNULL).stdout.split("the project is ")[1].strip()
+    assert Path(found, "study", "train.py").read_text() == "zero-study (1).zip"
+
+
+@pytest.mark.parametrize(
+    ("torch", "driver"), [("2.12.1", "12.4"), ("2.10.0", "12.4"), ("2.10.0", "13.0"), (None, None)]
+)
+def test_what_the_runtime_has_stays_and_a_torch_that_is_new_enough_is_lent(
+    torch: str | None, driver: str | None, tmp_path: Path
+) -> None:
+    packages, work = tmp_path / "packages", tmp_path / "work"
+    if torch:
+        about = packages / f"torch-{torch}.dist-info"
+        about.mkdir(parents=True)
+        (packages / "torch.py").touch()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    shell = tmp_path / "nvidia-smi"
+    shell.write_text(f"#!/bin/sh\necho 'CUDA Version: {driver}'\n")
+    shell.chmod(0o755 if driver else 0o644)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    # Nothing is installed: what would be is printed.
+    asked = "import json\ndef call(*command):\n    print('ASKED', json.dumps(command))\n    return 0"
+    # The base interpreter, since a virtual environment has nothing to lend.
+    result = project_of(
+        REPOSITORY, work, asked, "install", python=sys._base_executable,  # type: ignore[attr-defined]
+        env=os.environ | {"PYTHONPATH": str(packages), "PATH": path},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    made, *installs, built = (json.loads(line[6:]) for line in result.stdout.splitlines() if line.startswith("ASKED"))
+    own = str(work / "venv" / "bin" / "python")
+    is_lent = torch == "2.12.1"
+    assert ("--system-site-packages" in made) is is_lent
+    assert all(command[1:5] == ["-m", "pip", "--python", own] for command in installs)
+    assert built == [own, "-m", "study.host.operators"]
+    of_cuda_12 = int((torch, driver) == ("2.10.0", "12.4"))
+    assert [" ".join(command).count("whl/cu129") for command in installs] == [0, of_cuda_12, 0]
+    pins = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    assert [pin for pin in pins if pin not in (work / "constraints.txt").read_text().splitlines()] == [
+        pin for pin in pins if pin.startswith("torch==") and is_lent
+    ]
 
 
 @pytest.mark.parametrize("damage", ["other", "torn", "text", "folder", "empty"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -16,7 +17,11 @@ from forked import fork_ranks
 from runs import trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
 from study.errors import Unsupported, UserError
-from study.run.checks import check_swaps
+from study.host.memory import locked_bytes
+from study.predict.floor import ANY_DEVICE
+from study.predict.request import box_of_ranks
+from study.predict.runs import request_for
+from study.run.checks import _with_swap_buffers, check_swaps
 from study.spec.config import RunConfig, resolved
 from study.spec.launched import Launch, this_launch
 from study.spec.names import SHIPPED, digest_of
@@ -240,7 +245,34 @@ def test_nvme_buffers_grow_to_hold_the_largest_parameter(tmp_path: Path) -> None
     document = read_yaml(DIRECTORY / "zero3_nvme.yaml")
     document["deepspeed_config"]["deepspeed_config_file"] = str(file)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(document))
-    assert trained(f"{tmp_path}/mine", tmp_path / "run", ranks=1).state == "ok"
+    run = trained(f"{tmp_path}/mine", tmp_path / "run", ranks=1)
+    # bert-tiny's table of positions.
+    assert run.engine["buckets"]["offload_param.buffer_size"] == 4096 * 256
+
+
+def test_a_prediction_has_the_buffers_of_the_run() -> None:
+    config = resolved(RunConfig(task="gpt-wikitext", model_name_or_path="gpt-j-6b", weights="random"), True)
+    requests = [request_for("zero3_nvme", config, box_of_ranks("any", ANY_DEVICE, ranks), 1, 1) for ranks in (1, 4)]
+    # 50,400 tokens by 4096; the file's own hold a quarter of that.
+    assert [request.strategy.swap_buffers for request in requests] == [(5, 206_438_400), (5, 100_000_000)]
+    assert locked_bytes(requests[0].strategy) == 5 * 206_438_400 * 4
+    # A file of one's own that leaves them to DeepSpeed.
+    mine = Strategy("mine", "DEEPSPEED", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}})
+    assert locked_bytes(mine) == 5 * 100_000_000 * 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ('"big"', "offload_param.buffer_size of zero3_nvme is 'big'"),
+        ("0", "offload_param.buffer_size of zero3_nvme is 0"),
+        ("1000", "sets buffer_size below the 1,048,576 elements of the largest parameter on a rank"),
+    ],
+)
+def test_buffers_that_nothing_fits_in_are_refused(asked: str, problem: str) -> None:
+    asked_of = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={asked}",))
+    with pytest.raises(UserError, match=re.escape(problem)):
+        _with_swap_buffers(resolved(asked_of, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
 
 
 def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
@@ -249,8 +281,12 @@ def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
         strategy = read_strategy(name)
         check_swaps(config, Launch(strategy, 2, 0, 0, 2))
         ranks = 8 if what == "parameters" else 64
-        with pytest.raises(Unsupported, match=f"{name} on {ranks} ranks: no rank's part of the {what}"):
+        with pytest.raises(Unsupported, match=f"{name} would swap no {what} of gpt-tiny on {ranks} ranks"):
             check_swaps(config, Launch(strategy, ranks, 0, 0, ranks))
+    # Weights of 16 bits are half as large.
+    half = dataclasses.replace(config, precision="bf16-engine")
+    with pytest.raises(Unsupported, match="no parameters of gpt-tiny on 4 ranks: DeepSpeed keeps shards under 1 MiB"):
+        check_swaps(half, Launch(read_strategy("zero3_nvme"), 4, 0, 0, 4))
 
 
 def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:

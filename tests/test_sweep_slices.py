@@ -18,7 +18,7 @@ from study.launch.cell import Cell
 from study.report.questions import TABLES, remaining
 from study.report.records.frames import read_parquet, read_runs, write_parquet
 from study.report.records.remaining import remaining_of
-from study.sweep.command import in_order
+from study.sweep.command import _runnable, in_order
 from study.sweep.notes import left_to_run
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
@@ -100,6 +100,14 @@ def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(
     said = capsys.readouterr().err
     assert "notice: wide needs 1 GPU, and this box shows 0: left out" in said
     assert "narrow:" in said
+
+
+def test_a_slice_is_left_out_for_what_its_own_cells_need(tmp_path, capsys):
+    slices: list[dict[str, object]] = [{"suite": "wide", "only": ["world_size=1"]}, {"suite": "wide"}]
+    fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
+    file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
+    assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
+    assert "notice: wide needs 2 GPUs, and this box shows 1: left out" in capsys.readouterr().err
 
 
 def test_a_plan_is_made_for_the_box_that_a_suite_wants(tmp_path):

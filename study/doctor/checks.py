@@ -19,7 +19,7 @@ import psutil
 
 from study.errors import UserError
 from study.host.box import visible_gpus
-from study.host.folders import refuse_unwritable
+from study.host.folders import home_folder, refuse_unwritable
 from study.host.memory import GIB, MIB, can_lock, host_memory, locked_bytes
 from study.host.releases import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_fix, unverified_pair
 from study.record.outcome import MORE_SHARED_MEMORY
@@ -44,6 +44,7 @@ LAPTOP_MEMORY_GIB = 6
 NCCL_SHARED_MEMORY_MIB = 132
 OPEN_FILES = 1024
 NVME_FREE_GIB = 1
+_AS_ABOVE = "as the lines above say"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,8 @@ def needed(name: str, is_enough: bool, found: str, problem: str, fix: str) -> Ch
 def shown(path: Path) -> str:
     """As seen from the repository or the home folder: shorter, and without the user's name."""
     absolute = path.absolute()
-    for start, name in ((REPOSITORY, ""), (Path.home(), "~")):
-        if absolute.is_relative_to(start):
+    for start, name in ((REPOSITORY, ""), (home_folder(), "~")):
+        if start is not None and absolute.is_relative_to(start):
             return str(Path(name) / absolute.relative_to(start))
     return str(absolute)
 
@@ -169,7 +170,7 @@ def nvme_path(path: Path) -> tuple[Check, Path | None]:
     try:
         refuse_unwritable(path, shown(path), fix)
     except UserError as refusal:
-        return Check("nvme path", "missing", refusal.problem.replace(str(Path.home()), "~"), fix), None
+        return Check("nvme path", "missing", refusal.problem.replace(f"{home_folder()}/", "~/"), fix), None
     folder = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = shutil.disk_usage(folder).free / GIB
     found = f"{shown(path)}: writable, {free:.1f} GiB free, {file_system(folder)}"
@@ -189,7 +190,7 @@ def strategies(checks: list[Check], gpus: int) -> Check:
     state = {check.name: check.state for check in checks}
     # NCCL is only absent, and not missing, wherever torch can be imported and has no GPU.
     if missing := [name for name in ("packages", "python", "nccl") if state[name] == "missing"]:
-        return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", INSTALL)
+        return Check("strategies", "missing", f"none trains here ({', '.join(missing)}: see above)", _AS_ABOVE)
     on_gpu = state["gpus"] == "ok"
     waiting: dict[str, list[str]] = {}
     too_large: dict[int, list[str]] = {}
@@ -209,7 +210,7 @@ def strategies(checks: list[Check], gpus: int) -> Check:
         return Check("strategies", "ok", found + others)
     not_here = "; not ".join(f"{', '.join(names)}, for want of: {lacks}" for lacks, names in waiting.items())
     found += f" ({', '.join(able)}); not {not_here}{others}"
-    return Check("strategies", "missing", found, "as the lines above say")
+    return Check("strategies", "missing", found, _AS_ABOVE)
 
 
 def _least_ranks(strategy: Strategy) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import shutil
 import tempfile
 from pathlib import Path
@@ -53,14 +54,26 @@ def folder_argument(text: str) -> Path:
 
 def cache_directory() -> Path:
     """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it. An empty variable is none."""
+    fix = "let ZERO_STUDY_CACHE name a folder that you may write"
     if own := os.environ.get("ZERO_STUDY_CACHE"):
         folder = folder_named(own)
+    # A relative path is to be ignored there: https://specifications.freedesktop.org/basedir-spec
+    elif (xdg := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
+        folder = xdg / "zero-study"
+    elif (home := home_folder()) is not None:
+        folder = home / ".cache" / "zero-study"
     else:
-        # A relative path is to be ignored there: https://specifications.freedesktop.org/basedir-spec
-        xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = (xdg if xdg.is_absolute() else folder_named("~/.cache")) / "zero-study"
-    refuse_unwritable(folder, f"the cache {folder}", "let ZERO_STUDY_CACHE name a folder that you may write")
+        raise UserError("the cache has no place: this user has no home folder", fix)
+    refuse_unwritable(folder, f"the cache {folder}", fix)
     return folder
+
+
+def home_folder() -> Path | None:
+    """None where nobody knows one, as of a user whom a container was only given the number of."""
+    try:
+        return Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return None
 
 
 def refuse_unwritable(folder: Path, what: str, fix: str) -> None:

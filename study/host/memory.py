@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -123,9 +124,7 @@ def can_lock(size: int) -> bool:
 
 def locked_bytes(strategy: Strategy) -> int:
     """What DeepSpeed locks for NVMe on each rank before it trains: its buffers for fp32 parameters, or little."""
-    if strategy.offload_device("param") == "nvme":
-        assert strategy.deepspeed is not None
-        section = strategy.deepspeed["zero_optimization"]["offload_param"]
-        return int(section["buffer_count"] * section["buffer_size"] * _FP32_BYTES)
+    if strategy.swap_buffers is not None:
+        return math.prod(strategy.swap_buffers) * _FP32_BYTES
     # The optimizer's buffers grow with the model; a tiny one's were refused under a limit of 8 MiB.
     return 16 * 2**20 if strategy.uses_nvme else 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import Unsupported
+from study.errors import Unsupported, UserError
 from study.host.box import visible_gpus
 from study.host.devices import processor
 from study.host.folders import COMPILES, refuse_unwritable
@@ -246,4 +246,7 @@ def libaio_is_there() -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or STRATEGY_NAMES)
+    try:
+        main(sys.argv[1:] or STRATEGY_NAMES)
+    except UserError as refusal:
+        sys.exit(f"error: {refusal.problem}. To fix it: {refusal.fix}.")

@@ -196,8 +196,8 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("buffers", "gathered_parameters", [p.data for p in parameters if id(p) not in persistent])
     inventory.claim("optimizer", "fp32_partitions", zero.fp32_partitioned_groups_flat, offload_optimizer)
     inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offload_optimizer)
-    # Steps what `ratio` leaves on a GPU.
     if (backup := getattr(zero, "backup_optimizer", None)) is not None:
+        # Steps what `ratio` leaves on a GPU (_optimizer_step).
         inventory.claim("optimizer", "device_states", list(backup.state.values()))
     if zero.swap_optimizer:
         infos = zero.optimizer_swapper.swap_params_info.values()

@@ -49,7 +49,7 @@ def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strateg
     zero = strategy.deepspeed["zero_optimization"]
     if strategy.offload_device("param") == "nvme":
         part = -(-shape.largest * 11 // 10 // ranks)
-        strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": 0}).with_swap_buffers(part)
+        strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": 1}).with_swap_buffers(part)
     if strategy.offload_device("optimizer") == "nvme":
         part = shape.trained_parameters // ranks // _SMALLEST_SUB_GROUPS
         swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES

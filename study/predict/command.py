@@ -132,10 +132,10 @@ def _request(options: argparse.Namespace) -> Request:
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
-    asked = _asked(strategy, config, box)
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
+    asked = _asked(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box)
     request = Request(
-        shape=shape, strategy=asked.with_swap_buffers(-(-shape.largest // box.ranks)), box=box,
+        shape=shape, strategy=asked, box=box,
         sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,

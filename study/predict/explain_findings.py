@@ -129,6 +129,10 @@ def _zero(case: Case) -> Iterator[Finding]:
         section = case.offload(what)
         if section and section["device"] == "nvme" and section["nvme_path"] is None and stage == 3:
             yield Finding("missing", f"{ZERO}.{what}.nvme_path", "the engine ends with an error without this folder")
+    parameters, part = case.offload("offload_param"), -(-case.shape.largest // case.ranks)
+    if parameters and parameters["device"] == "nvme" and stage == 3 and parameters["buffer_size"] < part:
+        says = f"the engine ends with an error: a rank's part of {case.largest.name} has {part:,} elements"
+        yield Finding("refused", f"{ZERO}.offload_param.buffer_size", says)
     has_offload = case.offload("offload_optimizer") is not None
     if stage in (1, 2) and not zero["contiguous_gradients"]:
         if has_offload:

@@ -47,7 +47,7 @@ def host_of(request: Request) -> tuple[dict[str, float], float]:
     stage = strategy.zero_stage
     buffers = pinned = whole = 0.0
     libraries = libraries_bytes(request)
-    largest, trained = max(tensor.elements for tensor in request.shape.tensors), trained_of(request.shape)
+    largest, trained = request.shape.largest, trained_of(request.shape)
     if stage is not None and stage > 0:
         settings = engine_settings(strategy, request.shape.hidden)
         if stage == 3 and settings.gathers_to_save:

@@ -239,10 +239,14 @@ def _stage3(request: Request, settings: EngineSettings, waiting: bool) -> State:
     late = last_bucket(request, settings)[0] if waiting else 0
     grads_device, optimizer_device = float(part * kept), part * moments + STEP_BYTES * len(groups)
     if settings.optimizer is not None:
-        # The first groups stay on the device where `ratio` says so (_create_fp32_partitions).
-        staying = sum(groups[: int((1 - settings.optimizer.ratio) * len(groups))])
+        # The first groups stay on a GPU where `ratio` says so (_create_fp32_partitions).
+        stays = 0 if request.box.in_host_memory else int((1 - settings.optimizer.ratio) * len(groups))
+        on_device = groups[:stays]
+        staying = sum(on_device)
         grads_device, optimizer_device = float(staying * FP32_BYTES), staying * moments
         _offloaded_optimizer(request, settings, parts, part, groups, staying, kept)
+        # backup_optimizer is a plain AdamW of torch's, which counts its steps on the host.
+        parts["optimizer_host"] += STEP_BYTES * len(on_device)
     params_device = float(every * weight + whole)
     if copy := request.ranks_of_a_copy:
         # zero_hpz_partition_size: a second part, of what the ranks of a machine share. The optimizer's step drops that

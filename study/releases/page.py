@@ -36,8 +36,9 @@ _HEAD = """# Releases: which of them train as one process does
 Some releases of DeepSpeed, alone or together with some releases of Accelerate, train otherwise than plain data
 parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under the
 studied strategies, in fp32 with one micro-step in a step and with four, in half precision with four, and says which of
-them compute what one process computes there. `study releases bisect zero3` finds between which two releases a strategy
-began to train wrongly; it runs no more of them than that takes, and what has a record is not run again.
+them compute what one process computes there. It takes a rank for each GPU, or two without; `--world-size 8` asks for
+another number. `study releases bisect zero3` finds between which two releases a strategy began to train wrongly; it
+runs no more of them than that takes, and what has a record is not run again.
 """
 _JUDGED = """
 ## How a cell is judged

@@ -130,6 +130,9 @@ def judge(trace: Trace, single: Trace, tolerance: Tolerance) -> Verdict:
         return Verdict("not installable" if _NOT_INSTALLABLE in trace.reason else "refuses", reason=trace.reason)
     if trace.state == "interrupted":
         return Verdict("not judged", reason="it was ended before it had ended")
+    if trace.state in ("oom", "timeout"):
+        # The box was too small or too slow for it, which says nothing of what it computes.
+        return Verdict("not judged", reason=trace.reason)
     if trace.state != "ok" and not not_finite:
         return Verdict("crashes", reason=trace.reason or trace.state)
     if single.state != "ok":

@@ -50,7 +50,8 @@ _RUN: dict[str, Any] = {
     "train_samples": 256, "eval_samples": 8, "max_grad_norm": 0.5, "logging_steps": 1, "weight_decay": 0.1,
     "learning_rate": 1e-3,
 }  # fmt: skip
-_TIME_LIMIT_S = 240.0
+# Generous: the first run on a machine also compiles an operator of DeepSpeed, and ranks may share cores.
+_TIME_LIMIT_S = 900.0
 # Where a race is known of this stack an equal run proves nothing. What engines that cannot run here do is no wrong
 # training.
 BY_LUCK = "equal, by luck"

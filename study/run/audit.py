@@ -20,7 +20,6 @@ from study.run.optimizer import asked_settings, live_settings
 from study.run.teams import asked_team, live_team
 from study.spec.config import BatchPlan, RunConfig
 from study.spec.overrides import override, parse_overrides
-from study.spec.strategies import DEFAULT_SWAP_BUFFER
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +114,6 @@ def _warnings(run: OpenRun, live: Mapping[str, Any], model: Any) -> list[str]:
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-        buffer = next(swapper.elements_per_buffer for swapper in swappers if swapper is not None)
-        if buffer > DEFAULT_SWAP_BUFFER:
-            warnings.append(f"NVMe buffers have {buffer:,} elements each, to hold the largest parameter")
     if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
         alone = "team" if "team" in live else "rank"
         warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")

@@ -18,7 +18,6 @@ from study.host.swap import refuse_full_drive
 from study.predict.floor import ANY_DEVICE, state_bytes
 from study.predict.request import box_of_ranks
 from study.predict.runs import request_for, unpredicted
-from study.predict.shape import model_shape
 from study.predict.state import unswapped
 from study.record.directory import is_finished, write_json
 from study.record.folder import refuse_files_of_others, refuse_folder_at_work
@@ -31,7 +30,7 @@ from study.spec.checks import refuse_what_no_virtual_run_has
 from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
 from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.spec.overrides import override
-from study.spec.strategies import STRATEGY_NAMES, Strategy
+from study.spec.strategies import Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -119,25 +118,24 @@ def checked(
 
 
 def check_swaps(config: RunConfig, launch: Launch) -> None:
-    """What DeepSpeed would swap nothing of cannot be shown with this model on so many ranks."""
-    if launch.strategy.name not in STRATEGY_NAMES or unpredicted(launch.strategy.name, config):
+    """A small model on many ranks shows nothing of a drive. Where this has no arithmetic the audit finds out."""
+    strategy = launch.strategy.overridden(config)
+    if strategy.zero_stage != 3 or strategy.team or unpredicted("single", config):
         return
-    request = request_for(launch.strategy.name, config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
-    if (what := unswapped(dataclasses.replace(request, strategy=launch.strategy.overridden(config)))) is not None:
+    request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
+    if (what := unswapped(dataclasses.replace(request, strategy=strategy))) is not None:
         raise Unsupported(
-            f"{launch.strategy.name} on {launch.world_size} ranks: no rank's part of the {what} has the 1 MiB below"
-            f" which DeepSpeed swaps nothing, with {config.model_name}",
+            f"{strategy.name} would swap no {what} of {config.model_name} on {launch.world_size} ranks: DeepSpeed keeps"
+            " shards under 1 MiB in host memory",
             "use a larger model or fewer ranks",
         )
 
 
 def _with_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
-    """The file's buffers are for models up to some size; what --engine_override says stays, and is refused."""
+    """Larger than the file's where the model needs it. What --engine_override says is taken at its word."""
     from study.models.architecture import shape_of
 
-    known = unpredicted(launch.strategy.name, config) is None
-    largest = model_shape(config.model_name_or_path).largest if known else shape_of(config).largest_parameter
-    part = -(-largest // launch.world_size)
+    part = -(-shape_of(config).largest_parameter // launch.world_size)
     strategy = launch.strategy.with_swap_buffers(part)
     if (asked := strategy.overridden(config)) != asked.with_swap_buffers(part):
         raise UserError(

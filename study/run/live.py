@@ -23,6 +23,8 @@ BUCKET_KEYS = (
 
 def read_deepspeed(engine: Any) -> dict[str, Any]:
     zero = engine._config.zero_config
+    # Null is what this release does not have.
+    buckets = {key: getattr(zero, key, None) for key in BUCKET_KEYS}
     offload, nvme_paths = {}, set()
     for key in ("offload_optimizer", "offload_param"):
         section = getattr(zero, key)
@@ -30,6 +32,9 @@ def read_deepspeed(engine: Any) -> dict[str, Any]:
         offload[key] = None if device == "none" else device
         if device == "nvme":
             nvme_paths.add(str(section.nvme_path))
+            if key == "offload_param":
+                # The run makes the file's larger where a rank's part of the largest parameter is.
+                buckets["offload_param.buffer_size"] = section.buffer_size
     if engine.bfloat16_enabled():
         precision = "bf16-engine"
     elif engine.fp16_enabled():
@@ -49,8 +54,7 @@ def read_deepspeed(engine: Any) -> dict[str, Any]:
         "gradient_clipping": float(engine.gradient_clipping()),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "per_device_train_batch_size": engine.train_micro_batch_size_per_gpu(),
-        # Null is what this release does not have.
-        "buckets": {key: getattr(zero, key, None) for key in BUCKET_KEYS},
+        "buckets": buckets,
         **second_copy(engine),
     }
 

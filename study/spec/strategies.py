@@ -7,11 +7,12 @@ accelerate_configs/README.md. Whether the live engine did what the file asks is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.errors import UserError, brief
 from study.spec.config import RunConfig
 from study.spec.names import (
     SHIPPED,
@@ -43,8 +44,8 @@ LEAST_RANKS_WITH_COPIES = 4
 STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
 # A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
 KEEPS_PARTS = "activation_checkpointing.partition_activations"
-# In elements, of each buffer that parameters on NVMe go through.
-DEFAULT_SWAP_BUFFER = 100_000_000
+# deepspeed/runtime/zero/offload_config.py: buffers that parameters on NVMe go through, and the elements of each.
+_SWAP_BUFFERS = {"buffer_count": 5, "buffer_size": 100_000_000}
 # Where nobody says it: of a virtual job, and in arithmetic.
 RANKS_OF_A_MACHINE = 8
 
@@ -104,17 +105,27 @@ class Strategy:
             )
         return dataclasses.replace(self, team=dataclasses.replace(self.team, ranks=size))
 
+    @property
+    def swap_buffers(self) -> tuple[int, int] | None:
+        """How many parameters on NVMe go through, and the elements of each; None where none are there."""
+        if self.deepspeed is None or self.offload_device("param") != "nvme":
+            return None
+        found = []
+        for key, default in _SWAP_BUFFERS.items():
+            value = self.deepspeed["zero_optimization"]["offload_param"].get(key, default)
+            if type(value) not in (int, float) or not 1 <= value < math.inf:
+                raise UserError(f"offload_param.{key} of {self.name} is {brief(value)}", "use a whole number from 1 up")
+            found.append(int(value))
+        return found[0], found[1]
+
     def with_swap_buffers(self, largest_part: int) -> Strategy:
         """With NVMe buffers that hold the largest parameter's part, in elements: DeepSpeed asserts that they do."""
-        if self.deepspeed is None or self.offload_device("param") != "nvme":
+        if self.swap_buffers is None or self.swap_buffers[1] >= largest_part:
             return self
-        zero = self.deepspeed["zero_optimization"]
-        if zero["offload_param"].get("buffer_size", DEFAULT_SWAP_BUFFER) >= largest_part:
-            return self
-        # In the pages of a direct read.
-        buffers = {**zero["offload_param"], "buffer_size": -(-largest_part // 1024) * 1024}
+        # Whole pages of a direct read.
+        size = -(-largest_part // 1024) * 1024
         return dataclasses.replace(
-            self, deepspeed={**self.deepspeed, "zero_optimization": {**zero, "offload_param": buffers}}
+            self, deepspeed=override(self.deepspeed or {}, (f"zero_optimization.offload_param.buffer_size={size}",))
         )
 
     def overridden(self, config: RunConfig) -> Strategy:

@@ -145,15 +145,13 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:
     """Of a series, what the box can run; where it can run nothing of it, the first reason is told."""
-    missing = {
-        part.suite.name: refusal for part in plan.slices if (refusal := missing_here(part.suite, box, part.cells))
-    }
-    runnable = [part for part in plan.slices if part.suite.name not in missing]
-    if not runnable:
+    refusals = [missing_here(part.suite, box, part.cells) for part in plan.slices]
+    missing = {refusal.problem: refusal for refusal in refusals if refusal is not None}
+    if None not in refusals:
         raise next(iter(missing.values()))
-    for refusal in missing.values():
-        print(f"notice: {refusal.problem}: left out", file=sys.stderr)
-    return runnable
+    for problem in missing:
+        print(f"notice: {problem}: left out", file=sys.stderr)
+    return [part for part, refusal in zip(plan.slices, refusals, strict=True) if refusal is None]
 
 
 def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:

@@ -107,7 +107,8 @@ def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) ->
     wanted = suite.requires
     if cells:
         largest = max(example_of(cell).world_size for cell in cells)
-        wanted = dataclasses.replace(wanted, gpus=min(wanted.gpus, largest))
+        gpus, per_node = min(wanted.gpus, largest), min(wanted.gpus_per_node, largest)
+        wanted = dataclasses.replace(wanted, gpus=gpus, gpus_per_node=per_node)
     smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
     there = "run it where they are, or use --dry-run to see what it would do"
     for is_here, needs, has, fix in (
