@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,10 @@ def test_an_index_of_shards_that_holds_code_is_not_read(saved: SaveAt, tmp_path:
         (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
         with pytest.raises(RunFailed, match=rf"{name} is no index of a checkpoint \(it names posix\.mkdir\)"):
             check_indexes(folder)
+    os.mkfifo(checkpoint / "own.metadata")
+    with pytest.raises(RunFailed, match=r"own.metadata is no index of a checkpoint \(not a regular file\)"):
+        check_indexes(checkpoint)
+    (checkpoint / "own.metadata").unlink()
     with pytest.raises(pickle.UnpicklingError, match=r"it names posix\.mkdir"):
         FileSystemReader(folder).read_metadata()
     assert not (tmp_path / "sprung").exists()

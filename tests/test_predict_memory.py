@@ -206,7 +206,8 @@ def test_records_of_a_gpu_are_scored_by_its_memory_its_time_and_what_ran_out(tmp
     runs["device_memory_cap_gib"] = [math.nan, 16.0, 16.0, math.nan]
     runs["profile_steps"] = pd.array([0, 3, 0, 0], dtype="Int64")
     (tmp_path / own.GPU).mkdir()
-    write_parquet(dataclasses.replace(laptop, runs=runs), tmp_path / own.GPU)
+    steps = laptop.steps[laptop.steps["run"].isin(runs["run"])]
+    write_parquet(dataclasses.replace(laptop, runs=runs, steps=steps), tmp_path / own.GPU)
     monkeypatch.setattr(own, "REPORTS", tmp_path)
     monkeypatch.setattr(own, "SUITES", ())
     monkeypatch.setattr(own, "_records", own._records.__wrapped__)

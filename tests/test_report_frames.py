@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -185,10 +187,12 @@ def test_parquet_whose_notes_cannot_be_read_is_refused(key: bytes, value: bytes,
     ("column", "cell"),
     [("arm", None), ("run", None), ("status_state", None), ("sealed", None), ("world_size", None), ("precision", None),
      ("confounded", None), ("collectives", "{"), ("collectives", "3"), ("collectives", "[1]"),
-     ("warnings", "["), ("devices", "x"), ("searches", "{}"), ("world_size", 0)],
+     ("warnings", "["), ("devices", "x"), ("searches", "{}"), ("world_size", 0), ("status_state", "zork"),
+     ("step_time_s_median", -1.0), ("peak_memory_gib_device", float("inf")), ("eval_accuracy", 1.5),
+     ("train_loss_final", float("-inf")), ("cpu_cores", -1)],
 )  # fmt: skip
 def test_parquet_with_a_cell_that_no_record_gives_is_refused(
-    column: str, cell: str | int | None, runs: Path, tmp_path: Path
+    column: str, cell: str | float | None, runs: Path, tmp_path: Path
 ) -> None:
     records = read_records(runs)
     changed = records.runs.copy()
@@ -196,6 +200,69 @@ def test_parquet_with_a_cell_that_no_record_gives_is_refused(
     write_parquet(dataclasses.replace(records, runs=changed.astype(records.runs.dtypes.to_dict())), tmp_path)
     with pytest.raises(UserError, match=rf"has cells that no record gives \({column}\)"):
         read_parquet(tmp_path)
+
+
+@pytest.mark.parametrize("column", ["step_time_s", "lr", "grad_norm", "tokens"])
+def test_parquet_with_a_step_that_no_record_gives_is_refused(column: str, runs: Path, tmp_path: Path) -> None:
+    records = read_records(runs)
+    steps = records.steps.copy()
+    steps.loc[3, column] = -1
+    write_parquet(dataclasses.replace(records, steps=steps), tmp_path)
+    with pytest.raises(UserError, match=rf"{STEPS_FILE} has cells that no record gives \({column}\)"):
+        read_parquet(tmp_path)
+
+
+def _without(frame: pd.DataFrame, mask: pd.Series) -> pd.DataFrame:
+    return frame[~mask].reset_index(drop=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda steps, run: _without(steps, steps["run"] == run), "steps of {} is 8, and its rows say 0"),
+        (lambda steps, run: _without(steps, (steps["run"] == run) & (steps["step"] == 8)), "steps of {} is 8, and"),
+        (lambda steps, run: _without(steps, (steps["run"] == run) & (steps["step"] == 2)), "the steps of {} are not 1"),
+        (
+            lambda steps, run: steps.assign(loss=steps["loss"].mask((steps["run"] == run) & (steps["step"] == 8))),
+            "train_loss_final of {} is ",
+        ),
+        (
+            lambda steps, run: steps.assign(run=steps["run"].astype(str).replace(run, "nobody")),
+            "nobody has rows, and is no run of the table",
+        ),
+    ],
+    ids=["no rows", "one less", "a gap", "another loss", "another run"],
+)
+def test_parquet_whose_rows_are_not_those_of_its_runs_is_refused(
+    change: Callable[[pd.DataFrame, str], pd.DataFrame], says: str, runs: Path, tmp_path: Path
+) -> None:
+    records = read_records(runs)
+    run = str(records.steps["run"].iloc[-1])
+    steps = change(records.steps, run).astype(STEP_COLUMNS)
+    write_parquet(dataclasses.replace(records, steps=steps), tmp_path)
+    with pytest.raises(UserError, match=f"{STEPS_FILE} and {RUNS_FILE} disagree: {says.format(run)}"):
+        read_parquet(tmp_path)
+
+
+def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is_refused(
+    runs: Path, tmp_path: Path
+) -> None:
+    write_parquet(read_records(runs), tmp_path)
+    table = pq.read_table(tmp_path / RUNS_FILE)
+    place = table.schema.get_field_index("world_size")
+    pq.write_table(
+        table.set_column(place, "world_size", pa.array(["two"] * len(table))).replace_schema_metadata(
+            table.schema.metadata
+        ),
+        tmp_path / RUNS_FILE,
+    )
+    with pytest.raises(UserError, match=rf"{RUNS_FILE} is not readable \(Expected array of Int64"):
+        read_parquet(tmp_path)
+    (tmp_path / RUNS_FILE).unlink()
+    os.mkfifo(tmp_path / RUNS_FILE)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_parquet(tmp_path)
+    assert not is_empty(tmp_path)
 
 
 @pytest.mark.parametrize("name", [RUNS_FILE, STEPS_FILE])
@@ -255,8 +322,9 @@ def test_texts_are_texts_whatever_a_record_holds(tmp_path: Path) -> None:
     assert read_parquet(tmp_path).runs["status_reason"].tolist() == ["half a pair \ufffd, a bell \ufffd, <i>"]
 
 
-def test_the_committed_laptop_records_are_readable() -> None:
-    records = read_parquet(REPOSITORY / "reports" / "laptop")
+def test_the_committed_records_are_readable() -> None:
+    read = {file.parent.name: read_parquet(file.parent) for file in REPOSITORY.glob("reports/*/runs.parquet")}
+    records = read["laptop"]
     assert len(records.runs) > 20
     assert (records.runs["confounded"] == "").all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from study.report.questions import TABLES, layers
 from study.report.questions import settings as settings_question
 from study.report.questions import table1 as table1_question
 from study.report.records.frames import Records, read_records, read_runs, write_parquet
+from study.report.records.rows import RUN_COLUMNS
 from study.report.records.virtual_ranks import AS_SHIPPED, changes, sent, summaries
 from study.report.site.build import build
 from study.spec.strategies import REPOSITORY
@@ -175,7 +177,8 @@ def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: P
 
 def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp_path: Path) -> None:
     records = together(row(blank, "zero2", 8), row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true"))
-    records = Records(records.runs, blank.steps.iloc[:0])
+    runs = records.runs.assign(steps=0, train_loss_first=math.nan, train_loss_final=math.nan)
+    records = Records(runs.astype(RUN_COLUMNS), blank.steps.iloc[:0])
     write_parquet(records, tmp_path / "kept")
     failures = build(read_records(tmp_path / "kept"), "virtual", tmp_path / "report")
     assert failures == {}

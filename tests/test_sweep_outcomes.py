@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
@@ -237,9 +239,30 @@ def test_a_refusal_is_read_as_it_was_written(refusal):
     assert vars(read) == vars(refusal)
 
 
-def test_a_full_disk_is_known_by_what_safetensors_says():
-    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    assert ending_of(error).reason.startswith("the disk is full")
+NO_FRAMES = traceback.StackSummary()
+
+
+# What these said on a full tmpfs.
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        CheckpointException(
+            "", {0: (RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"), NO_FRAMES)}
+        ),
+    ],
+)
+def test_a_full_disk_is_known_by_what_each_library_says(error):
+    ending = ending_of(error)
+    assert ending.reason.startswith("the disk is full (")
+    assert ending.hint == "free some space, and run it again"
+
+
+def test_a_run_that_knew_that_the_disk_was_full_is_not_told_again(tmp_path):
+    said = "the disk is full (OSError: No space left on device)"
+    status = {"state": "failed", "reason": said, "hint": "x", "ended_at": "y"}
+    assert judge(evidence(status=status)).reason == said
 
 
 CGROUPS = {

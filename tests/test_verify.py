@@ -259,3 +259,13 @@ def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
     ends = old | {"deepspeed": "0.18.9"}
     seen = {on_gpu: {cause.id for cause in known_faults(ends, on_gpu)} for on_gpu in (False, True)}
     assert seen[False] - seen[True] == {"gather-race", "flat-buffer-view"}
+
+
+def test_an_installation_without_engines_is_refused_at_once(tmp_path: Path) -> None:
+    """As of the bare wheel, whose packages train nothing."""
+    without = f"import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [{str(ROOT)!r}]"
+    code = f"import yaml, numpy, psutil, tqdm, rich.table, study.cli\n{without}\nsys.exit(study.cli.main(['verify']))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    said = "not installed here: deepspeed, accelerate, torch, transformers"
+    assert ended.stderr == f"error: {said}. To fix it: run: pip install -e '.[train]'.\n"

@@ -86,7 +86,8 @@ def judge(evidence: Evidence) -> Ending:
     if 9 in killed:
         return _sigkilled(evidence)
     if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
-        return ran_out
+        # The run may have found out by itself.
+        return said if said and ran_out.reason.partition(" (")[0] in said.reason else ran_out
     # When one rank has died, the launcher ends the others: what they say of it is not the reason.
     if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
         return said

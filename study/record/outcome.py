@@ -41,8 +41,13 @@ _HOST_MEMORY = re.compile(
 _SHARED_MEMORY = re.compile(
     r"(/dev/shm|shared memory|unable to write to file </torch_).*No space left on device|insufficient shared memory"
 )
+# What helps a run that has no checkpoint.
+AGAIN = "run it again"
 MORE_SHARED_MEMORY = "mount -o remount,size=1g /dev/shm (or docker run --shm-size=1g)"
-_DISK = re.compile(r"No space left on device|Disk quota exceeded")
+# torch's writer of archives knows only that it did not get on.
+_DISK = re.compile(
+    r"No space left on device|Disk quota exceeded|inline_container.*(unexpected pos|failed writing)|iostream error"
+)
 # Of what study/run says where a loss or all gradients were no numbers.
 _DIVERGED = re.compile(r"the (evaluation )?loss is (NaN|infinite|not a number)|gradients (are|were) not finite")
 DEVICE_RAN_OUT = "the device's memory ran out"
@@ -57,7 +62,7 @@ _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
     ),
     (_HOST_MEMORY, "oom", "the host's memory or a limit on the process ran out", SMALLER_ON_THE_HOST),
     (_SHARED_MEMORY, "failed", "/dev/shm is full", MORE_SHARED_MEMORY),
-    (_DISK, "failed", "the disk is full", "free some space, and run it again"),
+    (_DISK, "failed", "the disk is full", f"free some space, and {AGAIN}"),
 )
 
 
@@ -137,16 +142,17 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     if isinstance(error, RunFailed):
         return Ending("failed", error.reason, error.hint)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("interrupted", "stopped from the keyboard", "run it again")
+        return Ending("interrupted", "stopped from the keyboard", AGAIN)
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
-        return Ending("interrupted", f"ended by SIGTERM: {sender}", "run it again")
+        return Ending("interrupted", f"ended by SIGTERM: {sender}", AGAIN)
     # Python tells where a module lies, and a record is for others too.
     named = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":
         return ending_of_text(str(error), free=free) or Ending("oom", named, SMALLER_ON_THE_DEVICE)
-    if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ == "SafetensorError":
+    own = ("SafetensorError", "CheckpointException")
+    if isinstance(error, (RuntimeError, MemoryError, OSError)) or type(error).__name__ in own:
         frames = "".join(traceback.format_tb(error.__traceback__))
         if ending := ending_of_text(f"{named}\n{error}", frames, free):
             return ending

@@ -106,6 +106,9 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
     rows: list[Row] = []
+    needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
+    if lacking := [name for name in needed if stack[name] is None]:
+        raise UserError(f"not installed here: {', '.join(lacking)}", "run: pip install -e '.[train]'")
     cache_directory()
     with contextlib.ExitStack() as held:
         root = options.runs_dir or Path(held.enter_context(_scratch()))

@@ -31,7 +31,7 @@ from study.host.process import check_process
 from study.record.directory import RunWriter, end_interrupted_run
 from study.record.folder import LOCK_NAME, is_taken_by_this_launch, take_folder
 from study.record.lock import read_holder
-from study.record.outcome import Terminated, ending_of, raising_on
+from study.record.outcome import AGAIN, Terminated, ending_of, raising_on
 from study.run import machines
 from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
 from study.run.console import Console
@@ -295,8 +295,8 @@ class OpenRun:
         if not (launch.is_main or isinstance(error, RunFailed)):
             mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
         ending = machines.first_ending(mine)
-        if ending.state == "interrupted" and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=goes_on_hint(saved))
+        if AGAIN in ending.hint and (saved := last_checkpoint(output_dir)):
+            ending = dataclasses.replace(ending, hint=ending.hint.replace(AGAIN, goes_on_hint(saved)))
         if not self._sees_record:
             # There is no log here, and nobody else speaks on this machine.
             console.restore()

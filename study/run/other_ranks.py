@@ -77,6 +77,8 @@ def check_indexes(folder: Path) -> None:
     setattr(filesystem, "pickle", _IndexPickle)  # noqa: B010 - a type checker knows it as a module
     for file in sorted([*folder.glob("*.metadata"), *folder.glob("*/*.metadata")]):
         try:
+            if not file.is_file():
+                raise OSError("not a regular file")
             with file.open("rb") as stream:
                 _IndexUnpickler(stream).load()
         except Exception as error:

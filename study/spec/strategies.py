@@ -225,6 +225,11 @@ def read_strategy(name: str) -> Strategy:
     """A strategy by name, from its files, which must ask for what the name means."""
     if name not in STRATEGY_NAMES:
         raise UserError(f"no strategy is called {name!r}", f"use one of {', '.join(STRATEGY_NAMES)}")
+    if not STRATEGY_DIRECTORY.is_dir():
+        raise UserError(
+            "this installation has no accelerate_configs/, which lies in the repository",
+            "clone the repository, and install it there: pip install -e .",
+        )
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")
     settings = read_deepspeed_json(REPOSITORY / deepspeed["deepspeed_config_file"]) if deepspeed else None

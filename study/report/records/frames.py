@@ -7,21 +7,21 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from study.errors import UserError, printable
+from study.errors import UserError, first_line, printable
 from study.record.directory import digests, find_runs, is_sealed, read_run
 from study.record.folder import is_at_work
-from study.record.schema import RecordError
+from study.record.schema import RecordError, State
 from study.report.records.duplicates import Found, each_once
 from study.report.records.fairness import label_confounds
 from study.report.records.remaining import Remaining
-from study.report.records.rows import LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
+from study.report.records.rows import CONFIG_COLUMNS, LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
 from study.report.records.workloads import name_workloads, strategy_order
 
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
@@ -178,11 +178,15 @@ def read_parquet(folder: Path) -> Records:
         raise UserError(f"{file} says in no known way what was left out ({error})", _fix(file)) from None
     if not all(isinstance(reason, str) for reason in refused):
         raise UserError(f"{file} says in no known way what was left out", _fix(file))
-    if wrong := _broken(runs):
-        raise UserError(f"{file} has cells that no record gives ({', '.join(wrong)})", _fix(file))
-    for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], folder / STEPS_FILE)):
+    of_steps = folder / STEPS_FILE
+    for name, wrong in ((file, _broken(runs)), (of_steps, _out_of_range(steps, STEP_COLUMNS))):
+        if wrong:
+            raise UserError(f"{name} has cells that no record gives ({', '.join(wrong)})", _fix(name))
+    for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], of_steps)):
         if len(twice := table.loc[table.duplicated(columns), "run"]):
             raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
+    if disagreement := _disagreement(runs, steps):
+        raise UserError(f"{of_steps} and {RUNS_FILE} disagree: {disagreement}", _fix(file))
     text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
     clean = {key: runs[key].map(printable, na_action="ignore") for key in text}
     return Records(runs.assign(**clean).astype(text).copy(), steps, refused, remaining)
@@ -192,6 +196,9 @@ def read_parquet(folder: Path) -> Records:
 _ALWAYS = ("run", "status_state", "sealed", "workload", "workload_key", "arm", "baseline", "confounded",
            "confounded_loss", "notes", "repeat", "virtual")  # fmt: skip
 _OF_ENDED = ("strategy", "world_size", "precision", "task", "model_name_or_path", "steps")
+# Losses may be negative, and of a setting that can mean something of its own.
+_SIGNED = {*CONFIG_COLUMNS, "train_loss_first", "train_loss_final", "eval_loss_final", "floor_loss", "floor_eval_loss",
+           "loss", "eval_loss"}  # fmt: skip
 _JSON = {
     **dict.fromkeys(("searches", "engine_override", "warnings", "devices"), list),
     **dict.fromkeys(("optimizer_settings", "buckets", "grads_by_moment", "buffers", "collectives", "profile"), dict),
@@ -203,8 +210,40 @@ def _broken(runs: pd.DataFrame) -> list[str]:
     ended = runs[runs["status_state"] == "ok"]
     lost = [key for key in _ALWAYS if runs[key].isna().any()] + [key for key in _OF_ENDED if ended[key].isna().any()]
     lost += ["world_size"] * bool((ended["world_size"] < 1).any())
+    lost += ["status_state"] * (not runs["status_state"].dropna().isin(get_args(State)).all())
+    lost += _out_of_range(runs, RUN_COLUMNS)
     cells = {key: runs[key].dropna().unique() for key in _JSON}
     return [*lost, *(key for key, kind in _JSON.items() if not all(_is_json(text, kind) for text in cells[key]))]
+
+
+def _out_of_range(table: pd.DataFrame, columns: Mapping[str, str]) -> list[str]:
+    """Columns with a number that no run can have; a share, such as an accuracy, is 1 at most."""
+    wrong = []
+    for key in (key for key, kind in columns.items() if kind in ("Int64", "int64", "float64")):
+        values = table[key].dropna().to_numpy(dtype=float)
+        least, most = 0.0 if key not in _SIGNED else -math.inf, 1.0 if key.endswith("accuracy") else math.inf
+        if not (np.isfinite(values) & (values >= least) & (values <= most)).all():
+            wrong.append(key)
+    return wrong
+
+
+def _disagreement(runs: pd.DataFrame, steps: pd.DataFrame) -> str | None:
+    """Where a run's rows are not those that its figures were made of. A run that did not end well may have rows."""
+    if len(strange := steps.loc[~steps["run"].isin(runs["run"]), "run"]):
+        return f"{strange.iloc[0]} has rows, and is no run of the table"
+    ended = runs[runs["status_state"] == "ok"].set_index("run")
+    steps = steps[steps["run"].isin(ended.index)]
+    by_run = steps.groupby("run", sort=False)
+    if len(gap := steps.loc[by_run.cumcount() + 1 != steps["step"], "run"]):
+        return f"the steps of {gap.iloc[0]} are not 1, 2, 3 and so on"
+    first, last = (steps.drop_duplicates("run", keep=which).set_index("run")["loss"] for which in ("first", "last"))
+    count = by_run.size().reindex(ended.index, fill_value=0)
+    for key, values in (("steps", count), ("train_loss_first", first), ("train_loss_final", last)):
+        said, found = ended[key].astype(float), values.reindex(ended.index).astype(float)
+        if len(differ := said[(said != found) & ~(said.isna() & found.isna())]):
+            run = differ.index[0]
+            return f"{key} of {run} is {said[run]:.6g}, and its rows say {found[run]:.6g}"
+    return None
 
 
 def _is_json(text: str, kind: type) -> bool:
@@ -228,9 +267,16 @@ def is_empty(folder: Path) -> bool:
 def _names_of_runs(folder: Path) -> list[str] | None:
     """None where they cannot be read, which is no error: a new report replaces the file."""
     try:
-        return list(pq.read_table(folder / RUNS_FILE, columns=["run"])["run"].to_pylist())
+        return list(_table(folder / RUNS_FILE, ["run"])["run"].to_pylist())
     except (OSError, ValueError):
         return None
+
+
+def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
+    """Of one file: a pipe would be waited for, and a folder is read as one table of all that lies in it."""
+    if file.exists() and not file.is_file():
+        raise OSError("not a regular file")
+    return pq.read_table(file, columns=columns)
 
 
 def _fix(file: Path) -> str:
@@ -240,10 +286,11 @@ def _fix(file: Path) -> str:
 def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
     fix = _fix(file)
     try:
-        table = pq.read_table(file)
+        table = _table(file)
         frame = table.to_pandas()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not readable ({error})", fix) from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:
+        # Notes in the file say of which type a column is, whatever it holds.
+        raise UserError(f"{file} is not readable ({first_line(error)[:200]})", fix) from None
     later = [key for key in columns if key in LATER_COLUMNS and key not in frame]
     frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
     wrong = [key for key in {*columns, *frame} if key not in frame or str(frame[key].dtype) != columns.get(key)]
