@@ -48,6 +48,16 @@ def test_a_range_of_good_releases_is_said_to_be_good(tmp_path, capsys):
     assert "of 0.18.3 to 0.18.6 no release is bad, of 4 that could be judged" in capsys.readouterr().out
 
 
+def test_a_damaged_record_is_neither_good_nor_bad(tmp_path, capsys):
+    write_records(tmp_path, bad={"0.17.6"})
+    for folder in (tmp_path / SUITE).glob("*zero2*0.18.4*"):
+        (folder / "summary.json").write_text("{")
+    assert cli.main(["releases", "bisect", "zero2", "--between", "0.18.3", "0.18.6", "--runs-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "0.18.4: crashes: it left no record" in said
+    assert "of 3 that could be judged; 1 could not" in said
+
+
 def test_a_release_with_a_known_race_is_not_good_since_it_was_equal_once(tmp_path, capsys):
     write_records(tmp_path, bad=set(), strategy="zero3")
     asked = ["releases", "bisect", "zero3", "--between", "0.18.3", "0.18.6", "--runs-dir", str(tmp_path)]

@@ -15,9 +15,8 @@ from study.host.releases import package_version
 from study.host.stacks import THEN, release_order, stacks
 from study.launch.cell import Cell
 from study.launch.verdict import cell_state
-from study.record.directory import read_run
 from study.releases.causes import PACKAGES, Change, races_of, read_causes
-from study.releases.verdict import Verdict, judge, tolerance_of, trace_of
+from study.releases.verdict import Verdict, judge, tolerance_of, trace_at
 from study.spec.strategies import STRATEGY_NAMES
 from study.sweep.execute import run_cells
 from study.sweep.plan import plan_cells
@@ -81,7 +80,7 @@ class Bisection:
             stacks()[stack].why_not()
             if run_cells(left, self._root, self._box).stopped:
                 raise KeyboardInterrupt
-        right, *traces = (trace_of(read_run(self._root / cell.id)) for cell in (single, *cells))
+        right, *traces = (trace_at(self._root / cell.id) for cell in (single, *cells))
         return [judge(trace, right, tolerance_of("fp32", right, [])) for trace in traces]
 
 

@@ -12,9 +12,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
-from study.record.directory import Run
+from study.record.directory import read_run
+from study.record.schema import RecordError
 
 Kind = Literal["equal", "different", "refuses", "crashes", "not installable", "not judged"]
 What = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss"]
@@ -101,7 +103,12 @@ class Verdict:
         return "; ".join([*parts, *filter(None, [self.reason])])
 
 
-def trace_of(run: Run) -> Trace:
+def trace_at(folder: Path) -> Trace:
+    try:
+        run = read_run(folder)
+    except RecordError as error:
+        # Nothing began there, or it is damaged: the sweep has said so.
+        return Trace([], [], [], "failed", f"it left no record ({error.reason})")
     return Trace(
         [row["loss"] for row in run.steps], [row["grad_norm"] for row in run.steps], [row["lr"] for row in run.steps],
         run.state, run.status["reason"], run.engine.get("initial_weights_sha256"),

@@ -24,10 +24,10 @@ from study.host.folders import cache_directory, folder_argument
 from study.host.releases import UNVERIFIED_VARIABLE, package_version
 from study.launch.cell import Cell
 from study.predict.numbers import whole
-from study.record.directory import find_runs, read_json, read_run
+from study.record.directory import find_runs, read_json
 from study.record.schema import RecordError
 from study.releases.causes import PACKAGES, Cause, causes_of, races_of
-from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_of
+from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_at
 from study.spec.config import Precision, RunConfig, resolved
 from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
 from study.sweep.execute import run_cells
@@ -182,7 +182,7 @@ class Matrix:
         self._run([self._cell(strategy, *each) for each in asked])
         for precision, micro_steps in asked:
             single, tolerance = self._reference(precision)
-            trace = self._trace(self._cell(strategy, precision, micro_steps))
+            trace = trace_at(self.root / self._cell(strategy, precision, micro_steps).id)
             verdict = judge(trace, single, tolerance)
             if single.state != "ok":
                 verdict = Verdict("not judged", reason=f"one process did not end well: {single.reason}")
@@ -213,8 +213,9 @@ class Matrix:
         ddp = [self._cell("ddp", plain, steps) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
         self._run([single, *ddp])
         if precision not in self.tolerances:
-            self.tolerances[precision] = tolerance_of(precision, self._trace(single), map(self._trace, ddp))
-        return self._trace(single), self.tolerances[precision]
+            repeats = [trace_at(self.root / cell.id) for cell in ddp]
+            self.tolerances[precision] = tolerance_of(precision, trace_at(self.root / single.id), repeats)
+        return trace_at(self.root / single.id), self.tolerances[precision]
 
     def _cell(self, strategy: str, precision: Precision, micro_steps: int) -> Cell:
         ranks = 1 if strategy == "single" else self.ranks
@@ -235,13 +236,6 @@ class Matrix:
         self._asked.update(cell.id for cell in left)
         if left and run_cells(left, self.root, self.box, retry=True, is_kept=self.is_kept, only_computes=True).stopped:
             raise KeyboardInterrupt
-
-    def _trace(self, cell: Cell) -> Trace:
-        try:
-            return trace_of(read_run(self.root / cell.id))
-        except RecordError as error:
-            # Nothing began there: the sweep has said why.
-            return Trace([], [], [], "failed", f"it left no record ({error.reason})")
 
 
 def _strategies(only: Sequence[str] | None) -> tuple[str, ...]:
