@@ -59,12 +59,12 @@ claims: install
 # made first where runs are named: make releases RUNS=runs
 releases: install
 	$(if $(RUNS),$(BIN)/study report releases --runs-dir $(RUNS))
-	$(BIN)/python -m study.releases.page
+	$(BIN)/python -m study.report.pages.releases
 
 # Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.
 prediction: install
-	$(BIN)/python -m study.validation fit
-	$(BIN)/python -m study.validation report
+	$(BIN)/python -m study.report.pages.prediction fit
+	$(BIN)/python -m study.report.pages.prediction report
 
 bench: install
 	$(BIN)/python -m study.baselines.bench

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from study.advisor import advise_command as advise
+from study.advisor import doctor
+from study.advisor import explain_command as explain
+from study.advisor import predict_command as predict
 from study.autopsy import command as autopsy
 from study.claims import command as claims
-from study.doctor import command as doctor
-from study.errors import UserError, brief, first_line
-from study.host.process import check_process
-from study.predict import advise_command as advise
-from study.predict import command as predict
-from study.predict import explain_command as explain
-from study.record.outcome import Terminated
-from study.releases import command as releases
+from study.config.errors import UserError, brief, first_line
+from study.config.flags import Parser
+from study.host.folders import check_process
+from study.predictor.validation import own as validation
+from study.records.outcome import Terminated
+from study.releases import bisect as releases
 from study.releases import verify
 from study.releases.prepare import prepare
 from study.report.site import command as report
-from study.spec.config import Parser
 from study.sweep import command as sweep
-from study.validation import nearest as validation
 from study.virtual import command as virtual
 
 _FIXES = {errno.ENAMETOOLONG: "use a shorter name", errno.ENOSPC: "make room there"}

@@ -27,16 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from accelerate.utils import set_seed
         from transformers import get_scheduler
 
-        from study.measure import Meters
-        from study.models.initial import load_initial_model, materialize_initial_weights
-        from study.run import engine
-        from study.run.audit import audit, audit_end
+        from study.engine import setup as engine
+        from study.engine.audit import audit, audit_end
+        from study.engine.optimizer import SkippedSteps, make_optimizer
+        from study.metrics import Meters
         from study.run.checkpoint import load_checkpoint, save_checkpoint
-        from study.run.evaluation import evaluate
-        from study.run.loss_scale import SkippedSteps
-        from study.run.optimizer import make_optimizer
-        from study.run.steps import StepLog
-        from study.tasks import load_data
+        from study.run.steps import StepLog, evaluate
+        from study.workloads import load_data
+        from study.workloads.initial import load_initial_model, materialize_initial_weights
 
         config, launch = run.config, run.launch
 
@@ -100,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meters.finish()
         progress.close()
 
-        audit_end(run, accelerator, log)
+        audit_end(run, accelerator, log.skipped_steps, log.last_step - run.first_step)
         run.finish(accelerator, meters, log, evaluation)
         accelerator.wait_for_everyone()
         engine.tear_down(accelerator, model)
@@ -117,7 +115,7 @@ def train_step(
     """One optimizer step over this rank's micro-batches; returns this rank's mean loss and the gradient norm."""
     import torch
 
-    from study.run.own_part import own_part
+    from study.engine.groups import own_part
 
     losses = []
     grad_norm = None

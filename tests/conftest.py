@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from runs import run_of
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
 from study.releases.causes import read_causes
 
 if TYPE_CHECKING:
-    from study.measure import Meters
+    from study.metrics import Meters
 
 __all__ = ["run_of"]
 

@@ -1,4 +1,4 @@
-"""Runs of a real engine without the seconds that each spends on imports: forks of study/launch/fork_server.py.
+"""Runs of a real engine without the seconds that each spends on imports: forks of study/sweep/fork_server.py.
 
 Four fifths of what a test's run costs are the imports of its ranks and of the launcher. A fork is a process of its own
 all the same, with the environment that `accelerate launch` would give it, and it ends with its run. Where a test looks
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from engines import ONE_THREAD, ROOT
-from study.launch import fork_server
+from study.sweep import fork_server
 
 
 def fork_ranks(

@@ -7,8 +7,8 @@ import functools
 import shutil
 from pathlib import Path
 
-from study.report.records.frames import Records, read_parquet
-from study.spec.strategies import REPOSITORY
+from study.config.strategies import REPOSITORY
+from study.records.frames import Records, read_parquet
 
 
 @functools.cache

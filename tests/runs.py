@@ -15,7 +15,7 @@ from filelock import FileLock
 from engines import launch
 from forked import fork_ranks
 from strategy_files import ranks_of
-from study.record.directory import Run, read_run
+from study.records.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
 

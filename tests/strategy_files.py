@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from study.spec.strategies import WITH_COPIES
+from study.config.strategies import WITH_COPIES
 
 # What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {

@@ -14,7 +14,7 @@ import psutil
 import yaml
 
 from study.host.box import Box
-from study.launch.cell import Cell
+from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.record.directory import seal
-from study.record.schema import SEAL
+from study.config.flags import RunConfig, resolved
+from study.config.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
+from study.records.directory import seal
+from study.records.schema import SEAL
 from study.report.plots.canvas import Drawing
 from study.report.questions.question import Answer
-from study.spec.config import RunConfig, resolved
-from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
 
 GIB = 2**30
 PARAMETERS = 2_500_000

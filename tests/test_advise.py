@@ -15,48 +15,45 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from study.cli import main
-from study.errors import UserError
-from study.predict import intervals
-from study.predict.adapters import with_adapters
-from study.predict.advise import (
+from study.advisor.advise import (
     AS_FAST,
     SIMPLEST_FIRST,
     Advice,
+    AdviceRequest,
     Option,
-    Question,
     advise,
     candidates,
     precision_under,
     ranked,
 )
-from study.predict.advise_command import add_arguments, question_of
-from study.predict.advise_files import write_files
-from study.predict.advise_rules import rules
-from study.predict.advise_words import changes, how_sure, unchecked, worth_trying
-from study.predict.boxes import box_of
-from study.predict.fits import device_bytes, fits, usable_bytes
-from study.predict.floor import least_device_bytes, state_bytes
-from study.predict.intervals import slowest_offload
-from study.predict.memory import predict_memory
-from study.predict.request import Estimate
-from study.predict.shape import model_shape
-from study.predict.state import state_of
-from study.predict.time import predict_time
-from study.record.directory import read_run
-from study.spec.config import parse_command_line, resolved
-from study.spec.strategies import WITH_COPIES, read_strategy
+from study.advisor.advise_command import add_arguments, question_of
+from study.advisor.advise_files import write_files
+from study.advisor.advise_rules import rules
+from study.advisor.advise_words import changes, how_sure, unchecked, worth_trying
+from study.cli import main
+from study.config.errors import UserError
+from study.config.flags import parse_command_line, resolved
+from study.config.strategies import WITH_COPIES, read_strategy
+from study.predictor import time as intervals
+from study.predictor.boxes import box_of
+from study.predictor.floor import least_device_bytes, state_bytes
+from study.predictor.memory import predict_memory
+from study.predictor.request import Estimate
+from study.predictor.shape import model_shape, with_adapters
+from study.predictor.state import state_of
+from study.predictor.time import device_bytes, fits, predict_time, slowest_offload, usable_bytes
+from study.records.directory import read_run
 
 LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_value_heads=8"
 # What a run on this box's cores is asked for.
 SIZES = "layers=12,hidden=768,heads=12,vocabulary=50257"
 FLASH = ["--attn_implementation", "flash_attention_2"]
-TINY = Question(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
+TINY = AdviceRequest(model_shape("gpt-tiny"), box_of("2xL4"), 32, "bf16", gradient_checkpointing=False, global_batch=4)
 
 
 @pytest.fixture(scope="module")
 def eight_b() -> Advice:
-    return advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
+    return advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16", price_per_gpu_hour=2.0))
 
 
 @pytest.mark.alone
@@ -156,7 +153,7 @@ def test_on_one_gpu_an_engine_is_advised_for_its_16_bit_weights(capsys: pytest.C
 def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: str, hardware: str) -> None:
     shape, box = model_shape(model), box_of(hardware)
     precision = "fp16" if hardware == "T4" else "bf16"
-    advice = advise(Question(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
+    advice = advise(AdviceRequest(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
     best = advice.best
     assert best is not None
     assert best.name == "zero1"
@@ -172,17 +169,17 @@ def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: st
 
 def test_one_gpu_is_advised_what_trains_there() -> None:
     for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
-        found = candidates(Question(model_shape("gpt2"), box_of("L4"), 128, precision))
+        found = candidates(AdviceRequest(model_shape("gpt2"), box_of("L4"), 128, precision))
         assert {name for name in found if not read_strategy(name).offloads} == names
 
 
 def test_on_one_gpu_a_guides_stage_is_what_its_engine_holds_there() -> None:
     """It was taken for plain training, whose autocast no guide asked for."""
-    advice = advise(Question(model_shape("gpt2-xl"), box_of("RTX4090"), 1024, "bf16", global_batch=64))
+    advice = advise(AdviceRequest(model_shape("gpt2-xl"), box_of("RTX4090"), 1024, "bf16", global_batch=64))
     said = {(rule.document, rule.choice): rule.misleads for rule in rules(advice)}
     assert said["S0", "zero0"].startswith("does not fit: needs 30.9 GiB")
     assert said["S1", "zero2"].startswith("does not fit: needs 36.9 GiB")
-    fp16 = advise(Question(model_shape("bert-large-uncased"), box_of("T4"), 512, "fp16", global_batch=64))
+    fp16 = advise(AdviceRequest(model_shape("bert-large-uncased"), box_of("T4"), 512, "fp16", global_batch=64))
     tree = rules(fp16)[0]
     # Stage 0 has no fp16.
     assert (tree.choice, tree.misleads.split(":")[0]) == ("zero0", "36% slower than zero1")
@@ -193,7 +190,7 @@ def test_a_drive_that_nothing_would_be_swapped_to_is_not_advised() -> None:
     shape = with_adapters(model_shape("gpt2-xl"), 8)
     drives = ("zero3_nvme", "zero3_nvme_optimizer")
     for box, fit in (("A100", [True, True]), ("64x8xA100", [False, False])):
-        asked = Question(shape=shape, box=box_of(box), sequence_length=1024, precision="bf16")
+        asked = AdviceRequest(shape=shape, box=box_of(box), sequence_length=1024, precision="bf16")
         found = {option.name: option for option in advise(asked, drives).options}
         assert [found[name].fits for name in drives] == fit, box
         assert all(("is swapped" in found[name].why) != fits for name, fits in zip(drives, fit, strict=True))
@@ -201,7 +198,7 @@ def test_a_drive_that_nothing_would_be_swapped_to_is_not_advised() -> None:
 
 def test_what_is_written_for_lora_trains_adapters(tmp_path: Path) -> None:
     shape = with_adapters(model_shape("gpt2-xl"), 16)
-    asked = Question(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
+    asked = AdviceRequest(shape=shape, box=box_of("2xA100"), sequence_length=1024, precision="bf16")
     best = advise(asked, ["zero2"]).best
     assert best is not None
     of_study = write_files(best, tmp_path, "drive", "gpt2-xl").of_study
@@ -250,7 +247,7 @@ def test_an_offload_is_taken_where_it_is_ahead_by_more_than_such_steps_were_off(
 
 def test_what_an_offload_needs_is_said_where_nobody_said_what_there_is() -> None:
     box = dataclasses.replace(box_of("T4"), nvme_read_gb_per_s=3.5)
-    advice = advise(Question(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
+    advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
     said = {option.name: list(unchecked(option)) for option in advice.options}
     offload = advice.option("zero2_cpu")
     assert offload is not None
@@ -275,7 +272,7 @@ def test_a_slower_drive_is_a_slower_step(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_faster_one_that_only_its_figure_lets_in_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_table", lambda: {"above_state": {"low": 0.9, "high": 2.0}})
-    advice = advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
+    advice = advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
     best, tried = advice.best, worth_trying(advice)
     assert best is not None
     assert tried is not None
@@ -289,8 +286,8 @@ def test_a_faster_one_that_only_its_figure_lets_in_is_told_apart(monkeypatch: py
 
 
 def test_copies_within_a_machine_are_advised_where_there_are_several_machines() -> None:
-    def asked(hardware: str) -> Question:
-        return Question(model_shape("gpt2-xl"), box_of(hardware), 1024, "bf16", gradient_checkpointing=False)
+    def asked(hardware: str) -> AdviceRequest:
+        return AdviceRequest(model_shape("gpt2-xl"), box_of(hardware), 1024, "bf16", gradient_checkpointing=False)
 
     assert not set(WITH_COPIES) & set(candidates(asked("8xA100-40")))
     assert not set(WITH_COPIES) & set(candidates(asked("8x1xA100-40")))
@@ -323,7 +320,7 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
         " 18.0, context 1.4) of 78.8; what helps: fewer tokens a sample, a loss in chunks (--chunked_loss)" in page
     )
     # What it names does help.
-    said = advise(Question(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), ["zero3"])
+    said = advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), ["zero3"])
     assert said.best is not None
     assert said.best.is_sure
     assert said.best.tokens_per_s == pytest.approx(22424, rel=1e-3)
@@ -338,7 +335,7 @@ def test_where_a_sample_alone_is_too_large_no_number_of_gpus_is_asked_for(capsys
     assert f"take {short[1]} " in capsys.readouterr().out
     box = box_of("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
-    nothing = advise(Question(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
+    nothing = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
     assert how_sure(nothing) == "nothing fits: more GPUs, fewer tokens a sample, or a smaller model"
 
 
@@ -367,7 +364,7 @@ def test_the_default_batch_has_parts_that_a_rank_can_take() -> None:
 
 
 def test_of_two_as_fast_the_one_that_a_usual_host_can_load_is_taken() -> None:
-    question = Question(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
+    question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
     found = advise(question, ["fsdp2", "zero3"])
     assert found.best is not None
     assert found.best.name == "zero3"
@@ -393,7 +390,7 @@ def test_a_loss_in_chunks_is_asked_for_by_a_flag(tmp_path: Path, capsys: pytest.
 
 
 def test_host_memory_is_checked_where_it_is_said() -> None:
-    question = Question(model_shape("gpt-7.5b"), box_of("L4"), 512, "bf16", gradient_checkpointing=True)
+    question = AdviceRequest(model_shape("gpt-7.5b"), box_of("L4"), 512, "bf16", gradient_checkpointing=True)
     without = {option.name for option in advise(question).fitting}
     small = dataclasses.replace(question, box=dataclasses.replace(question.box, host_gib_per_node=32.0))
     assert without
@@ -402,21 +399,21 @@ def test_host_memory_is_checked_where_it_is_said() -> None:
 
 
 def test_another_question_is_told_where_the_answer_changes() -> None:
-    question = Question(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
+    question = AdviceRequest(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
     assert "with half the GPUs it would be single" in list(changes(advise(question)))
     # A sequence that the model has no positions for is no question.
-    short = Question(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
+    short = AdviceRequest(model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=False)
     assert not [line for line in changes(advise(short)) if "tokens a sample" in line]
 
 
 def test_the_guides_are_held_against_the_same_prediction(eight_b: Advice) -> None:
     told = {(rule.document, rule.says.split(":")[0]): rule for rule in rules(eight_b)}
     assert told["S0", "the decision tree"].choice == "zero2"
-    thirteen = advise(Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8))
+    thirteen = advise(AdviceRequest(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8))
     said = {(rule.document, rule.choice): rule.misleads for rule in rules(thirteen)}
     # More than 10 B: S1 sends optimizer and parameters to the host, which eight GPUs have no need of.
     assert "slower than" in said["S1", "zero3_cpu"]
-    small = advise(Question(model_shape("gpt-13b"), box_of("8xA100-40"), 2048, "bf16"))
+    small = advise(AdviceRequest(model_shape("gpt-13b"), box_of("8xA100-40"), 2048, "bf16"))
     by_size = next(rule for rule in rules(small) if rule.document == "S0" and rule.says.startswith("by size"))
     assert (by_size.choice, by_size.misleads.split(":")[0]) == ("zero2", "does not fit")
 
@@ -450,14 +447,14 @@ def test_predict_asks_for_the_precision_that_advice_picks(
 def test_a_guides_choice_is_slower_by_what_it_does_with_the_same_micro_batch() -> None:
     # Over a slow network stage 2 reduces in every micro-batch; on one device an offload has nobody to wait for.
     slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
-    shared = advise(Question(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
+    shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
     said = next(rule.misleads for rule in rules(shared) if rule.choice == "zero2")
     assert "trained as zero1 is, waiting for communication takes" in said
     zero1, zero2 = shared.options
     wide = dataclasses.replace(zero1, request=dataclasses.replace(zero1.request, micro_batch=512))
     said = next(rule.misleads for rule in rules(Advice(shared.question, (wide, zero2))) if rule.choice == "zero2")
     assert "512 a rank without checkpointing, as zero1 trains, does not fit" in said
-    large = Question(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8)
+    large = AdviceRequest(model_shape("gpt-13b"), box_of("8xH100"), 2048, "bf16", global_batch=8)
     said = next(rule.misleads for rule in rules(advise(large, ["zero3", "zero3_cpu"])) if rule.choice == "zero3_cpu")
     assert "trained as zero3 is, the optimizer on the host takes" in said
 

@@ -46,8 +46,8 @@ from study.autopsy.page import build
 from study.autopsy.run import MARK, SESSIONS, Lane, missing, open_folder, run_sessions
 from study.claims.ledger import read_ledger
 from study.cli import main
-from study.errors import UserError
-from study.spec.strategies import REPOSITORY
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
 
 COMMITTED = REPOSITORY / "reports" / "autopsy"
 LOSS = next(each for each in RESPONSES if each.name == "eval_loss")

@@ -16,12 +16,12 @@ from test_refusals import assert_is_one_line, assert_refused
 
 from engines import ROOT
 from study.cli import main
-from study.errors import Unsupported, UserError
-from study.record.directory import read_run
-from study.record.schema import RecordError
-from study.run.engine_settings import check_engine_settings
-from study.spec.config import RunConfig
-from study.spec.strategies import read_strategy
+from study.config.errors import Unsupported, UserError
+from study.config.flags import RunConfig
+from study.config.strategies import read_strategy
+from study.engine.setup import check_engine_settings
+from study.records.directory import read_run
+from study.records.schema import RecordError
 
 NOBODY = "~nobody-of-this-name/x"
 
@@ -156,7 +156,7 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
 
 CONSOLE = """
 import os, pathlib, sys
-from study.host.process import check_process
+from study.host.folders import check_process
 from study.run.console import Console
 check_process()
 kept = open(sys.argv[1], "w")
@@ -207,7 +207,7 @@ def test_a_reader_that_has_read_enough_is_no_error_of_what_only_shows(command: s
 
 def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installation() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
-    command = [sys.executable, "-m", "study.doctor.probe"]
+    command = [sys.executable, "-m", "study.advisor.doctor_probe"]
     probed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
     assert len(probed) > 5
     for line in probed:

@@ -12,8 +12,8 @@ import pytest
 from forked import fork_ranks
 from runs import RunFactory, by_one_rank, trained
 from study.baselines import bench
-from study.errors import RunFailed
-from study.record.directory import Run
+from study.config.errors import RunFailed
+from study.records.directory import Run
 
 HF_TRAINER, BARE_LOOP = "study/baselines/hf_trainer.py", "study/baselines/bare_loop.py"
 
@@ -190,7 +190,7 @@ def test_loops_that_did_other_work_are_not_compared(run_of: RunFactory) -> None:
 def test_the_bench_times_all_three_in_turns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "CASES", (bench.Case("short", ("--seq_length", "16"), turns=2),))
+    monkeypatch.setattr(bench, "CASES", (bench.BenchCase("short", ("--seq_length", "16"), turns=2),))
     cores = os.sched_getaffinity(0)
     try:
         status = bench.main(["--repeats", "1", "--json"])

@@ -8,8 +8,8 @@ import pytest
 
 from study import cli
 from study.host.box import this_box
-from study.launch.cell import Cell
 from study.releases.bisect import SUITE, bisect
+from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
 from synthetic_records import with_steps, write_run

@@ -10,13 +10,13 @@ import pynvml
 import pytest
 import torch
 
-from study.errors import Unsupported
+from study.config.errors import Unsupported
+from study.engine.setup import tell_what_is_free
 from study.host.box import free_gpu_bytes, this_box
-from study.host.cgroups import available_cores
-from study.host.devices import refuse_useless_gpus, torch_for_driver
-from study.measure.energy import handle_of
-from study.measure.memory import MemoryMeter
-from study.run.engine import tell_what_is_free
+from study.host.environment import refuse_useless_gpus, torch_for_driver
+from study.host.memory import available_cores
+from study.metrics.clock import handle_of
+from study.metrics.memory import MemoryMeter
 
 GIB = 2**30
 FIRST, SECOND = "GPU-8a56e0b1-0000-4000-8000-000000000001", "GPU-95c1f2a7-0000-4000-8000-000000000002"

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from study.errors import UserError
-from study.models.presets import BUILTIN_VOCABULARY_SIZE
-from study.spec.config import RunConfig, resolved
-from study.tasks import builtin, load_data
-from study.tasks.blocks import Split, TaskData, epoch_order, pinned, sample_hashes, step_samples
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.workloads import builtin, load_data
+from study.workloads.blocks import Split, TaskData, epoch_order, pinned, sample_hashes, step_samples
+from study.workloads.presets import BUILTIN_VOCABULARY_SIZE
 
 # How often a test about chance may fail although the code is right.
 DOUBT = 1e-9

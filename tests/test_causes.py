@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from study.config.strategies import REPOSITORY
 from study.releases import bare
 from study.releases.causes import Cause, read_causes
 from study.releases.proofs import PROOFS
-from study.spec.strategies import REPOSITORY
 
 REPORT = REPOSITORY / "reports" / "releases"
-# No cause tells of several backward passes in a micro-step: study/releases/control.py does.
+# No cause tells of several backward passes in a micro-step: study/report/pages/releases.py does.
 # A release that cannot be imported has no case in it.
 CONTROL = [row for row in bare.read_rows(REPORT / "bare.json") if "caller" in row]
 ROWS = [row for row in CONTROL if "-" not in row["caller"]]

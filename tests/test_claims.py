@@ -18,18 +18,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from study.claims.board import REPORTS, Board, Judged, board, judge
+from study.advisor import engine_keys
+from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
-from study.claims.ledger import LEDGER, Check, read_ledger
+from study.claims.ledger import LEDGER, ClaimCheck, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.verdicts import Figure, Part, Region, Verdict, combine
 from study.cli import main
-from study.doctor import engine_keys
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.box import Box
-from study.launch.cell import Cell
-from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.sweep.cell import Cell
 from study.sweep.notes import append_attempt, note_searches
 from study.sweep.slices import plan_suite
 from synthetic_records import write_run
@@ -47,12 +47,12 @@ def made() -> Board:
     return board()
 
 
-def of(made: Board, claim: str) -> Judged:
+def of(made: Board, claim: str) -> JudgedClaim:
     (found,) = [each for each in made.judged if each.claim.id == claim]
     return found
 
 
-def with_numbers(judged: Judged, place: int, **numbers: object) -> str:
+def with_numbers(judged: JudgedClaim, place: int, **numbers: object) -> str:
     """The verdict with other numbers in one check."""
     checks = list(judged.claim.checks)
     checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
@@ -636,7 +636,7 @@ def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:
 
 
 def test_a_check_that_is_not_there_yet_says_what_it_needs() -> None:
-    check = Check("missing", "the peak", {"needs": "a GPU"}, Region())
+    check = ClaimCheck("missing", "the peak", {"needs": "a GPU"}, Region())
     found = check.find(Evidence(REPORTS))
     assert (found.answer, found.sentence) == (
         "not judged", "The peak: no record here can judge it yet: it needs a GPU"

@@ -19,19 +19,18 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from study.claims.board import REPORTS, Board, Judged, board, judge
-from study.claims.derivation import derivation
+from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
-from study.claims.ledger import LEDGER, Finding, read_ledger
+from study.claims.ledger import LEDGER, ClaimFinding, read_ledger
+from study.claims.page import strip, write_page
+from study.claims.published import derivation
 from study.claims.sceptic import facts, order_text, orders
-from study.claims.site import write_page
-from study.claims.strip import strip
 from study.claims.verdicts import Figure, Region
 from study.cli import main
-from study.errors import UserError
-from study.report.records.frames import Records, read_parquet, write_parquet
-from study.spec.strategies import REPOSITORY
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
+from study.records.frames import Records, read_parquet, write_parquet
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'>"
@@ -184,7 +183,7 @@ def test_a_point_lies_in_the_claimed_region_where_the_check_holds_and_else_does_
 
 
 def test_an_interval_across_the_edge_is_drawn_across_it() -> None:
-    drawn = str(strip(Finding("measured", "inside noise", "it", Figure(1.0, 0.9, 1.2, 3)), Region(high=1.1)))
+    drawn = str(strip(ClaimFinding("measured", "inside noise", "it", Figure(1.0, 0.9, 1.2, 3)), Region(high=1.1)))
     low, high = (float(re.search(rf'interval.* {key}="([\d.]+)%"', drawn)[1]) for key in ("x1", "x2"))  # type: ignore[index]
     edge = float(re.search(r' width="([\d.]+)%" y="18"', drawn)[1])  # type: ignore[index]
     assert low < edge < high
@@ -221,7 +220,7 @@ def committed(folder: Path, ledger: str | None) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def judged_from(commit: object, claim: str = "S3-02") -> tuple[Judged, Evidence]:
+def judged_from(commit: object, claim: str = "S3-02") -> tuple[JudgedClaim, Evidence]:
     """A claim whose records of the laptop say that they come from this commit."""
     records = read_parquet(REPORTS / "laptop")
     runs = records.runs.assign(git_commit=pd.array([commit] * len(records.runs), dtype="str"))

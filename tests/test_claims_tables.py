@@ -11,8 +11,8 @@ import pytest
 
 from study.claims.published import TABLES, check, check_table, published_tables, read_table
 from study.cli import main
-from study.errors import UserError
-from study.theory.paper import papers_state_bytes
+from study.config.errors import UserError
+from study.predictor.floor import papers_state_bytes
 
 
 def verdicts(name: str) -> list[str]:

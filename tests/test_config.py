@@ -13,10 +13,10 @@ import pytest
 import yaml
 from transformers import SchedulerType
 
-from study.errors import UserError
-from study.spec import config as config_module
-from study.spec.config import RunConfig, parse_command_line, resolved
-from study.spec.overrides import parse_overrides
+from study.config import flags as config_module
+from study.config.errors import UserError
+from study.config.flags import RunConfig, parse_command_line, resolved
+from study.config.names import parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_OF_THE_DESIGN = {
@@ -314,13 +314,13 @@ def test_overrides_that_share_a_beginning_are_two_keys() -> None:
 
 def test_no_field_is_dead() -> None:
     """Each is read as an attribute somewhere in study/ other than where it is defined or checked, or by a method."""
-    own = ast.parse((ROOT / "study/spec/config.py").read_text())
+    own = ast.parse((ROOT / "study/config/flags.py").read_text())
     methods = [node for node in ast.walk(own) if isinstance(node, ast.FunctionDef)]
     used_here = {name for method in methods for name in _attributes_of(method, {"self"})}
     elsewhere = {
         name
         for file in sorted((ROOT / "study").rglob("*.py"))
-        if file not in (ROOT / "study/spec/config.py", ROOT / "study/spec/checks.py")
+        if file not in (ROOT / "study/config/flags.py", ROOT / "study/config/flags.py")
         for name in _attributes_of(ast.parse(file.read_text()), {"config"})
     }
     fields = {field.name for field in dataclasses.fields(RunConfig)}

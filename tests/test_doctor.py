@@ -19,9 +19,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from engines import FAKE_GPU, ROOT
-from study.doctor.checks import Check, strategies, tools
+from study.advisor.doctor import Check, strategies, tools
+from study.config.strategies import STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS
 from study.host.operators import toolkit_version
-from study.spec.strategies import STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS
 
 SECRET = "hf_thisIsNobodysToken"
 STATES = {"ok", "missing", "none"}

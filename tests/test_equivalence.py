@@ -9,7 +9,7 @@ import pytest
 
 from runs import FP32_RELATIVE, by_one_rank, losses, trained
 from strategy_files import ranks_of
-from study.spec.strategies import WITH_COPIES, read_strategy
+from study.config.strategies import WITH_COPIES, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
 SHARDED = (

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from engines import ROOT
+from study.advisor.explain import Explanation, answers, bucket_bytes, costs, on_host, whole_elements
+from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, ConfigCase, Workload, settle
+from study.advisor.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
+from study.advisor.user_settings import _SAID_TWICE, OFFLOADS, ZERO, known_settings, read_user_file
 from study.cli import main
-from study.errors import UserError
-from study.predict.explain import bucket_bytes, costs, on_host, whole_elements
-from study.predict.explain_case import ACCUMULATION, MICRO_BATCH, Case, Workload, settle
-from study.predict.explain_findings import ENGINES_OPTIMIZERS, TORCHS_OPTIMIZERS, findings
-from study.predict.explain_whys import Answer, answers
-from study.predict.memory import predict_memory
-from study.predict.shape import model_shape
-from study.predict.state import kept_whole, sub_groups
-from study.predict.user_settings import _SAID_TWICE, OFFLOADS, ZERO, known_settings, read_user_file
+from study.config.errors import UserError
+from study.predictor.memory import predict_memory
+from study.predictor.shape import model_shape
+from study.predictor.state import kept_whole, sub_groups
 
 KNOWN = known_settings()
 WORK = Workload()
@@ -31,7 +30,7 @@ PLAIN: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled"
 
 def case_of(
     folder: Path, settings: Mapping[str, Any], model: str = "gpt2", ranks: int = 4, name: str = "user.json"
-) -> Case:
+) -> ConfigCase:
     file = folder / name
     # JSON is YAML.
     file.write_text(json.dumps(settings))
@@ -42,15 +41,15 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
     return {**PLAIN, ZERO: {"stage": stage, **settings}}
 
 
-def kept_elements(case: Case) -> int:
+def kept_elements(case: ConfigCase) -> int:
     return sum(piece.elements for piece in kept_whole(case.request, case.settings))
 
 
-def groups_of(case: Case) -> int:
+def groups_of(case: ConfigCase) -> int:
     return len(sub_groups(case.request, case.settings))
 
 
-def said(case: Case) -> dict[str, tuple[str, str]]:
+def said(case: ConfigCase) -> dict[str, tuple[str, str]]:
     return {finding.key.removeprefix(f"{ZERO}."): (finding.kind, finding.says) for finding in findings(case)}
 
 
@@ -191,7 +190,7 @@ def test_fsdp_settings_that_version_2_drops_or_refuses_are_told(
 
 
 def test_copies_of_a_mesh_are_told_and_one_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:
-    def case(ranks: int, **sizes: int) -> Case:
+    def case(ranks: int, **sizes: int) -> ConfigCase:
         mesh = {f"parallelism_config_{key}_size": size for key, size in sizes.items()}
         file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": mesh}
         return case_of(tmp_path, file, "gpt2-xl", ranks=ranks, name="mesh.yaml")
@@ -248,7 +247,7 @@ def test_what_was_measured_of_a_setting_is_what_is_told(probe: dict[str, Any], t
             assert case.top[setting] == value
 
 
-def told_of(case: Case, name: str) -> Any:
+def told_of(case: ConfigCase, name: str) -> Any:
     value: Any = case.zero
     for part in name.split("."):
         value = value[part] if part in value else value[f"stage3_{part}"]
@@ -348,12 +347,12 @@ LLAMA_8B = "layers=32,hidden=4096,heads=32,vocabulary=128256,inner=14336,key_val
 
 
 def test_passes_of_a_step_that_the_file_leaves_open_are_told_and_asked_for(tmp_path: Path) -> None:
-    def case(work: Workload = WORK, **settings: Any) -> Case:
+    def case(work: Workload = WORK, **settings: Any) -> ConfigCase:
         file = tmp_path / "a.json"
         file.write_text(json.dumps({**zero(1, reduce_bucket_size=525336576), **settings}))
         return settle(read_user_file(str(file)), model_shape(LLAMA_8B), 8, work)
 
-    def reserved(case: Case) -> str:
+    def reserved(case: ConfigCase) -> str:
         return f"{predict_memory(case.request).peak_reserved.value / 2**30:.2f}"
 
     one, eight = Workload(2048, accumulation=1), Workload(2048, accumulation=8)
@@ -470,7 +469,7 @@ def test_the_second_bucket_is_that_of_overlap_at_stages_1_and_2(tmp_path: Path) 
     assert bucket_bytes(case_of(tmp_path, zero(2, contiguous_gradients=False))) == 0
 
 
-def answer(case: Case, about: str) -> Answer:
+def answer(case: ConfigCase, about: str) -> Explanation:
     return next(each for each in answers(case) if about in each.question)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from study.measure.flops import model_flops_per_sample
-from study.models.architecture import build_model, model_config
-from study.spec.config import RunConfig, Task, resolved
-from study.theory.hardware import find_device, known_devices, mfu, peak_flops
+from study.config.flags import RunConfig, Task, resolved
+from study.metrics.flops import model_flops_per_sample
+from study.predictor.hardware import find_device, known_devices, mfu, peak_flops
+from study.workloads.architecture import build_model, model_config
 
 # As torch.cuda.get_device_name prints them.
 DEVICE_NAMES = {

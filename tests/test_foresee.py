@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from study.cli import main
+from study.config.strategies import WITH_TEAMS
 from study.host.box import Box
-from study.launch.cell import Cell
-from study.predict.floor import ANY_DEVICE
-from study.predict.memory import predict_memory
-from study.predict.request import Box as Ranks
-from study.predict.runs import request_for
-from study.spec.strategies import WITH_TEAMS
-from study.sweep.foresee import Foresight, foresight, is_certain_to_run_out, warnings
-from study.sweep.needs import needs_of
+from study.predictor.floor import ANY_DEVICE
+from study.predictor.memory import predict_memory
+from study.predictor.request import Hardware as Ranks
+from study.predictor.runs import request_for
+from study.sweep.cell import Cell
+from study.sweep.foresee import Foresight, foresight, is_certain_to_run_out, needs_of, warnings
 from study.sweep.plan import plan_cells
 from study.sweep.search import example_of
 from study.sweep.slices import missing_here

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from engines import FAKE_GPU, ROOT
-from study.doctor.checks import INSTALL_ALL
-from study.host.devices import torch_for_driver
-from study.host.releases import VERIFIED, pair_fix
+from study.advisor.doctor import INSTALL_ALL
+from study.host.environment import torch_for_driver
+from study.host.stacks import VERIFIED, pair_fix
 
 # Without the index, the cache and the constraints of whoever runs the tests.
 NO_PIP = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}

@@ -17,7 +17,7 @@ from study.host.imports import importing
 SHOWN = """
 import gc, sys
 from study.host.imports import import_libraries
-from study.spec.strategies import read_strategy
+from study.config.strategies import read_strategy
 import_libraries(read_strategy(sys.argv[1]))
 from transformers import GPT2LMHeadModel
 import evaluate
@@ -55,7 +55,7 @@ def test_scikit_learn_finds_the_scipy_that_it_is_built_on(tmp_path):
     (tmp_path / "sklearn/__init__.py").write_text("")
     (tmp_path / "sklearn/metrics.py").write_text("import scipy.sparse\n")
     code = (
-        "from study.host.imports import import_libraries\nfrom study.spec.strategies import read_strategy\n"
+        "from study.host.imports import import_libraries\nfrom study.config.strategies import read_strategy\n"
         "import_libraries(read_strategy('single'))\nimport sklearn.metrics"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -70,7 +70,7 @@ def test_a_torchvision_of_another_torch_is_left_alone(tmp_path: Path) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.25.0\n")
     code = (
-        "from study.host.imports import import_libraries; from study.spec.strategies import read_strategy;"
+        "from study.host.imports import import_libraries; from study.config.strategies import read_strategy;"
         " import_libraries(read_strategy('ddp')); import transformers; transformers.BertForSequenceClassification;"
         " transformers.Trainer"
     )

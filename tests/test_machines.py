@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory
-from study.errors import Unsupported, UserError
-from study.record.directory import Run, read_json, read_run
-from study.record.outcome import Ending
+from study.config.errors import Unsupported, UserError
+from study.config.launched import Launch, this_launch
+from study.config.strategies import read_strategy
+from study.records.directory import Run, read_json, read_run
+from study.records.outcome import Ending
 from study.run import machines
 from study.run.checks import check_devices
-from study.spec.launched import Launch, this_launch
-from study.spec.strategies import read_strategy
 
 GPT = ("--task", "gpt-wikitext")
 

@@ -20,16 +20,14 @@ from engines import printed_json
 from forked import fork_ranks
 from probes import measured_steps
 from runs import trained
-from study.measure import Meters, matmul
-from study.measure.clock import HostCost, StepClock, step_time_statistics, warmup_steps
-from study.measure.energy import EnergyMeter
-from study.measure.forward import ForwardWatch, bytes_in_use
-from study.measure.inventory import Inventory
-from study.measure.memory import MemoryMeter
-from study.measure.state import StateWatch
-from study.measure.traffic import TrafficWatch
-from study.report.records.frames import read_records
-from study.validation.own import ALL_STATE, compared_of
+from study.metrics import Meters, matmul
+from study.metrics.clock import EnergyMeter, HostCost, StepClock, step_time_statistics, warmup_steps
+from study.metrics.inventory import ForwardWatch, Inventory, bytes_in_use
+from study.metrics.memory import MemoryMeter
+from study.metrics.state import StateWatch
+from study.metrics.traffic import TrafficWatch
+from study.predictor.validation.own import ALL_STATE, compared_of
+from study.records.frames import read_records
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -187,7 +185,7 @@ def test_energy_of_which_a_part_was_not_read_is_none(monkeypatch: pytest.MonkeyP
         return answer
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", read)
-    monkeypatch.setattr("study.measure.energy.nvml_handle", lambda device: object())
+    monkeypatch.setattr("study.metrics.clock.nvml_handle", lambda device: object())
     meter = EnergyMeter(CPU)
     joules = []
     for _ in range(3):
@@ -474,7 +472,7 @@ def test_a_peak_that_cannot_be_set_back_is_the_process_s_own_in_kib(monkeypatch:
 
     lifetime = SimpleNamespace(ru_maxrss=50_000_000)
     monkeypatch.setattr(Path, "write_text", refuse)
-    monkeypatch.setattr("study.measure.memory.resource.getrusage", lambda _: lifetime)
+    monkeypatch.setattr("study.metrics.memory.resource.getrusage", lambda _: lifetime)
     meter = MemoryMeter(CPU)
     with meter.phase("eval"):
         lifetime.ru_maxrss = 60_000_000

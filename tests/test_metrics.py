@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from study.spec.strategies import REPOSITORY
-from study.tasks.metrics import load_metric, summarize_evaluation
+from study.config.strategies import REPOSITORY
+from study.workloads.metrics import load_metric, summarize_evaluation
 
 LOSSES = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 
@@ -42,7 +42,7 @@ def test_the_metrics_need_no_network_and_write_nothing_not_even_into_the_hugging
     for folder in (home, cache, here):
         folder.mkdir()
     script = (
-        "import torch; from study.tasks.metrics import summarize_evaluation as s;"
+        "import torch; from study.workloads.metrics import summarize_evaluation as s;"
         "print([s('bert-imdb', torch.ones(2), torch.tensor([1, 0]), torch.tensor([1, 1])),"
         "s('gpt-wikitext', torch.zeros(2), None, None)])"
     )
@@ -63,7 +63,9 @@ def test_the_metrics_need_no_network_and_write_nothing_not_even_into_the_hugging
 
 
 def test_nothing_pays_for_evaluate_before_the_first_evaluation() -> None:
-    script = "import sys, study.tasks.metrics, study.tasks; print('evaluate' in sys.modules, 'torch' in sys.modules)"
+    script = (
+        "import sys, study.workloads.metrics, study.workloads; print('evaluate' in sys.modules, 'torch' in sys.modules)"
+    )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]

@@ -24,15 +24,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BertConfig, BertForSequenceClassification, BertModel, OPTConfig
 
 from damage import flip_a_bit, no_file_larger_than
-from study.errors import UserError
-from study.models.architecture import build_model, model_config
-from study.models.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
-from study.models.presets import DROPOUT_FIELDS, PRESETS
-from study.models.tokenizer import load_tokenizer
-from study.run import engine
-from study.run.evaluation import evaluate
-from study.spec.config import RunConfig, Task, resolved
-from study.tasks import load_data
+from study.config.errors import UserError
+from study.config.flags import RunConfig, Task, resolved
+from study.engine import setup as engine
+from study.run.steps import evaluate
+from study.workloads import load_data
+from study.workloads.architecture import build_model, load_tokenizer, model_config
+from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
+from study.workloads.presets import DROPOUT_FIELDS, PRESETS
 
 PARAMETERS = {
     "bert-large-uncased": 335_143_938,
@@ -328,8 +327,8 @@ def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) 
 
 def test_ranks_that_start_together_make_one_set(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib; from study.spec.config import RunConfig, resolved; "
-        "from study.models.initial import materialize_initial_weights as materialize; "
+        "import sys, pathlib; from study.config.flags import RunConfig, resolved; "
+        "from study.workloads.initial import materialize_initial_weights as materialize; "
         "print(materialize(resolved(RunConfig(scale='laptop'), False), pathlib.Path(sys.argv[1])).sha256)"
     )
     ranks = [
@@ -348,10 +347,10 @@ import sys, pathlib, deepspeed, torch
 from safetensors.torch import load_file
 from transformers.integrations import HfDeepSpeedConfig
 from study.host.operators import build_operators
-from study.spec.config import RunConfig, resolved
-from study.spec.strategies import read_strategy
-from study.measure.flops import model_flops_per_sample
-from study.models.initial import load_initial_model, materialize_initial_weights
+from study.config.flags import RunConfig, resolved
+from study.config.strategies import read_strategy
+from study.metrics.flops import model_flops_per_sample
+from study.workloads.initial import load_initial_model, materialize_initial_weights
 cache = pathlib.Path(sys.argv[1])
 config = resolved(RunConfig(task=sys.argv[2], scale="laptop"), False)
 initial = materialize_initial_weights(config, cache)
@@ -551,11 +550,11 @@ def small_hub() -> Iterator[str]:
 
 ASK_HUB = """
 import json, pathlib, sys, time
-from study.spec.config import RunConfig, resolved
-from study.errors import Unsupported, UserError
-from study.models.architecture import model_config
-from study.models.initial import materialize_initial_weights
-from study.models.tokenizer import load_tokenizer
+from study.config.flags import RunConfig, resolved
+from study.config.errors import Unsupported, UserError
+from study.workloads.architecture import model_config
+from study.workloads.initial import materialize_initial_weights
+from study.workloads.architecture import load_tokenizer
 def ask(do, task, model, **asked):
     config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
     started = time.monotonic()
@@ -683,7 +682,7 @@ def test_a_draw_that_is_ended_leaves_no_half_of_a_model_on_the_drive(tmp_path: P
     """As `timeout` ends one. The model is large enough to be still drawn when that is seen."""
     model = ["--model_name_or_path", "gpt2-medium", "--weights", "random"]
     flags = ["--task", "gpt-wikitext", "--scale", "laptop", *model]
-    command = [sys.executable, "-m", "study.models.initial", *flags]
+    command = [sys.executable, "-m", "study.workloads.initial", *flags]
     with subprocess.Popen(command, env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
         while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):
             time.sleep(0.02)
@@ -698,7 +697,7 @@ def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) ->
     command = [
         sys.executable,
         "-m",
-        "study.models.initial",
+        "study.workloads.initial",
         *flags,
         "--seed",
         "7",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from study.validation.measured import impossible, predicted_step_s
-from study.validation.nearest import distance, nearest, told
-from study.validation.published import published_rows
+from study.predictor.validation.measured import impossible, predicted_step_s
+from study.predictor.validation.own import distance, nearest, told
+from study.predictor.validation.published import published_rows
 
 ROWS = published_rows()
 

@@ -16,20 +16,20 @@ import yaml
 
 from engines import ROOT
 from runs import FLAGS, RunFactory
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.flags import parse_command_line, resolved
 from study.host.box import Box
 from study.host.memory import OomCounts
 from study.host.node import networks
 from study.host.slurm import Job, _least_cores, this_job
-from study.launch.lock import only_sweep
-from study.launch.step import on_nodes, supervised
-from study.launch.verdict import Evidence, judge
-from study.record.directory import read_run
-from study.record.lock import Held
-from study.spec.config import parse_command_line, resolved
+from study.records.directory import read_run
+from study.records.lock import Held
+from study.sweep.launch import only_sweep
 from study.sweep.plan import plan_cells
 from study.sweep.slices import missing_here, plan_suite
+from study.sweep.step import on_nodes, supervised
 from study.sweep.suite_file import Requirements, Suite, read_suite
+from study.sweep.verdict import ExitEvidence, judge
 from sweeps import write_suite
 
 TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
@@ -79,7 +79,7 @@ def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_nod
 
 
 def test_one_step_starts_a_launcher_on_each_node_and_on_each_somebody_who_ends_what_it_leaves(monkeypatch) -> None:
-    monkeypatch.setattr("study.launch.step.address_of", lambda node: f"{node}.example")
+    monkeypatch.setattr("study.sweep.step.address_of", lambda node: f"{node}.example")
     command = on_nodes(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
     *srun, shell, _, line = command
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
@@ -132,7 +132,7 @@ def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_the
 def test_what_slurm_and_other_nodes_say_tells_how_a_run_ended(printed: str, state: str, says: str) -> None:
     # srun ends with 137 where a launcher itself was killed, as the kernel did here while it imported torch.
     status = 137 if "2 1671" in printed else 1
-    ending = judge(Evidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
+    ending = judge(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
     assert (ending.state, says in ending.reason) == (state, True), ending
 
 

@@ -15,7 +15,8 @@ import pytest
 from torch.utils.cpp_extension import load
 
 from engines import FAKE_GPU, ROOT
-from study.errors import Unsupported, UserError
+from study.config.errors import Unsupported, UserError
+from study.config.strategies import read_strategy
 from study.host.folders import COMPILES
 from study.host.operators import (
     _cause,
@@ -30,15 +31,14 @@ from study.host.operators import (
     own_build_folder,
     toolkit_version,
     use_own_build,
-)  # fmt: skip
-from study.record.directory import read_json
-from study.spec.strategies import read_strategy
+)
+from study.records.directory import read_json
 
 LOAD = """
 import sys
 from study.host.operators import build_operators
 from study.host.folders import cache_directory
-from study.spec.strategies import read_strategy
+from study.config.strategies import read_strategy
 build_operators(read_strategy(sys.argv[1]), cache_directory())
 """
 

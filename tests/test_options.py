@@ -9,12 +9,12 @@ import torch
 from test_virtual import assert_same_rank, virtual
 
 from runs import FP32_RELATIVE, RunFactory, losses, train, trained
-from study.errors import UserError
-from study.record.directory import Run
-from study.run.engine_settings import check_engine_settings
-from study.spec.config import RunConfig
-from study.spec.overrides import override
-from study.spec.strategies import read_strategy
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.names import override
+from study.config.strategies import read_strategy
+from study.engine.setup import check_engine_settings
+from study.records.directory import Run
 
 GPT = ("--task", "gpt-wikitext")
 LORA = ("--peft", "lora")

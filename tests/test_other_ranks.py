@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from damage import Trap
 from runs import FP32_RELATIVE, losses, trained
-from study.errors import RunFailed
+from study.config.errors import RunFailed
 from study.host.memory import GIB
-from study.record.directory import Run, read_json
+from study.records.directory import Run, read_json
 from study.run.checkpoint import _engine_classes
 from study.run.other_ranks import check_indexes
 

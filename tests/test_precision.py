@@ -11,11 +11,11 @@ from test_refusals import assert_refused
 
 from forked import fork_ranks
 from runs import FLAGS, RunFactory, losses, trained
-from study.errors import UserError
-from study.record.directory import Run, read_run
-from study.run.loss_scale import LOSS_SCALER
-from study.spec.config import RunConfig
-from study.spec.strategies import read_strategy
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.strategies import read_strategy
+from study.engine.optimizer import LOSS_SCALER
+from study.records.directory import Run, read_run
 
 GPT = ("--task", "gpt-wikitext")
 FP16, ENGINE = ("--precision", "fp16"), ("--precision", "fp16-engine")

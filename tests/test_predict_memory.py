@@ -17,30 +17,28 @@ import transformers
 from transformers.activations import ACT2CLS
 
 from study.cli import main
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY, read_strategy
 from study.host.memory import GIB
-from study.models.presets import PRESETS
-from study.predict.activations import activations_of
-from study.predict.adapters import with_adapters
-from study.predict.boxes import box_of
-from study.predict.fits import excess_bytes, why
-from study.predict.floor import least_activation_bytes
-from study.predict.gathers import gathers_of
-from study.predict.host import pinned_bytes
-from study.predict.memory import points_of, predict_memory
-from study.predict.request import Request
-from study.predict.settings import engine_settings
-from study.predict.shape import _ACTIVATIONS, model_shape, shape_of_architecture
-from study.predict.state import pieces_of
-from study.predict.traced import model_of, traced
-from study.predict.traffic import payload_of
-from study.record.outcome import DEVICE_RAN_OUT
-from study.report.records.frames import read_parquet, write_parquet
-from study.report.records.predicted import predicted, request_of
-from study.spec.strategies import REPOSITORY, read_strategy
-from study.validation import own, tables
-from study.validation.report import scores_frame
-from study.validation.score import score
+from study.predictor.activations import activations_of
+from study.predictor.boxes import box_of
+from study.predictor.communication import payload_of
+from study.predictor.floor import least_activation_bytes
+from study.predictor.gathers import gathers_of
+from study.predictor.memory import pinned_bytes, points_of, predict_memory
+from study.predictor.records import predicted, request_of
+from study.predictor.request import Request
+from study.predictor.shape import _ACTIVATIONS, model_shape, shape_of_architecture, with_adapters
+from study.predictor.state import engine_settings, pieces_of
+from study.predictor.time import excess_bytes, why
+from study.predictor.traced import model_of, traced
+from study.predictor.validation import own
+from study.predictor.validation.measured import score
+from study.records.frames import read_parquet, write_parquet
+from study.records.outcome import DEVICE_RAN_OUT
+from study.report.pages import prediction as tables
+from study.report.pages.prediction import scores_frame
+from study.workloads.presets import PRESETS
 
 SIZES = {
     "vocab_size": 3000, "hidden_size": 256, "n_embd": 256, "intermediate_size": 704, "n_inner": 704, "n_positions": 512,

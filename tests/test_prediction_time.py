@@ -7,23 +7,20 @@ from itertools import pairwise
 import pytest
 
 from study.cli import main
-from study.errors import UserError
-from study.measure.flops import model_flops_per_sample
-from study.predict import flops
-from study.predict.adapters import with_adapters
-from study.predict.boxes import BOX_NAMES, box_of
-from study.predict.exchange import exchange_of
-from study.predict.links import bus_bandwidth_gb_per_s, collective_s
-from study.predict.memory import predict_memory
-from study.predict.request import Box, Request
-from study.predict.settings import engine_settings
-from study.predict.shape import model_shape
-from study.predict.time import FITTED, predict_time
-from study.predict.traffic import payload_of, sent_bytes
-from study.spec.config import RunConfig, Task, resolved
-from study.spec.overrides import override
-from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
-from study.theory.hardware import known_devices
+from study.config.errors import UserError
+from study.config.flags import RunConfig, Task, resolved
+from study.config.names import override
+from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
+from study.metrics.flops import model_flops_per_sample
+from study.predictor import activations as flops
+from study.predictor.boxes import BOX_NAMES, box_of
+from study.predictor.communication import bus_bandwidth_gb_per_s, collective_s, exchange_of, payload_of, sent_bytes
+from study.predictor.hardware import known_devices
+from study.predictor.memory import predict_memory
+from study.predictor.request import Hardware, Request
+from study.predictor.shape import model_shape, with_adapters
+from study.predictor.state import engine_settings
+from study.predictor.time import FITTED, predict_time
 
 LLAMA = "layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=32"
 
@@ -215,7 +212,7 @@ def test_a_precision_without_units_is_as_slow_as_fp32_and_says_so() -> None:
 
 
 def test_this_box_is_measured() -> None:
-    box: Box = box_of("this")
+    box: Hardware = box_of("this")
     assert box.gpus_per_node >= 1
     assert box.device.matmul_tflops
     assert predict_time(asked(box=box, shape=model_shape("gpt-tiny"), precision="fp32")).step_s.value > 0

@@ -16,21 +16,19 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, a
 
 from runs import RunFactory, train, trained
 from study.baselines.bare_loop import refuse
-from study.errors import UserError
-from study.measure import Meters
-from study.measure.kernels import category
-from study.measure.profiling import profile_document
-from study.record.directory import read_run
-from study.record.schema import PROFILE_CATEGORIES, RecordError, check
-from study.report.plots.profile import step_profile
+from study.config.errors import UserError
+from study.config.flags import RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
+from study.config.launched import Launch
+from study.config.strategies import read_strategy
+from study.metrics import Meters
+from study.metrics.profiling import category, profile_document
+from study.records.directory import read_run
+from study.records.frames import Records, read_parquet, read_records, write_parquet
+from study.records.schema import PROFILE_CATEGORIES, RecordError, check
+from study.report.plots.memory import step_profile
 from study.report.questions import TABLES, profile
-from study.report.records.frames import Records, read_parquet, read_records, write_parquet
 from study.report.site.page import table_html
 from study.report.site.show import as_png
-from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import RunConfig, parse_command_line, resolved
-from study.spec.launched import Launch
-from study.spec.strategies import read_strategy
 from synthetic_records import told, write_run
 
 STEPS = 11

@@ -17,15 +17,15 @@ import yaml
 from study.claims.board import board
 from study.claims.page import rewritten as rewritten_claims
 from study.cli import COMMANDS
-from study.predict.intervals import slowest_offload
+from study.config.flags import parse_command_line, resolved
+from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES
+from study.predictor.time import slowest_offload
+from study.records.frames import read_parquet
+from study.records.rows import STATE_COLUMNS
 from study.report.questions import table1
-from study.report.records.frames import read_parquet
-from study.report.records.rows import STATE_COLUMNS
-from study.report.records.virtual_ranks import sent_bytes
 from study.report.site.readme import DOCUMENTS, rewritten
-from study.spec.config import parse_command_line, resolved
-from study.spec.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES
 from study.sweep.suite_file import find_suite
+from study.virtual.records import sent_bytes
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))

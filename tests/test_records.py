@@ -21,9 +21,8 @@ import pytest
 
 from damage import damaged_bytes, leaves, put
 from engines import ROOT
-from study.errors import RunFailed, UserError, first_line
-from study.launch.verdict import cell_state
-from study.record.directory import (
+from study.config.errors import RunFailed, UserError, first_line
+from study.records.directory import (
     Run,
     RunWriter,
     end_interrupted_run,
@@ -36,9 +35,10 @@ from study.record.directory import (
     read_status,
     write_json,
 )
-from study.record.folder import take_folder
-from study.record.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
-from study.report.records.frames import read_records
+from study.records.frames import read_records
+from study.records.lock import take_folder
+from study.records.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
+from study.sweep.verdict import cell_state
 from synthetic_records import seal_anew, without_seal
 
 STEPS = 6
@@ -182,7 +182,7 @@ def kill_after_its_first_line(process: subprocess.Popen[bytes], delay_s: float) 
 KEEP_WRITING = """
 import sys
 from pathlib import Path
-from study.record.directory import write_json
+from study.records.directory import write_json
 file = Path(sys.argv[1])
 for round in range(10**9):
     write_json(file, {"first": round, "filling": "x" * 2_000_000, "last": round})
@@ -213,7 +213,7 @@ KEEP_TRAINING = """
 import sys
 from pathlib import Path
 import test_records
-from study.record.directory import RunWriter
+from study.records.directory import RunWriter
 writer = RunWriter(Path(sys.argv[1]))
 writer.write("config.json", test_records.CONFIG)
 writer.write("engine.json", test_records.ENGINE)

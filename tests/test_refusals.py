@@ -18,21 +18,20 @@ from test_records import write_run
 
 from engines import ROOT
 from forked import fork_ranks, fork_script
-from study.doctor.checks import shown
-from study.errors import Unsupported, UserError
-from study.host.contents import sealed
+from study.advisor.doctor import shown
+from study.config.errors import Unsupported, UserError
+from study.config.flags import RunConfig, resolved
+from study.config.launched import Launch
+from study.config.strategies import read_strategy
+from study.engine.live import check_copies
 from study.host.environment import describe_environment
-from study.host.folders import cache_directory, home_folder
-from study.models.initial import materialize_initial_weights
-from study.record.directory import read_json, write_json
-from study.record.folder import take_folder
+from study.host.folders import cache_directory, home_folder, sealed
+from study.records.directory import read_json, write_json
+from study.records.lock import take_folder
 from study.run.checkpoint import digests_of, find_checkpoint
 from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
-from study.run.copies import check_copies
-from study.spec.config import RunConfig, resolved
-from study.spec.launched import Launch
-from study.spec.strategies import read_strategy
-from study.tasks import load_data
+from study.workloads import load_data
+from study.workloads.initial import materialize_initial_weights
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")

@@ -10,13 +10,13 @@ from packaging.requirements import Requirement
 
 from engines import ROOT
 from runs import trained
-from study.doctor.checks import versions
-from study.errors import Unsupported
-from study.host.releases import UNVERIFIED_VARIABLE, VERIFIED
+from study.advisor.doctor import versions
+from study.config.errors import Unsupported
+from study.config.flags import RunConfig
+from study.config.launched import Launch
+from study.config.strategies import read_strategy
+from study.host.stacks import UNVERIFIED_VARIABLE, VERIFIED
 from study.run.checks import checked
-from study.spec.config import RunConfig
-from study.spec.launched import Launch
-from study.spec.strategies import read_strategy
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,11 +8,11 @@ from importlib.metadata import version
 import pytest
 
 from study.host.stacks import release_order
+from study.records.frames import Records, read_parquet
 from study.releases.bare import read_rows
 from study.releases.causes import PACKAGES, read_causes
-from study.releases.page import BARE, PAGE, REPORT, page
-from study.report.records.frames import Records, read_parquet
-from study.report.records.stacks import Cell, release_cells
+from study.releases.stacks import ReleaseCell, release_cells
+from study.report.pages.releases import BARE, PAGE, REPORT, page
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def records() -> Records:
 
 
 @pytest.fixture(scope="module")
-def cells(records: Records) -> list[Cell]:
+def cells(records: Records) -> list[ReleaseCell]:
     return release_cells(records)
 
 
@@ -29,19 +29,19 @@ def test_the_page_is_made_of_the_committed_records(records: Records) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(records, read_rows(REPORT / BARE)), "run `make releases`"
 
 
-def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[Cell]) -> None:
+def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[ReleaseCell]) -> None:
     assert len({cell.release for cell in cells if cell.verdict.kind in ("equal", "different")}) >= 10
     assert len(cells) >= 300
 
 
-def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[Cell]) -> None:
+def test_nothing_is_the_engines_fault_that_is_gone_with_the_releases_of_its_time(cells: list[ReleaseCell]) -> None:
     gone = [cell for cell in cells if cell.verdict.kind == "different" and cell.of_its_time == "equal"]
     # A race may miss any run.
     steady = [cause for cell in gone for cause in cell.causes if not cause.sometimes]
     assert {cause.id for cause in steady if cause.blame == "engine"} == set()
 
 
-def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: list[Cell]) -> None:
+def test_every_wrong_cell_has_a_cause_and_the_installed_release_has_none(cells: list[ReleaseCell]) -> None:
     wrong = [cell for cell in cells if cell.verdict.kind == "different"]
     assert [cell.runs[0] for cell in wrong if not cell.causes] == []
     assert {cell.release for cell in wrong} >= {"0.17.6", "0.18.6", "0.19.0"}

@@ -13,15 +13,14 @@ import pytest
 
 from report_folders import committed, contents, few, laptop
 from study import cli
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
 from study.host.box import this_box
-from study.launch.cell import Cell
+from study.records.frames import read_parquet, write_parquet
 from study.report.questions import QUESTIONS
-from study.report.records.frames import read_parquet, write_parquet
 from study.report.site import command
-from study.report.site.build import NOTEBOOKS, build
-from study.report.site.execute import NotebookFailed, execute
-from study.spec.strategies import REPOSITORY
+from study.report.site.build import NOTEBOOKS, NotebookFailed, build, execute
+from study.sweep.cell import Cell
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import read_suite
 from sweeps import write_suite

@@ -16,9 +16,9 @@ import papermill
 import pytest
 import yaml
 
-from study.record.directory import read_status
+from study.config.strategies import REPOSITORY
+from study.records.directory import read_status
 from study.report.site.build import NOTEBOOKS
-from study.spec.strategies import REPOSITORY
 
 COLAB = NOTEBOOKS / "colab.ipynb"
 # The operators above all: two installations that share their folder rebuild them in turns.

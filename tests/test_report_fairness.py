@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from study.host import environment
+from study.records.fairness import baseline_arm
+from study.records.frames import read_records
 from study.report.questions import TABLES
-from study.report.records.fairness import baseline_arm
-from study.report.records.frames import read_records
 from synthetic_records import with_steps, write_run
 
 OTHER_ADAM = {"lr": 0.003, "weight_decay": 0.0, "betas": [0.9, 0.95], "eps": 1e-8, "decoupled_weight_decay": True}
@@ -181,7 +181,7 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
     monkeypatch.setattr(environment, "STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     places = (
         "study/train.py",
-        "study/run/engine.py",
+        "study/engine/setup.py",
         "accelerate_configs/deepspeed/zero3.json",
         "study/report/page.py",
     )

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from study.report.plots.fits import what_fits
+from study.records.frames import probes, read_parquet, read_runs, real, write_parquet
+from study.report.plots.scaling import what_fits
 from study.report.questions import TABLES, answers
 from study.report.questions.fits import answer, fits_table, probes_table
-from study.report.records.frames import probes, read_parquet, read_runs, real, write_parquet
-from study.report.records.searches import fits
+from study.report.searches import fits
 from synthetic_records import only, told, write_run
 
 LADDER = [8, 16, 32, 64, 128]

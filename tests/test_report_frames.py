@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from study.errors import UserError
-from study.record.directory import read_run
-from study.record.schema import SUMMARY_KEYS
-from study.report.questions import TABLES, answers
-from study.report.records.frames import (
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.records.directory import read_run
+from study.records.frames import (
     RUNS_FILE,
     STEPS_FILE,
     Records,
@@ -32,8 +31,9 @@ from study.report.records.frames import (
     virtual,
     write_parquet,
 )
-from study.report.records.rows import RUN_COLUMNS, STEP_COLUMNS
-from study.spec.config import RunConfig
+from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
+from study.records.schema import SUMMARY_KEYS
+from study.report.questions import TABLES, answers
 from synthetic_records import REPOSITORY, as_never_started, state_bytes, write_run, write_study
 
 

@@ -19,9 +19,9 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from report_folders import laptop
+from study.config.strategies import REPOSITORY
+from study.records.frames import Records, write_parquet
 from study.report.questions import answers
-from study.report.records.frames import Records, write_parquet
-from study.spec.strategies import REPOSITORY
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")

@@ -16,11 +16,11 @@ import pytest
 
 from report_folders import committed, contents, few, laptop
 from study import cli
-from study.errors import UserError
-from study.report.records.frames import read_parquet, write_parquet
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
+from study.records.frames import read_parquet, write_parquet
 from study.report.site import place
 from study.report.site.build import build
-from study.spec.strategies import REPOSITORY
 from synthetic_records import write_run
 
 

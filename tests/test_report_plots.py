@@ -15,16 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from report_folders import laptop
-from study.report.plots.canvas import Drawing
+from study.config.strategies import STRATEGY_NAMES, WITH_TEAMS
+from study.records.frames import Records
+from study.report.plots.canvas import STRATEGIES, Drawing
 from study.report.plots.loss import MOST_POINTS, loss_curves, loss_differences
 from study.report.plots.memory import model_state, peak_memory
-from study.report.plots.palette import STRATEGIES
 from study.report.plots.scaling import batch_size, model_size, scaling
 from study.report.plots.time import frontier, offload, step_time, traffic
 from study.report.questions import QUESTIONS
-from study.report.records.frames import Records
 from study.report.site.show import as_svg
-from study.spec.strategies import STRATEGY_NAMES, WITH_TEAMS
 from synthetic_records import only
 
 ALL = [draw for question in QUESTIONS for draw in question.figures.values()]

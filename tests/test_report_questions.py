@@ -15,15 +15,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from study.records.frames import read_parquet, read_records
+from study.records.statistics import noise
 from study.report import questions
 from study.report.plots.loss import loss_differences
 from study.report.questions import QUESTIONS, TABLES, answers
-from study.report.questions.cells import cell_text
 from study.report.questions.claims import Resting
 from study.report.questions.loss import largest_step_difference
-from study.report.questions.question import Answer, Question
-from study.report.records.frames import read_parquet, read_records
-from study.report.records.statistics import noise
+from study.report.questions.question import Answer, Question, cell_text
 from study.report.site.build import NOTEBOOKS, build
 from synthetic_records import REPOSITORY, with_steps, write_run
 

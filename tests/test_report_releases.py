@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from study.releases.page import page
+from study.records.frames import Records, read_parquet, read_runs, write_parquet
+from study.releases.stacks import ReleaseCell, release_cells
+from study.report.pages.releases import page
 from study.report.plots.releases import fault_curves, release_grid
 from study.report.questions import answers
 from study.report.questions.releases import QUESTION, avoid_table, verdict_table
-from study.report.records.frames import Records, read_parquet, read_runs, write_parquet
-from study.report.records.stacks import Cell, release_cells
 from synthetic_records import with_steps, write_run
 
 CAUSES = """
@@ -90,7 +90,7 @@ def causes(write_causes: Any) -> None:
     write_causes(CAUSES)
 
 
-def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> Cell:
+def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -> ReleaseCell:
     found = [cell for cell in release_cells(records)
              if (cell.stack, cell.strategy, cell.micro_steps) == (stack, strategy, micro_steps)]  # fmt: skip
     assert len(found) == 1

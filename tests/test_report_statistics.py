@@ -12,11 +12,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from study.report.records.equivalence import LOSS_MARGIN, equivalence, seeds_needed
-from study.report.records.statistics import (
+from study.records.statistics import (
+    LOSS_MARGIN,
     by_seed,
     corrected_p,
     differences,
+    equivalence,
     holm,
     interval,
     noise,
@@ -24,6 +25,7 @@ from study.report.records.statistics import (
     paired_ratio,
     percent,
     repeat_noise,
+    seeds_needed,
 )
 
 TIME, LOSS = "step_time_s_median", "eval_loss_final"

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from study.report.plots.nodes import efficiency
+from study.config.strategies import REPOSITORY, WITH_COPIES
+from study.predictor.records import predicted
+from study.records.frames import Records, read_parquet, read_records
+from study.report.plots.scaling import efficiency
 from study.report.questions import QUESTIONS, TABLES, answers, neighbours, nodes
-from study.report.records.frames import Records, read_parquet, read_records
-from study.report.records.predicted import predicted
-from study.spec.strategies import REPOSITORY, WITH_COPIES
 from synthetic_records import PARAMETERS, state_bytes, told, write_run
 
 MIB = 2**20

@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 from damage import damaged_bytes, leaves, put
-from study.record.directory import RunWriter
+from study.records.directory import RunWriter
+from study.records.frames import Records, read_records
 from study.report.questions import TABLES, answers
-from study.report.records.frames import Records, read_records
 from synthetic_records import seal_anew, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")

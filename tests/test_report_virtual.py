@@ -10,16 +10,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from study.config.strategies import REPOSITORY
+from study.predictor.floor import papers_state_bytes, papers_traffic
+from study.records.frames import Records, read_records, read_runs, write_parquet
+from study.records.rows import RUN_COLUMNS
 from study.report.plots.virtual import settings, table1
 from study.report.questions import TABLES, layers
 from study.report.questions import settings as settings_question
 from study.report.questions import table1 as table1_question
-from study.report.records.frames import Records, read_records, read_runs, write_parquet
-from study.report.records.rows import RUN_COLUMNS
-from study.report.records.virtual_ranks import AS_SHIPPED, changes, sent, summaries
 from study.report.site.build import build
-from study.spec.strategies import REPOSITORY
-from study.theory.paper import papers_state_bytes, papers_traffic
+from study.virtual.records import AS_SHIPPED, changes, sent, summaries
 from synthetic_records import as_never_started, only, told, write_run
 
 GB = 10**9

@@ -16,13 +16,13 @@ from test_refusals import write_manifest
 from damage import Trap, flip_a_bit
 from engines import launch
 from runs import losses, train, trained
-from study.errors import UserError
-from study.models.initial import materialize_initial_weights
-from study.record.directory import read_json, read_run, read_status
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.launched import Launch
+from study.config.strategies import read_strategy
+from study.records.directory import read_json, read_run, read_status
 from study.run.checkpoint import digests_of, find_checkpoint
-from study.spec.config import RunConfig
-from study.spec.launched import Launch
-from study.spec.strategies import read_strategy
+from study.workloads.initial import materialize_initial_weights
 
 GPT = ("--task", "gpt-wikitext")
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from runs import FLAGS, RunFactory
-from study.record.directory import Run, read_json, read_run, read_status
+from study.records.directory import Run, read_json, read_run, read_status
 from sweeps import ENDLESS, ROOT, TINY, processes_of, ranks_of, wait_until, write_suite
 
 pytestmark = [

@@ -18,11 +18,11 @@ import pyarrow.parquet
 import pytest
 
 from damage import no_file_larger_than
-from study.errors import UserError
-from study.spec.config import RunConfig, resolved
-from study.tasks import load_data, sources
-from study.tasks.builtin import builtin_tokenizer
-from study.tasks.gpt_wikitext import pack
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.workloads import load_data, sources
+from study.workloads.builtin import builtin_tokenizer
+from study.workloads.gpt_wikitext import pack
 
 TEXTS = [f"review {number} über all" for number in range(30)]
 LABELS = [number % 2 for number in range(30)]
@@ -450,9 +450,9 @@ def test_data_that_cannot_serve_are_refused_by_name_with_a_fix(case: str, tmp_pa
 LOAD = """
 import sys, time
 from pathlib import Path
-from study.spec.config import RunConfig, resolved
-from study.errors import UserError
-from study.tasks import sources
+from study.config.flags import RunConfig, resolved
+from study.config.errors import UserError
+from study.workloads import sources
 task, cache = sys.argv[1:]
 config = resolved(RunConfig(task=task, scale="laptop", data="hub", train_samples=10, eval_samples=4), False)
 started = time.time()

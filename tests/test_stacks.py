@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from study import cli
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host import stacks as stacks_module
 from study.host.box import Box, this_box
 from study.host.folders import cache_directory
-from study.host.releases import VERIFIED
-from study.host.stacks import STACK_VARIABLE, describe_stack, layer_folder, layer_state, stacks
-from study.launch.cell import Cell
-from study.launch.run import run_cell
-from study.record.directory import read_json, read_run
+from study.host.stacks import STACK_VARIABLE, VERIFIED, describe_stack, layer_folder, layer_state, stacks
+from study.records.directory import read_json, read_run
 from study.releases import prepare
+from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
+from study.sweep.launch import run_cell
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
 from sweeps import TINY, write_suite

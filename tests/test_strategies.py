@@ -16,25 +16,26 @@ from engines import ROOT, launch, printed_json
 from forked import fork_ranks
 from runs import trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
-from study.errors import Unsupported, UserError
-from study.host.memory import locked_bytes
-from study.predict.floor import ANY_DEVICE
-from study.predict.request import box_of_ranks
-from study.predict.runs import request_for
-from study.run.checks import _with_swap_buffers, check_swaps
-from study.spec.config import RunConfig, resolved
-from study.spec.launched import Launch, this_launch
-from study.spec.names import SHIPPED, digest_of
-from study.spec.strategies import (
+from study.config.errors import Unsupported, UserError
+from study.config.flags import RunConfig, resolved
+from study.config.launched import Launch, this_launch
+from study.config.names import SHIPPED, digest_of
+from study.config.strategies import (
     STRATEGY_NAMES,
     STUDIED_STRATEGIES,
     WITH_COPIES,
     WITH_TEAMS,
     Strategy,
     asked_of_files,
+    read_deepspeed_json,
     read_strategy,
+    read_yaml,
 )
-from study.spec.strategy_files import read_deepspeed_json, read_yaml
+from study.host.memory import locked_bytes
+from study.predictor.floor import ANY_DEVICE
+from study.predictor.request import box_of_ranks
+from study.predictor.runs import request_for
+from study.run.checks import _with_swap_buffers, check_swaps
 
 DIRECTORY = ROOT / "accelerate_configs"
 
@@ -333,8 +334,8 @@ def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(DIRECTORY, tmp_path / "accelerate_configs")
-    monkeypatch.setattr("study.spec.strategies.REPOSITORY", tmp_path)
-    monkeypatch.setattr("study.spec.strategies.STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
+    monkeypatch.setattr("study.config.strategies.REPOSITORY", tmp_path)
+    monkeypatch.setattr("study.config.strategies.STRATEGY_DIRECTORY", tmp_path / "accelerate_configs")
     assert read_strategy("zero3").zero_stage == 3
     change_json("zero3", lambda _, zero: zero.update(reduce_bucket_size=7))(tmp_path / "accelerate_configs")
     change_yaml("fsdp2", lambda document: document["fsdp_config"].update(fsdp_offload_params=True))(

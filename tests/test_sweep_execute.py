@@ -19,15 +19,15 @@ import pytest
 from study import cli
 from study.host.box import Box, matmul_rates
 from study.host.folders import COMPILES
-from study.launch.run import clean_environment
-from study.launch.verdict import cell_state
-from study.record.directory import RunWriter, read_json, read_run, read_status, write_json
-from study.record.schema import State
+from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
+from study.records.schema import State
 from study.sweep.execute import run_cells
+from study.sweep.launch import clean_environment
 from study.sweep.notes import append_attempt, earlier_durations, expected_s
 from study.sweep.plan import plan_cells
 from study.sweep.progress import StepTail, show_duration
 from study.sweep.suite_file import read_suite
+from study.sweep.verdict import cell_state
 from sweeps import ROOT, TINY, contents, run, write_suite
 from synthetic_records import write_run
 

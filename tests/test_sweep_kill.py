@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from study.record.directory import Run, read_json, read_run, read_status
+from study.records.directory import Run, read_json, read_run, read_status
 from sweeps import TINY, processes_of, run, start, write_suite
 
 KILLS = 20

@@ -14,14 +14,14 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from study.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
+from study.config.errors import CannotBeHeld, Unsupported, UserError, refusal_from_json
 from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
-from study.launch.verdict import Evidence, judge, last_lines
-from study.record.lock import Held
-from study.record.outcome import FreeMemory, ending_of, ending_of_text
+from study.records.lock import Held
+from study.records.outcome import FreeMemory, ending_of, ending_of_text
 from study.sweep.slices import missing_here
 from study.sweep.suite_file import Requirements, Suite
+from study.sweep.verdict import ExitEvidence, judge, last_lines
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
 PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
@@ -66,7 +66,7 @@ def evidence(said=None, ended=True, **changed):
         "launcher_status": 1, "stopped_by": None, "time_limit_s": 5.0, "status": status, "refusal": None, "printed": "",
         "log": "", "ooms": NO_OOM,
     }  # fmt: skip
-    return Evidence(**{**base, **changed})
+    return ExitEvidence(**{**base, **changed})
 
 
 OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")

@@ -17,19 +17,18 @@ import pytest
 import yaml
 
 from study import cli
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.flags import parse_command_line, resolved
+from study.config.strategies import STUDIED_STRATEGIES
 from study.host.box import Box, _visible, gpu_processes, this_box
 from study.host.memory import host_memory
-from study.launch.cell import launch_command
-from study.measure.profiling import check_profiled_steps
-from study.spec.config import parse_command_line, resolved
-from study.spec.strategies import STUDIED_STRATEGIES
+from study.metrics.profiling import check_profiled_steps
+from study.sweep.cell import launch_command
 from study.sweep.command import duration
 from study.sweep.notes import PROBES_OF_A_SEARCH, expected_s
 from study.sweep.plan import plan_cells
-from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search
-from study.sweep.slices import missing_here, plan_suite
+from study.sweep.slices import missing_here, plan_suite, rehearsed
 from study.sweep.suite_file import find_suite, read_suite
 from sweeps import ROOT, TINY, shipped, write_suite
 

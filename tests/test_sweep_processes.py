@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from study.launch import supervise
-from study.record.directory import read_json, read_run, read_status
+from study.records.directory import read_json, read_run, read_status
+from study.sweep import supervise
 from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
 
 ESCAPE = """

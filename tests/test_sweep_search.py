@@ -16,16 +16,15 @@ import yaml
 
 from study import cli
 from study.host.box import Box, this_box
-from study.record.directory import RunWriter, read_json, read_run, read_status
-from study.record.schema import State
-from study.report.records.frames import read_runs, real
-from study.report.records.searches import fits
+from study.records.directory import RunWriter, read_json, read_run, read_status
+from study.records.frames import read_runs, real
+from study.records.schema import State
+from study.report.searches import fits
 from study.sweep.execute import run_cells
 from study.sweep.notes import append_attempt, note_searches
 from study.sweep.plan import plan_cells
-from study.sweep.rehearsal import rehearsed
 from study.sweep.search import Search, cell_states, examine
-from study.sweep.slices import plan_suite
+from study.sweep.slices import plan_suite, rehearsed
 from study.sweep.suite_file import find_suite, read_suite
 from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
 from synthetic_records import write_run

@@ -12,14 +12,14 @@ import pytest
 import yaml
 
 from study import cli
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.box import Box
-from study.launch.cell import Cell
+from study.records.frames import read_parquet, read_runs, write_parquet
 from study.report.questions import TABLES, remaining
-from study.report.records.frames import read_parquet, read_runs, write_parquet
-from study.report.records.remaining import remaining_of
+from study.sweep.cell import Cell
 from study.sweep.command import _runnable, in_order
 from study.sweep.notes import left_to_run
+from study.sweep.remaining import remaining_of
 from study.sweep.slices import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
 from sweeps import TINY

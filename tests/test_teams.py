@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from runs import RunFactory, assert_same_training, losses, trained
-from study.errors import UserError
-from study.record.directory import Run
-from study.run.teams import check_team
-from study.spec.config import RunConfig, resolved
-from study.spec.launched import Launch
-from study.spec.strategies import WITH_TEAMS, read_strategy
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.config.launched import Launch
+from study.config.strategies import WITH_TEAMS, read_strategy
+from study.engine.groups import check_team
+from study.records.directory import Run
 
 GPT = ("--task", "gpt-wikitext")
 LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
@@ -129,7 +129,7 @@ def config_of(**flags: object) -> RunConfig:
 def test_what_no_sequence_team_can_train_is_refused(
     flags: dict[str, object], team_size: int | None, named: str
 ) -> None:
-    from study.models.architecture import model_config
+    from study.workloads.architecture import model_config
 
     config = config_of(**flags)
     launch = Launch(read_strategy("ulysses_zero1").with_team(team_size), 6, 0, 0, 6)
@@ -146,7 +146,7 @@ def test_what_no_sequence_team_can_train_is_refused(
     ],
 )
 def test_layers_that_do_not_divide_are_refused(model: str, ranks: int, named: str) -> None:
-    from study.models.architecture import model_config
+    from study.workloads.architecture import model_config
 
     config = config_of(model_name_or_path=model)
     launch = Launch(read_strategy("zero3_tp").with_team(ranks), 8, 0, 0, 8)
@@ -174,7 +174,7 @@ def test_a_window_shorter_than_the_sequence_is_refused() -> None:
 
 
 def test_a_checkpoint_goes_on_with_other_ranks_where_the_engine_can() -> None:
-    from study.models.architecture import model_config
+    from study.workloads.architecture import model_config
 
     config = config_of()
     for strategy in WITH_TEAMS:

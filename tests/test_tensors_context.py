@@ -8,13 +8,13 @@ import pytest
 from test_virtual import assert_same_rank, virtual
 
 from runs import RunFactory, assert_same_training, by_one_rank
-from study.errors import UserError
-from study.models.architecture import model_config
-from study.models.presets import TINY_POSITIONS
-from study.run.teams import check_team
-from study.spec.config import RunConfig, resolved
-from study.spec.launched import Launch
-from study.spec.strategies import read_strategy
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.config.launched import Launch
+from study.config.strategies import read_strategy
+from study.engine.groups import check_team
+from study.workloads.architecture import model_config
+from study.workloads.presets import TINY_POSITIONS
 
 GPT = ("--task", "gpt-wikitext")
 LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")

@@ -19,8 +19,8 @@ from test_refusals import assert_is_one_line
 
 from engines import ROOT, launch
 from forked import fork_ranks
-from study.record.directory import read_run, read_status
-from study.record.folder import LOCK_NAME, refuse_files_of_others
+from study.records.directory import read_run, read_status
+from study.records.lock import LOCK_NAME, refuse_files_of_others
 from sweeps import TINY, contents, run, wait_until, write_suite
 
 FLAGS = (
@@ -264,7 +264,7 @@ HOLDER = """
 import sys
 import tarfile
 from pathlib import Path
-from study.record.folder import take_folder
+from study.records.lock import take_folder
 lock = take_folder(Path(sys.argv[1]), "it")
 print("held", flush=True)
 sys.stdin.read()
@@ -311,8 +311,8 @@ os._exit(9)
 
 
 def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_likeness_are_not(tmp_path):
-    from study.host.swap import swap_folder
-    from study.record.folder import SWAP_PREFIX
+    from study.host.folders import swap_folder
+    from study.records.lock import SWAP_PREFIX
 
     def process(what: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", LEFT, str(tmp_path), what]
@@ -343,7 +343,7 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
 
 
 def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):
-    from study.record.lock import FileLock, Held
+    from study.records.lock import FileLock, Held
 
     file = tmp_path / "lock"
     lock = FileLock(file, "held")

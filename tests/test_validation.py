@@ -9,14 +9,18 @@ import pandas as pd
 import pytest
 import yaml
 
+from study.config.strategies import REPOSITORY
 from study.host.memory import GIB
-from study.measure.estimators import accelerate_bytes, deepspeed_bytes
-from study.predict.kept import COPIES, GAPS
-from study.predict.time import FITTED
-from study.spec.strategies import REPOSITORY
-from study.validation import fit, league, own, report, saving, tables
-from study.validation.measured import impossible, predicted_peak, predicted_step_s
-from study.validation.published import published_rows, refused_sources, sources
+from study.metrics.flops import accelerate_bytes, deepspeed_bytes
+from study.predictor.buckets import COPIES, GAPS
+from study.predictor.time import FITTED
+from study.predictor.validation import league, own
+from study.predictor.validation import league as fit
+from study.predictor.validation import own as saving
+from study.predictor.validation.measured import impossible, predicted_peak, predicted_step_s
+from study.predictor.validation.published import published_rows, refused_sources, sources
+from study.report.pages import prediction as report
+from study.report.pages import prediction as tables
 
 ROWS = published_rows()
 COUNTED = [row for row in ROWS if not impossible(row)]
@@ -127,7 +131,7 @@ def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
 
 
 def test_saving_takes_the_host_memory_that_is_predicted() -> None:
-    found = saving.table()
+    found = saving.saving_table()
     assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(found["strategy"])
     assert (found["predicted"] / found["while it saves, GiB"]).between(0.8, 1.1).all()
 
@@ -219,7 +223,7 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
 @pytest.mark.parametrize("arguments", [[], ["nothing"]])
 def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "study.validation", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-m", "study.report.pages.prediction", *arguments], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert answer.returncode == 2
     assert "fit|report" in answer.stderr

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.box import this_box
-from study.record.directory import read_json
+from study.records.directory import read_json
 from study.releases.causes import PACKAGES, causes_of, known_faults, races_of, read_causes
 from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
-from study.releases.verify import BY_LUCK, Row, _answer, _is_fine, _refuse_another_stack, _unverified
+from study.releases.verify import BY_LUCK, VerifyRow, _answer, _is_fine, _refuse_another_stack, _unverified
 from synthetic_records import write_run
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
@@ -84,17 +84,17 @@ def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
     races = races_of(old, "zero3", 4, "fp32", on_gpu=False)
     assert races
     assert not races_of(now, "zero3", 4, "fp32", on_gpu=False)
-    row = Row("zero3", "fp32", 4, equal, races)
+    row = VerifyRow("zero3", "fp32", 4, equal, races)
     assert row.kind == BY_LUCK
     assert row.says.startswith(f"{BY_LUCK} (known: ")
     assert not _is_fine(row)
-    assert _is_fine(Row("zero3", "fp32", 4, equal))
+    assert _is_fine(VerifyRow("zero3", "fp32", 4, equal))
 
 
 def test_where_no_engine_can_be_judged_nothing_is_said_to_agree() -> None:
     names, refused = ("ddp", "zero1", "zero2"), Verdict("refuses", reason="no compiler")
-    rows = [Row("ddp", "fp32", 1, Verdict("equal")), Row("zero1", "fp32", 1, refused),
-            Row("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
+    rows = [VerifyRow("ddp", "fp32", 1, Verdict("equal")), VerifyRow("zero1", "fp32", 1, refused),
+            VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
     cannot = _unverified(names, rows)
     assert cannot == ["zero1", "zero2"]
     said = _answer(names, rows, [], cannot)

@@ -14,17 +14,17 @@ import pytest
 
 from engines import ROOT, launch
 from runs import FLAGS, RunFactory, trained
+from study.config.strategies import WITH_TEAMS
 from study.host.memory import HOST_MEMORY_VARIABLE
-from study.predict.memory import predict_memory
-from study.record.directory import Run, read_run, read_status
+from study.predictor.memory import predict_memory
+from study.predictor.records import request_of
+from study.predictor.validation.own import SENT, compared_of
+from study.records.directory import Run, read_run, read_status
+from study.records.frames import read_records
+from study.records.virtual_summary import RankSummary
 from study.report.questions.settings import settings_table
-from study.report.records.frames import read_records
-from study.report.records.predicted import request_of
-from study.report.records.virtual_ranks import summaries
-from study.spec.strategies import WITH_TEAMS
-from study.validation.own import SENT, compared_of
 from study.virtual.lines import extrapolate
-from study.virtual.summary import RankSummary
+from study.virtual.records import summaries
 
 GPT = ("--task", "gpt-wikitext")
 # By kind of engine; the others are among the long tests.

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from study.record.directory import Run, read_run
-from study.record.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
-from study.report.records.rows import run_row
-from study.virtual.lines import extrapolate
-from study.virtual.show import describe, gb, table
-from study.virtual.summary import PEAKS, Extrapolation, RankSummary
-from study.virtual.thresholds import STEP_TIMES, crossed
+from study.records.directory import Run, read_run
+from study.records.rows import run_row
+from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
+from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
+from study.virtual.command import describe, gb, table
+from study.virtual.lines import STEP_TIMES, crossed, extrapolate
 from synthetic_records import write_run
 
 AROUND, PER_LAYER, RANKS = 100, 10, 4

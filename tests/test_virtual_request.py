@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 
 from study.cli import main
+from study.config.flags import RunConfig, refuse_what_no_virtual_run_has, resolved
+from study.config.launched import Launch
+from study.config.strategies import STUDIED_STRATEGIES, read_strategy
+from study.engine.virtual_rank import layers_within, needed_host_bytes
 from study.host.box import Box
-from study.measure.clock import LEAST_WARMUP_STEPS
-from study.models.architecture import shape_of
-from study.models.presets import find_preset
-from study.record.outcome import Ending, Terminated, ending_of
-from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.metrics.clock import LEAST_WARMUP_STEPS
+from study.records.outcome import Ending, Terminated, ending_of
+from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.run.summary import summarize
-from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import RunConfig, resolved
-from study.spec.launched import Launch
-from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
-from study.virtual.rank.capacity import layers_within, needed_host_bytes
-from study.virtual.request import Request, _strategies, _with_absolute_paths, add_arguments, read_request
+from study.virtual.command import VirtualRequest, _strategies, _with_absolute_paths, add_arguments, read_request
+from study.workloads.architecture import shape_of
+from study.workloads.presets import find_preset
 
 NO_GPU = Box((), 16)
 ZERO3 = ("--strategy", "zero3", "--world-size", "4")
@@ -139,7 +138,7 @@ def test_of_two_flags_for_one_key_each_setting_is_kept(tmp_path: Path) -> None:
     overrides = ("zero_optimization.reduce_bucket_size=5", "zero_optimization.stage3_max_live_parameters=7")
     # As argparse gives it: `study virtual` has a name for bf16 that is none of study/train.py.
     asked = RunConfig(engine_override=overrides, virtual_world_size=4, virtual_rank=1, precision="bf16")
-    cell = Request(("zero3",), asked, None, tmp_path, NO_GPU).cell("zero3")
+    cell = VirtualRequest(("zero3",), asked, None, tmp_path, NO_GPU).cell("zero3")
     flags = cell.flags(tmp_path / "run")
     assert [flag for flag in flags if flag.startswith("--engine_override")] == [
         f"--engine_override={item}" for item in overrides

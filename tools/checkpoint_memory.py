@@ -20,14 +20,14 @@ from typing import Any
 
 import yaml
 
+from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
 from study.host.environment import describe_environment
-from study.launch.cell import accelerate
-from study.launch.run import clean_environment
-from study.record.directory import is_finished, read_run
-from study.record.schema import STATE_KINDS
+from study.records.directory import is_finished, read_run
+from study.records.schema import STATE_KINDS
 from study.report.site.page import table_markdown
 from study.run.checkpoint import clear_checkpoint
-from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
+from study.sweep.cell import accelerate
+from study.sweep.launch import clean_environment
 
 OUTPUT = REPOSITORY / "reports" / "checkpoints"
 RANKS = 2

@@ -26,20 +26,14 @@ from typing import Any
 
 import pandas as pd
 
+from study.config.flags import RunConfig
+from study.config.strategies import LEAST_RANKS_WITH_COPIES, REPOSITORY, STRATEGY_NAMES, WITH_COPIES, read_strategy
 from study.host.memory import MIB
-from study.launch.cell import Cell
-from study.launch.forks import ForkServer
-from study.launch.run import run_cell
-from study.record.directory import read_run
+from study.records.directory import read_run
 from study.report.site.page import table_markdown
-from study.spec.config import RunConfig
-from study.spec.strategies import (
-    LEAST_RANKS_WITH_COPIES,
-    REPOSITORY,
-    STRATEGY_NAMES,
-    WITH_COPIES,
-    read_strategy,
-)
+from study.sweep.cell import Cell
+from study.sweep.forks import ForkServer
+from study.sweep.launch import run_cell
 
 _CASE = ["strategy", "ranks", "accumulation"]
 _STEPS = (3, 13)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from study.autopsy.design import SCALES, plan
 from study.autopsy.run import check_box, open_folder, run_sessions
-from study.errors import extra
+from study.config.errors import extra
 from study.host.folders import folder_argument
 
 REPORT = Path("reports") / "autopsy"

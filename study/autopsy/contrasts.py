@@ -29,10 +29,9 @@ from study.autopsy.design import (
     Response,
 )
 from study.autopsy.run import SESSIONS
-from study.errors import UserError
-from study.record.directory import read_json
-from study.report.records.equivalence import Equivalence, equivalence
-from study.report.records.statistics import CONFIDENCE, Interval, holm, interval, t_quantile
+from study.config.errors import UserError
+from study.records.directory import read_json
+from study.records.statistics import CONFIDENCE, Equivalence, Interval, equivalence, holm, interval, t_quantile
 
 FILE = "arms.parquet"
 # Of a session, beside what its arms read.
@@ -88,7 +87,7 @@ def of_cell(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndar
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class LinearModel:
     """Mean, switches and pairs of one response in every seed that has all 16 cells: as many terms as cells."""
 
     # Rows are seeds; a column is "", a letter or two, and multiplies +1 where a switch is corrected and -1 where not.
@@ -134,7 +133,7 @@ class Model:
         return self.at(dict.fromkeys(LETTERS, 1.0) | {"O": 0.0})
 
 
-def model(table: pd.DataFrame) -> Model:
+def model(table: pd.DataFrame) -> LinearModel:
     """From `gaps` of the factorial."""
     whole = table.reindex(columns=list(FACTORIAL)).dropna()
     signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
@@ -143,7 +142,7 @@ def model(table: pd.DataFrame) -> Model:
                for term in terms]  # fmt: skip
     # Orthogonal: each term is a mean of signed cells.
     values = whole.to_numpy() @ np.array(columns).T / len(FACTORIAL)
-    return Model(pd.DataFrame(values, index=whole.index, columns=terms))
+    return LinearModel(pd.DataFrame(values, index=whole.index, columns=terms))
 
 
 def ratio(logs: np.ndarray) -> Interval:

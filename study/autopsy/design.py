@@ -157,7 +157,7 @@ SCALES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class AutopsyArm:
     """One training of a session. `engine`: none, late (on arguments that exist already) or given (to them)."""
 
     name: str
@@ -177,7 +177,7 @@ class Session:
     kind: Kind
     cell: str
     seed: int
-    processes: tuple[tuple[Arm, ...], ...]
+    processes: tuple[tuple[AutopsyArm, ...], ...]
     # Beside those of the scale.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -205,8 +205,8 @@ def _factorial(kind: Kind, cell: str, seed: int, scale: Scale) -> Session:
     on, fresh, own, zero_first, equal = (letter in cell for letter in LETTERS)
     keys: Literal["batch", "batch and clipping"] = "batch" if kind == "unclipped" else "batch and clipping"
     batch = scale.batch if equal else scale.printed_zero_batch
-    zero = Arm("zero", batch, "given", keys, True) if on else Arm("zero", batch, "late")
-    arms = [Arm("standard", scale.batch), zero]
+    zero = AutopsyArm("zero", batch, "given", keys, True) if on else AutopsyArm("zero", batch, "late")
+    arms = [AutopsyArm("standard", scale.batch), zero]
     first, second = reversed(arms) if zero_first else arms
     if not fresh:
         # One object only where the listing has it: no engine keeps its weights, and the process is the same.
@@ -218,18 +218,18 @@ def _factorial(kind: Kind, cell: str, seed: int, scale: Scale) -> Session:
 
 def _listing(scale: Scale, seed: int) -> Session:
     """All three of its runs, where the factorial has the two that its table prints."""
-    small = Arm("zero8", scale.batch, "late", start="same model")
-    large = Arm("zero", scale.printed_zero_batch, "late", start="same model")
-    return Session("listing", PRINTED, seed, ((Arm("standard", scale.batch), small, large),))
+    small = AutopsyArm("zero8", scale.batch, "late", start="same model")
+    large = AutopsyArm("zero", scale.printed_zero_batch, "late", start="same model")
+    return Session("listing", PRINTED, seed, ((AutopsyArm("standard", scale.batch), small, large),))
 
 
 # What stands between the listing's dictionary and an engine that runs.
-GATES: Mapping[str, Arm] = {
-    "as printed": Arm("zero", 8, "late"),
-    "given": Arm("zero", 8, "given", "printed", False),
-    "given, with a launcher's environment": Arm("zero", 8, "given", "printed", True),
-    "given, with a batch size": Arm("zero", 8, "given", "batch", False),
-    "given, with both": Arm("zero", 8, "given", "batch", True),
+GATES: Mapping[str, AutopsyArm] = {
+    "as printed": AutopsyArm("zero", 8, "late"),
+    "given": AutopsyArm("zero", 8, "given", "printed", False),
+    "given, with a launcher's environment": AutopsyArm("zero", 8, "given", "printed", True),
+    "given, with a batch size": AutopsyArm("zero", 8, "given", "batch", False),
+    "given, with both": AutopsyArm("zero", 8, "given", "batch", True),
 }
 
 

@@ -27,9 +27,8 @@ from study.autopsy.contrasts import (
     sets_it_as_printed,
 )
 from study.autopsy.design import AA, CORRECTED, PUBLISHED, SWITCHES, Response
-from study.report.plots.canvas import Drawing, finish, sheet
-from study.report.plots.palette import ACCENT, FAINT, INK, QUIET, SETTINGS
-from study.report.records.statistics import Interval, percent
+from study.records.statistics import Interval, percent
+from study.report.plots.canvas import ACCENT, FAINT, INK, QUIET, SETTINGS, Drawing, finish, sheet
 
 PANELS = ("loss", "time", "memory")
 _TITLES = {"loss": "Loss", "time": "Time", "memory": "Peak memory"}

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from study.autopsy.design import READY
+from study.config.strategies import read_strategy
 from study.host.box import visible_gpus
 from study.host.folders import cache_directory
 from study.host.imports import import_libraries, importing
 from study.host.operators import build_operators
-from study.record.directory import read_json, utc_now, write_json
-from study.spec.strategies import read_strategy
+from study.records.directory import read_json, utc_now, write_json
 
 _LOG = "log.txt"
 _LOG_KEPT = 1500

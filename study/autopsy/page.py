@@ -34,8 +34,8 @@ from study.autopsy.contrasts import (
 from study.autopsy.design import AA, CORRECTED, GATES, PRINTED, PUBLISHED, SCALES, SWITCHES
 from study.autopsy.figures import drawings, headline
 from study.autopsy.run import MARK
-from study.errors import UserError
-from study.report.records.statistics import Interval, percent
+from study.config.errors import UserError
+from study.records.statistics import Interval, percent
 from study.report.site.page import page_html, table_markdown
 from study.report.site.place import FIGURES, put_in_place
 from study.report.site.show import as_png

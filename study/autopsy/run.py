@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from study.autopsy.design import READY, Scale, Session
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
 from study.host.box import this_box
-from study.record.directory import is_part_of, read_json, write_json
-from study.record.lock import FileLock
-from study.record.schema import RecordError
-from study.spec.strategies import REPOSITORY
+from study.records.directory import is_part_of, read_json, write_json
+from study.records.lock import FileLock
+from study.records.schema import RecordError
 
 MARK, SESSIONS, _LOCK = "autopsy.json", "sessions", ".lock"
 # Checkpoints and carried weights of sessions that are under way: gigabytes on a GPU, and left behind by a kill.

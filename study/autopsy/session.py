@@ -20,17 +20,17 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from study.autopsy.design import Arm, Scale
+from study.autopsy.design import AutopsyArm, Scale
+from study.config.flags import RunConfig, resolved
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
-from study.measure.clock import warmup_steps
-from study.measure.memory import MemoryMeter
-from study.models.initial import load_initial_model, materialize_initial_weights
-from study.record.directory import write_json
-from study.record.outcome import ending_of
-from study.spec.config import RunConfig, resolved
-from study.tasks import load_data
-from study.tasks.blocks import Split, TaskData
+from study.metrics.clock import warmup_steps
+from study.metrics.memory import MemoryMeter
+from study.records.directory import write_json
+from study.records.outcome import ending_of
+from study.workloads import load_data
+from study.workloads.blocks import Split, TaskData
+from study.workloads.initial import load_initial_model, materialize_initial_weights
 
 WEIGHTS, RESULT = "carried.safetensors", "result.json"
 # Stage 3 with the optimizer on the host, as the listing's dictionary has it.
@@ -130,7 +130,7 @@ def run_config(scale: Scale, seed: int) -> RunConfig:
     return resolved(RunConfig(**options), accelerator_visible=scale.on_gpu)
 
 
-def training_arguments(arm: Arm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
+def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
     """As the listing asks. The later assignment of its dictionary is the point of this experiment."""
     given = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
     arguments = TrainingArguments(
@@ -147,7 +147,7 @@ def training_arguments(arm: Arm, scale: Scale, config: RunConfig, folder: Path) 
 
 
 @contextlib.contextmanager
-def launched(arm: Arm) -> Iterator[None]:
+def launched(arm: AutopsyArm) -> Iterator[None]:
     """The environment of one rank of one, as a launcher sets it, for this arm alone.
 
     Accelerate leaves a variable behind that gives the next Trainer of the process an engine that nobody asked for.
@@ -176,7 +176,7 @@ class Process:
         self.model: PreTrainedModel | None = None
         self.highest: dict[str, int] = {}
 
-    def model_for(self, arm: Arm) -> PreTrainedModel:
+    def model_for(self, arm: AutopsyArm) -> PreTrainedModel:
         if arm.start == "same model" and self.model is not None:
             return self.model
         # The listing has one name for the model: an older one goes when a newer one is made.
@@ -185,7 +185,7 @@ class Process:
             self.model.load_state_dict(load_file(self.folder / WEIGHTS))
         return self.model
 
-    def train(self, arm: Arm) -> dict[str, Any]:
+    def train(self, arm: AutopsyArm) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         model = self.model_for(arm)
@@ -295,7 +295,7 @@ def main(task_file: Path) -> int:
     try:
         process = Process(scale, task["seed"], task_file.parent)
         for place, arm in enumerate(task["arms"]):
-            arms.append(process.train(Arm(**arm)) | {"place_in_process": place})
+            arms.append(process.train(AutopsyArm(**arm)) | {"place_in_process": place})
     except Exception as error:  # whatever a library raises is the outcome
         ending = ending_of(error, alone=True)
         result |= {"state": ending.state, "reason": ending.reason}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from study.errors import UserError
-from study.spec.config import RunConfig
+from study.config.errors import UserError
+from study.config.flags import RunConfig
 
 
 def refuse_what_only_the_study_does(trainer: str, config: RunConfig) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from study.baselines import refuse_what_only_the_study_does
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.launched import Launch
 from study.run.exit import exit_status_of
 from study.run.open import open_run
-from study.spec.config import RunConfig
-from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     import torch
@@ -53,15 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torch.nn.parallel import DistributedDataParallel
         from transformers import get_scheduler, set_seed
 
-        from study.measure import Meters
-        from study.measure.clock import STEPS_BETWEEN_EVALUATIONS
-        from study.models.initial import load_initial_model, materialize_initial_weights
-        from study.run import engine
-        from study.run.audit import audit, check_compute_dtype
-        from study.run.evaluation import evaluate
-        from study.run.loss_scale import GRAD_SCALER, SkippedSteps
-        from study.run.steps import StepLog
-        from study.tasks import load_data
+        from study.engine import setup as engine
+        from study.engine.audit import audit, check_compute_dtype
+        from study.engine.optimizer import GRAD_SCALER, SkippedSteps
+        from study.metrics import Meters
+        from study.metrics.clock import STEPS_BETWEEN_EVALUATIONS
+        from study.run.steps import StepLog, evaluate
+        from study.workloads import load_data
+        from study.workloads.initial import load_initial_model, materialize_initial_weights
 
         config, launch = run.config, run.launch
         data = load_data(config, run.cache)

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from study.errors import RunFailed
-from study.record.directory import Run, read_run
-from study.run.console import Progress
+from study.config.errors import RunFailed
+from study.config.strategies import REPOSITORY
+from study.records.directory import Run, read_run
+from study.run.console import StepProgress
 from study.run.exit import exit_status_of
-from study.spec.strategies import REPOSITORY
 from study.sweep.tables import print_tables, table_of
 
 SCRIPTS = {
@@ -58,7 +58,7 @@ LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SAME_LOSS = 1e-5
 
 
-class Case(NamedTuple):
+class BenchCase(NamedTuple):
     """One piece of work, and how many timed turns of it a repeat takes."""
 
     name: str
@@ -67,10 +67,10 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("bert-imdb", ("--task", "bert-imdb"), turns=8),
-    Case("gpt-wikitext", ("--task", "gpt-wikitext"), turns=8),
+    BenchCase("bert-imdb", ("--task", "bert-imdb"), turns=8),
+    BenchCase("gpt-wikitext", ("--task", "gpt-wikitext"), turns=8),
     # Four times the layers: a loop's own overhead grows with the number of parameters it has to walk.
-    Case("gpt-8layers", ("--task", "gpt-wikitext", "--model_name_or_path", "gpt-tiny-8layers"), turns=3),
+    BenchCase("gpt-8layers", ("--task", "gpt-wikitext", "--model_name_or_path", "gpt-tiny-8layers"), turns=3),
 )
 _SHARED = (
     "--scale", "laptop", "--weights", "random", "--data", "builtin", "--precision", "fp32", "--dropout", "0",
@@ -81,7 +81,7 @@ _SHARED = (
 class Runner:
     """One trainer's run in a process of its own, which goes on only when told to."""
 
-    def __init__(self, trainer: str, case: Case, folder: Path):
+    def __init__(self, trainer: str, case: BenchCase, folder: Path):
         self.trainer, self.output_dir = trainer, folder / trainer
         steps = STEPS_PER_TURN * (WARMUP_TURNS + case.turns)
         arguments = [*case.arguments, *_SHARED, "--max_steps", str(steps), "--output_dir", str(self.output_dir)]
@@ -130,12 +130,12 @@ def runner(trainer: str, arguments: list[str]) -> int:
         print(time.process_time(), file=turns)
         sys.stdin.readline()
 
-    Progress.show = take_turns  # type: ignore[assignment,method-assign]
+    StepProgress.show = take_turns  # type: ignore[assignment,method-assign]
     script = importlib.import_module(SCRIPTS[trainer])
     return exit_status_of(functools.partial(script.main, arguments))
 
 
-def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
+def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
     """Fresh processes and turns of every trainer, `repeats` times; then what they say."""
     turns: list[list[dict[str, float]]] = []
     shares = []
@@ -159,7 +159,7 @@ def measure(case: Case, repeats: int, clock: str) -> dict[str, Any]:
     return compare(case.name, tokens, turns, statistics.median(shares))
 
 
-def _check_same_work(case: Case, records: dict[str, Run]) -> None:
+def _check_same_work(case: BenchCase, records: dict[str, Run]) -> None:
     wanted = records["study"].summary["train_loss_final"]
     for trainer, run in records.items():
         final = run.summary["train_loss_final"]

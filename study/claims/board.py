@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from study.claims.evidence import Evidence
-from study.claims.ledger import Claim, Finding, Ledger, read_ledger
+from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
 from study.claims.verdicts import Answer, Part, Verdict, combine
-from study.report.records.frames import Records
-from study.spec.strategies import REPOSITORY
+from study.config.strategies import REPOSITORY
+from study.records.frames import Records
 
 REPORTS = REPOSITORY / "reports"
 _DECISIVE: dict[Verdict, tuple[Answer, ...]] = {
@@ -26,13 +26,13 @@ _SEVERAL: dict[Answer, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class JudgedClaim:
     claim: Claim
     verdict: Verdict
-    findings: tuple[Finding, ...]
+    findings: tuple[ClaimFinding, ...]
 
     @property
-    def leading(self) -> Finding | None:
+    def leading(self) -> ClaimFinding | None:
         """The first finding that the verdict comes from."""
         for answer in _DECISIVE[self.verdict]:
             for finding in self.findings:
@@ -75,25 +75,25 @@ class Judged:
         }  # fmt: skip
 
 
-def _figure(finding: Finding | None) -> dict[str, Any]:
+def _figure(finding: ClaimFinding | None) -> dict[str, Any]:
     figure = finding.figure if finding else None
     interval = None if figure is None or figure.low is None else [figure.low, figure.high]
     return {"figure": figure.value if figure else None, "unit": finding.unit if finding else "", "interval": interval}
 
 
-def judge(claim: Claim, evidence: Evidence) -> Judged:
+def judge(claim: Claim, evidence: Evidence) -> JudgedClaim:
     findings = tuple(check.find(evidence) for check in claim.checks)
     parts = [
         Part(finding.answer, check.necessary, check.elsewhere)
         for check, finding in zip(claim.checks, findings, strict=True)
     ]
-    return Judged(claim, combine(parts, bool(claim.untestable)), findings)
+    return JudgedClaim(claim, combine(parts, bool(claim.untestable)), findings)
 
 
 @dataclasses.dataclass(frozen=True)
 class Board:
     ledger: Ledger
-    judged: tuple[Judged, ...]
+    judged: tuple[JudgedClaim, ...]
 
     def counts(self) -> list[tuple[str, Counter[str]]]:
         """By document, then of all."""
@@ -130,7 +130,7 @@ class Board:
         return [*table, "", *(f"{one.claim.id}  {one.verdict.ljust(12)}  {one.sentence}" for one in self.judged)]
 
 
-def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[Judged, tuple[Finding, ...]]]:
+def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
     """The claims of which some figure comes from these records of a report, each with those findings."""
     evidence = Evidence(REPORTS).instead(report, records)
     found = []

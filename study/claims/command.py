@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.errors import UserError, extra
+from study.config.errors import UserError, extra
 
 if TYPE_CHECKING:
+    from study.records.frames import Records
     from study.report.questions.claims import Resting
-    from study.report.records.frames import Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 def _page(options: argparse.Namespace) -> int:
     if options.action or options.json:
         raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
-    from study.claims.site import write_page
+    from study.claims.page import write_page
 
     write_page(options.page)
     print(options.page)

@@ -16,19 +16,19 @@ import pandas as pd
 from study.autopsy.contrasts import FILE as ARMS_FILE
 from study.autopsy.contrasts import read_arms
 from study.claims.verdicts import NoRecords, NotJudged
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.memory import GIB
-from study.record.schema import STATE_KINDS, STATE_PLACES
-from study.report.records.fairness import differences_between
-from study.report.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
-from study.report.records.searches import Fit, fits
-from study.report.records.statistics import Interval, by_seed, paired_ratio
-from study.report.records.virtual_ranks import Summary, held, known, setting_of, state_bytes, summaries
-from study.virtual.summary import ring_bytes
+from study.records.fairness import differences_between
+from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, real, virtual
+from study.records.schema import STATE_KINDS, STATE_PLACES
+from study.records.statistics import Interval, by_seed, paired_ratio
+from study.records.virtual_summary import ring_bytes
+from study.report.searches import Fit, fits
+from study.virtual.records import Summary, held, known, rank_state_bytes, setting_of, summaries
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
-# Made by study/doctor/engine_keys.py.
+# Made by study/advisor/engine_keys.py.
 KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
@@ -163,7 +163,7 @@ class Evidence:
             probes = json.loads(file.read_text(encoding="utf-8"))["probes"]
             return {str(probe["name"]): {key: dict(probe)[key] for key in ("said", "figures")} for probe in probes}
         except (ValueError, KeyError, TypeError) as error:
-            fix = "make it again: python -m study.doctor.engine_keys"
+            fix = "make it again: python -m study.advisor.engine_keys"
             raise UserError(f"{file} is not readable ({type(error).__name__}: {error})", fix) from None
 
 
@@ -271,7 +271,7 @@ def virtual_bytes(one: Summary, figure: str) -> float:
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
     what, _, place = figure.partition("_")
     if not place:
-        return state_bytes(one) if what == "state" else held(one, what)
+        return rank_state_bytes(one) if what == "state" else held(one, what)
     held_there = [one["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
     return math.nan if None in held_there else float(sum(held_there))
 

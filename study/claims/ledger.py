@@ -12,8 +12,8 @@ from typing import Any
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS, WORDS
 from study.claims.verdicts import Answer, Figure, Kind, NoRecords, NotJudged, Region, awaited, number
-from study.errors import UserError
-from study.spec.yaml_sections import Section, as_section, read_document
+from study.config.errors import UserError
+from study.config.yaml_sections import Section, as_section, read_document
 
 LEDGER = Path(__file__).with_name("ledger.yaml")
 _MOST = 20_000
@@ -61,7 +61,7 @@ class Correction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """What one check came to."""
 
     kind: Kind
@@ -78,7 +78,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
+class ClaimCheck:
     form: str
     # What its figure is of, in a few words.
     shows: str
@@ -101,13 +101,13 @@ class Check:
         """Behind the answer, where it is another one than judging the claim at its own scale."""
         return ", cannot do without it" if self.necessary else ", at another scale" if self.elsewhere else ""
 
-    def find(self, evidence: Evidence) -> Finding:
+    def find(self, evidence: Evidence) -> ClaimFinding:
         try:
             figure = FORMS[self.form].figure(evidence, **self.numbers)
         except NotJudged as reason:
             is_awaited = self.needs and isinstance(reason, NoRecords)
             why = awaited(self.needs) if is_awaited else str(reason)
-            return Finding(self.kind, "not judged", _capital(f"{self.shows}: {why}"))
+            return ClaimFinding(self.kind, "not judged", _capital(f"{self.shows}: {why}"))
         answer = self.region.judge(figure)
         if self.against and answer == "fails":
             answer = "disputed"
@@ -116,7 +116,7 @@ class Check:
             text += f"{figure.spread}, n = {figure.n}"
         where = f" ({figure.note})" if figure.note else f" (as {self.against} has it)" if self.against else ""
         sentence = f"{self.shows}: {text}{where}; the claim needs {self.region.words(self.unit)}"
-        return Finding(self.kind, answer, _capital(sentence), figure, self.unit)
+        return ClaimFinding(self.kind, answer, _capital(sentence), figure, self.unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Claim:
     says: str
     holds_if: str
     falls_if: str
-    checks: tuple[Check, ...]
+    checks: tuple[ClaimCheck, ...]
     # Why nothing here can, and what would.
     untestable: str
     settle: Settle | None
@@ -228,7 +228,7 @@ def _claim(section: Section, known: set[str]) -> Claim:
     )  # fmt: skip
 
 
-def _check(section: Section, known: set[str]) -> Check:
+def _check(section: Section, known: set[str]) -> ClaimCheck:
     name = _text(section, "form")
     if name not in FORMS:
         raise section.refusal("form", f"is {name!r}", f"use one of {', '.join(FORMS)}")
@@ -250,7 +250,7 @@ def _check(section: Section, known: set[str]) -> Check:
     against = _text(section, "against") if "against" in section else ""
     if against and against not in known:
         raise section.refusal("against", f"is {against!r}", "name a claim of this ledger")
-    return Check(
+    return ClaimCheck(
         name, _text(section, "shows"), numbers, _region(section, name), _text(section, "unit", ""),
         _flag(section, "necessary"), _flag(section, "elsewhere"), against,
         "" if "needs" in parameters else _text(section, "needs", ""),

@@ -5,18 +5,68 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from study.claims.arithmetic import GB, held_bytes
+from study.claims.forms import GB, MIXED, held_bytes
+from study.claims.ledger import ClaimCheck
 from study.claims.verdicts import number
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
-from study.models.presets import find_preset
-from study.predict.shape import shape_of_preset
-from study.spec.strategies import STRATEGY_NAMES
-from study.theory.hardware import known_devices
+from study.predictor.floor import KINDS, split_by
+from study.predictor.hardware import known_devices
+from study.predictor.shape import shape_of_preset
+from study.workloads.presets import find_preset
+
+_FORMS = {
+    "stated": "{value}",
+    "ratio": "{of} / {to}",
+    "saving": "1 - {after} / {before}",
+    "steps_per_hour": "3600 s x {tokens_per_s} tokens/s x {gpus} GPUs / ({batch} x {length} tokens)",
+    "tflops": "6 x {parameters_b} B x {tokens_per_s} tokens/s / 1000",
+    "state_gb": "{parameters_b} B x {bytes} bytes",
+    "state_ratio": "{bytes} / {over_bytes} bytes",
+    "state_saved_gb": "{parameters_b} B x ({over_bytes} - {bytes} bytes)",
+    "capacity_b": "{device_gb} GB / {bytes} bytes",
+    "solved_bytes weights": "({stage2_gb} - {stage3_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
+    "solved_bytes sharded": "({stage0_gb} - {stage2_gb} GB) / (1 - 1 / {gpus}) / {parameters_b} B",
+    "solved_bytes rest": "{stage0_gb} GB - ({stage0_gb} - {stage3_gb} GB) / (1 - 1 / {gpus})",
+    "shares_gb": "{params_gb} / {params_by} + {grads_gb} / {grads_by} + {optimizer_gb} / {optimizer_by} GB",
+}
+
+
+def derivation(check: ClaimCheck) -> str:
+    """Nothing for a figure that is made of records or of files."""
+    form = _FORMS.get(f"{check.form} {check.numbers.get('what', '')}".strip())
+    return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
+
+
+def _values(check: ClaimCheck) -> Mapping[str, Any]:
+    numbers = dict(check.numbers)
+    gpus = numbers.get("gpus", 1)
+    if "strategy" in numbers:
+        numbers["bytes"] = _bytes(numbers["strategy"], gpus, numbers.get("precision", MIXED))
+    if "over" in numbers:
+        numbers["over_bytes"] = _bytes(
+            numbers["over"], numbers.get("over_gpus", gpus), numbers.get("over_precision", MIXED)
+        )
+    if "stage" in numbers:
+        numbers |= {f"{kind}_by": split_by(kind, numbers["stage"], gpus) for kind in KINDS}
+    return numbers
+
+
+def _bytes(strategy: str, gpus: int, precision: str) -> str:
+    """Of a parameter on one device: its weight, its gradient, and what the optimizer keeps of it."""
+    held = held_bytes(strategy, gpus, precision)
+    parts = [number(part) for part in (held.params_device, held.grads_device, held.optimizer_device) if part]
+    return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.10g}" if isinstance(value, (int, float)) else str(value)
+
 
 Plausibility = Literal["impossible", "suspicious", "possible"]
 # As tables call them, without case, spaces and signs.
@@ -35,7 +85,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class PublishedRow:
     line: int
     model: str
     parameters: float
@@ -53,7 +103,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    row: Row
+    row: PublishedRow
     plausibility: Plausibility
     # What cannot be done without, and what Adam in mixed precision takes; the same where adapters alone are trained.
     least_gb: float
@@ -88,7 +138,7 @@ def check_table(file: Path) -> list[Checked]:
     return [check(row) for row in read_table(file)]
 
 
-def check(row: Row) -> Checked:
+def check(row: PublishedRow) -> Checked:
     # Whoever trains without ZeRO may also do it in 16 bits alone, and FSDP splits what stage 3 does.
     stand_in = {"single": "zero0", "ddp": "zero0", "fsdp2": "zero3", "hsdp": "zero3"}.get(row.strategy, row.strategy)
     per_parameter = held_bytes(stand_in, row.gpus)
@@ -117,7 +167,7 @@ def check(row: Row) -> Checked:
     return Checked(row, verdict, least, adam, why)
 
 
-def read_table(file: Path) -> list[Row]:
+def read_table(file: Path) -> list[PublishedRow]:
     # A pipe or a device may never end.
     if file.exists() and not file.is_file():
         raise UserError(f"{file} is not readable (it is no file)", "name a CSV file or a markdown table")
@@ -151,7 +201,7 @@ def _columns(names: Sequence[str], place: str) -> dict[str, int]:
     return found
 
 
-def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -> Row:
+def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -> PublishedRow:
     if len(cells) <= max(columns.values()):
         raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
     said = {key: cells[column].strip() for key, column in columns.items()}
@@ -166,7 +216,7 @@ def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -
     trains = said.get("trains") or "all"
     if trains not in _FROZEN_BITS:
         raise UserError(f"{place}: {trains!r} is nothing that is trained", f"write one of {'; '.join(_FROZEN_BITS)}")
-    return Row(
+    return PublishedRow(
         line, said["model"], _parameters(said["model"], place), gpus, _strategy(said["strategy"], place),
         float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), said["gb"], "oom" in said["gb"].lower(),
         _device_gb(said["device"], place) if said.get("device") else None, trains,

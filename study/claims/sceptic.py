@@ -18,12 +18,57 @@ from typing import Any, Literal
 import pandas as pd
 import yaml
 
-from study.claims.board import Judged
-from study.claims.evidence import Evidence
+from study.claims.board import JudgedClaim
+from study.claims.evidence import AUTOPSY, KEYS_FILE, Evidence
 from study.claims.ledger import LEDGER
-from study.claims.made import NOT_OF_RUNS, command, made
-from study.spec.strategies import REPOSITORY
-from study.spec.yaml_sections import read_own
+from study.config.strategies import REPOSITORY
+from study.config.yaml_sections import read_own
+
+ENGINE_KEYS = "engine_keys"
+# Reports of other records, and what makes these anew.
+NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys"}
+
+
+def made(evidence: Evidence, report: str) -> pd.DataFrame:
+    if report == AUTOPSY:
+        return _sessions(evidence.arms())
+    if report == ENGINE_KEYS:
+        return _probes(evidence.root / report)
+    return evidence.records(report).runs
+
+
+def command(report: str) -> str:
+    """Which makes them anew; empty where it is not known."""
+    has_suite = (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file()
+    return NOT_OF_RUNS.get(report, f"study run {report}" if has_suite else "")
+
+
+def _sessions(arms: pd.DataFrame) -> pd.DataFrame:
+    one = arms.drop_duplicates("session").set_index("session", drop=False)
+    # Its arms' initial weights are told apart by their sum.
+    weights = arms[arms["start"] == "initial"].groupby("session")["start_weights_abs_sum"].first().map(str)
+    started = pd.to_datetime(one["started_at"], utc=True, format="ISO8601")
+    made_in = pd.DataFrame([_box(json.loads(text)) for text in one["environment"]], index=one.index)
+    return made_in.assign(
+        run=one["session"], status_state=one["state"], virtual=False, seed=one["seed"], workload_key=one["kind"],
+        arm=one["cell"], initial_weights_sha256=weights, status_started_at=started.map(pd.Timestamp.isoformat),
+        status_ended_at=(started + pd.to_timedelta(one["session_s"], unit="s")).map(pd.Timestamp.isoformat),
+    ).reset_index(drop=True)  # fmt: skip
+
+
+def _probes(folder: Path) -> pd.DataFrame:
+    said = json.loads((folder / KEYS_FILE).read_text(encoding="utf-8"))
+    rows = [_box(said["environment"]) | {"run": probe["name"], "status_state": "ok"} for probe in said["probes"]]
+    nothing = ("seed", "workload_key", "arm", "initial_weights_sha256", "status_started_at", "status_ended_at")
+    return pd.DataFrame(rows).assign(virtual=False, **dict.fromkeys(nothing))
+
+
+def _box(environment: dict[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages", {})
+    versions = {f"{name}_version": packages.get(name) for name in ("torch", "deepspeed", "accelerate", "transformers")}
+    devices = json.dumps([device["name"] for device in environment.get("devices", [])])
+    return versions | {"cpu": environment.get("cpu"), "devices": devices, "git_commit": environment.get("git_commit")}
+
 
 Order = Literal["before", "after", "cannot be told"]
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -33,7 +78,7 @@ _VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accele
 Written = Mapping[str, list[Any]]
 
 
-def facts(judged: Judged, evidence: Evidence) -> list[tuple[str, str]]:
+def facts(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
     """Each with what it is about; none for a verdict that rests on no records."""
     reports = sorted({report for finding in judged.findings for report in finding.reports})
     if not reports:
@@ -48,7 +93,7 @@ def facts(judged: Judged, evidence: Evidence) -> list[tuple[str, str]]:
     return found
 
 
-def orders(judged: Judged, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
+def orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
     """Of each check that rests on records: was it in the ledger, as it is now, of the commit that made each of them?"""
     written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
     found = []
@@ -112,7 +157,7 @@ def _git(repository: Path, *arguments: str) -> str | None:
     return answer.stdout
 
 
-def _used(judged: Judged, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
+def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
     """The runs of a report that its figures rest on, or one of them does."""
     figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
     names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from study.config.strategies import REPOSITORY
 from study.host.memory import host_memory
-from study.record.outcome import FreeMemory
-from study.spec.strategies import REPOSITORY
+from study.records.outcome import FreeMemory
 
 try:
     import pynvml
@@ -112,7 +112,7 @@ def matmul_rates(box: Box) -> dict[str, Any]:
 def measured_rates(**environment: str) -> dict[str, Any]:
     """Measured in a process of its own, which is gone before the first cell begins."""
     answer = subprocess.run(
-        [sys.executable, "-m", "study.measure.matmul"], cwd=REPOSITORY, env=os.environ | environment,
+        [sys.executable, "-m", "study.metrics.matmul"], cwd=REPOSITORY, env=os.environ | environment,
         capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
     )  # fmt: skip
     return dict(json.loads(answer.stdout.splitlines()[-1]))

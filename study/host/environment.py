@@ -1,18 +1,116 @@
-"""environment.json: on what a run ran. Versions, devices, the commit; never a token, a user or a host name."""
+"""The processor and the GPUs: how many there are, and each rank's share."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
-from study.host.box import driver_version
-from study.host.cgroups import available_cores
-from study.host.devices import processor
-from study.host.releases import package_version
-from study.host.stacks import describe_stack
-from study.spec.strategies import REPOSITORY, STRATEGY_DIRECTORY
+from study.config.errors import Unsupported
+from study.config.launched import Launch
+from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
+from study.host.box import driver_cuda, driver_version, visible_gpus
+from study.host.imports import importing
+from study.host.memory import LARGEST_KEPT_BYTES, available_cores
+from study.host.stacks import describe_stack, package_version
+
+# malloc.h's numbers for these.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_SMALLEST_BLOCK_RETURNED = 64 * 2**10
+
+
+def prepare_devices(launch: Launch) -> int:
+    """Give this rank its share of the processor; returns how many GPUs are visible."""
+    # An engine's own OpenMP library reads this once, when it is loaded; torch's is set below.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # NVML and nvidia-smi number the GPUs so; CUDA by itself begins with the fastest.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if launch.virtual:
+        # It copies its part into N places where a real one receives: threads that spin between two small copies would
+        # take most of the time, and more where the cores are shared.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    with importing():
+        import torch
+
+    refuse_useless_gpus()
+    gpus = torch.cuda.device_count()
+    # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs the cores are shared
+    # out: launchers set 1, which would starve an optimizer that runs on the host.
+    # A virtual rank has the machine to itself, and its time is no figure.
+    threads = max(1, available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    if not gpus:
+        # There the host's memory is the device's, and its allocator part of every step.
+        if launch.virtual:
+            return_freed_memory()
+        else:
+            _keep_freed_memory()
+    return gpus
+
+
+def refuse_useless_gpus() -> None:
+    """GPUs that the driver shows and this torch cannot use: torch counts them, and then every run would fail."""
+    import torch
+
+    gpus = len(visible_gpus())
+    if not gpus or torch.cuda.is_available():
+        return
+    built, runs = torch.version.cuda, driver_cuda() or "of an unknown version"
+    problem = (
+        f"{gpus} GPU{'s'[: gpus > 1]} are here and torch {torch.__version__} can use none: it is built for"
+        f" {f'CUDA {built}' if built else 'no CUDA'}, and the driver {driver_version()} runs CUDA {runs}"
+    )
+    raise Unsupported(
+        problem, f"{torch_for_driver(runs, torch.__version__)}; or let CUDA_VISIBLE_DEVICES be empty, to train on cores"
+    )
+
+
+def torch_for_driver(runs: str, version: str) -> str:
+    """How to get a torch that the driver can run, which is one for its own major version of CUDA or an older one."""
+    release = version.partition("+")[0]
+    if runs.startswith("12."):
+        # Every driver of CUDA 12 runs every build of it, and this one is made of the newest torch, too.
+        index = "https://download.pytorch.org/whl/cu129"
+        return f"python -m pip install -c constraints.txt torch=={release}+cu129 --extra-index-url {index}"
+    if runs.startswith(("10.", "11.")):
+        return "update the driver: every torch that this study runs on needs one of CUDA 12 or newer"
+    return f"python -m pip install --force-reinstall torch=={release}"
+
+
+@functools.cache
+def processor() -> dict[str, str]:
+    """What Linux says of the first one."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in rows}
+
+
+def return_freed_memory() -> None:
+    """So that a peak is what a rank held at once: of blocks under 32 MiB a process would keep most that it ever had."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED)
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one.
+
+    By default it hands large blocks back and is given them anew, page by page, at every step. How often depends on
+    which addresses a process happened to get, so two runs of one thing differ by percents for no reason of theirs.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
 
 PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",

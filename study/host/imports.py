@@ -9,8 +9,8 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 
-from study.errors import UserError
-from study.spec.strategies import Strategy
+from study.config.errors import UserError
+from study.config.strategies import Strategy
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from study.host.box import gpu_names, this_box
-from study.host.cgroups import available_cores
-from study.host.devices import processor
+from study.host.environment import processor
 from study.host.folders import cache_directory
-from study.host.nodes import Node, print_node
+from study.host.memory import available_cores
 from study.host.operators import own_build_folder
+from study.host.slurm import Node, print_node
 
 
 def main(folders: list[str]) -> None:

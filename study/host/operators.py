@@ -17,13 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import Unsupported, UserError
+from study.config.errors import Unsupported, UserError
+from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
 from study.host.box import visible_gpus
-from study.host.devices import processor
+from study.host.environment import processor
 from study.host.folders import COMPILES, refuse_unwritable
-from study.record.directory import read_json, write_json
-from study.record.schema import RecordError
-from study.spec.strategies import STRATEGY_NAMES, Strategy, read_strategy
+from study.records.directory import read_json, write_json
+from study.records.schema import RecordError
 
 # Of a compiler or a linker, and of a shell without one.
 _TELLING = re.compile(r"\berror: |cannot find|undefined reference|command not found")

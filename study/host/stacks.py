@@ -11,16 +11,61 @@ import functools
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import Unsupported, UserError
+from study.config.strategies import REPOSITORY, Strategy
+from study.config.yaml_sections import Section, as_section, read_document
 from study.host.folders import cache_directory
-from study.host.releases import UNVERIFIED_VARIABLE
-from study.record.directory import read_json
-from study.record.schema import RecordError
-from study.spec.strategies import REPOSITORY
-from study.spec.yaml_sections import Section, as_section, read_document
+from study.records.directory import read_json
+from study.records.schema import RecordError
+
+# Accelerate, DeepSpeed. pyproject.toml admits these and no others.
+VERIFIED = (("1.15.0", "0.19.8"),)
+# Where it is 1, another pair runs all the same, and its records say so.
+UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
+# Its build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
+BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def is_since(name: str, release: str) -> bool:
+    """Whether the installed release of a package is this one or a later one."""
+    from packaging.version import Version
+
+    found = package_version(name)
+    return found is not None and Version(found) >= Version(release)
+
+
+def unverified_pair() -> str | None:
+    """What is installed here, where nothing shows that it trains as DDP does."""
+    here = (package_version("accelerate"), package_version("deepspeed"))
+    return None if here in VERIFIED else f"accelerate {here[0]} with deepspeed {here[1]}"
+
+
+def pair_fix() -> str:
+    accelerate, deepspeed = VERIFIED[-1]
+    install = f"{BUILDS_DEEPSPEED} python -m pip install --no-build-isolation"
+    return f"{install} accelerate=={accelerate} deepspeed=={deepspeed}"
+
+
+def refuse_unverified_pair(strategy: Strategy) -> None:
+    if strategy.deepspeed is None or os.environ.get(UNVERIFIED_VARIABLE) == "1":
+        return
+    if pair := unverified_pair():
+        raise Unsupported(
+            f"{pair} has not been shown to train as DDP does",
+            f"{pair_fix()}; or set {UNVERIFIED_VARIABLE}=1 to run an experiment, which its record then is called",
+        )
+
 
 STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
 # The stack of a run, by name: its record says it.
@@ -101,8 +146,8 @@ def stacks() -> dict[str, Stack]:
     found = {}
     if not isinstance(top["today"], list):
         raise top.refusal("today", "is no list", "list releases of DeepSpeed")
-    for version in top["today"]:
-        found[_version(top, "today", version)] = Stack(version, {"deepspeed": version})
+    for release in top["today"]:
+        found[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
     then = as_section(top["then"], top.place_of("then"), list(top["then"]), Section)
     for deepspeed in then:
         beside = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)

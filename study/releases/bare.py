@@ -33,7 +33,7 @@ from typing import Any
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
 from study.host.stacks import stacks
-from study.releases.bare_cases import LEARNING_RATE, RANKS, Case, build_model, cases, plain_loop, train
+from study.releases.bare_cases import LEARNING_RATE, RANKS, ControlCase, build_model, cases, plain_loop, train
 
 INSTALLED = "installed"
 MARK = "result: "
@@ -81,7 +81,7 @@ def _read(output: Path) -> dict[str, Any]:
     return dict(json.loads(output.read_text())) if output.exists() else {}
 
 
-def measure(case: Case, folder: Path) -> dict[str, Any]:
+def measure(case: ControlCase, folder: Path) -> dict[str, Any]:
     """The case beside the plain loop: how far off its losses are, its first norm, and its weights at the end."""
     is_bf16 = case.precision != "fp32"
     plain = folder / f"plain-{is_bf16}-{case.clipping}"
@@ -183,7 +183,7 @@ def is_right(row: Mapping[str, Any]) -> bool | None:
 
 def _words(row: Mapping[str, Any]) -> str:
     """What names a case, for `--only`; all of it is there but in the row of a stack that cannot be imported."""
-    return " ".join(str(row.get(field.name, "")) for field in dataclasses.fields(Case))
+    return " ".join(str(row.get(field.name, "")) for field in dataclasses.fields(ControlCase))
 
 
 def write_rows(output: Path, rows: Sequence[Mapping[str, Any]]) -> None:

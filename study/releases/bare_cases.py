@@ -18,7 +18,7 @@ STRATEGIES = ("zero0", "zero1", "zero1_cpu", "zero2", "zero2_cpu", "zero3", "zer
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ControlCase:
     caller: str
     strategy: str
     accumulation: int
@@ -55,27 +55,27 @@ class Case:
         return settings | ({"data_types": {"grad_accum_dtype": "fp32"}} if self.precision == "bf16-fp32" else {})
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[ControlCase]:
     for strategy in STRATEGIES:
-        yield Case("bare", strategy, 1)
-        yield Case("bare", strategy, 4)
-        yield Case("bare", strategy, 4, loss="outside")
-        yield Case("accelerate", strategy, 4)
+        yield ControlCase("bare", strategy, 1)
+        yield ControlCase("bare", strategy, 4)
+        yield ControlCase("bare", strategy, 4, loss="outside")
+        yield ControlCase("accelerate", strategy, 4)
     for strategy in ("zero1", "zero2"):
-        yield Case("boundary", strategy, 4)
-        yield Case("bare", strategy, 4, clipping=0.0)
+        yield ControlCase("boundary", strategy, 4)
+        yield ControlCase("bare", strategy, 4, clipping=0.0)
     # Several backward passes in one micro-step, which is no accumulation: nothing is to be divided.
     for strategy in ("zero0", "zero1", "zero2", "zero2_cpu", "zero3"):
-        yield Case("bare-losses", strategy, 1, loss="outside")
-        yield Case("bare-losses", strategy, 4, loss="outside")
-        yield Case("bare-forwards", strategy, 1, loss="outside")
-        yield Case("boundary-forwards", strategy, 1, loss="outside")
+        yield ControlCase("bare-losses", strategy, 1, loss="outside")
+        yield ControlCase("bare-losses", strategy, 4, loss="outside")
+        yield ControlCase("bare-forwards", strategy, 1, loss="outside")
+        yield ControlCase("boundary-forwards", strategy, 1, loss="outside")
     for strategy in ("zero1", "zero3"):
-        yield Case("accelerate-forwards", strategy, 1, loss="outside")
-    yield Case("bare", "zero2_cpu", 2)
-    yield Case("bare", "zero0", 1, precision="bf16")
-    yield Case("bare", "zero2", 4, precision="bf16")
-    yield Case("bare", "zero1", 4, precision="bf16-fp32")
+        yield ControlCase("accelerate-forwards", strategy, 1, loss="outside")
+    yield ControlCase("bare", "zero2_cpu", 2)
+    yield ControlCase("bare", "zero0", 1, precision="bf16")
+    yield ControlCase("bare", "zero2", 4, precision="bf16")
+    yield ControlCase("bare", "zero1", 4, precision="bf16-fp32")
 
 
 def build_model() -> torch.nn.Module:
@@ -135,7 +135,7 @@ def plain_loop(is_bf16: bool, clipping: float) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": _flat(masters.parameters()).tolist()}
 
 
-def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
+def train(case: ControlCase, rank: int, store: Path) -> dict[str, Any]:
     """One case, on this rank of a group of its own."""
     import deepspeed
     import torch
@@ -170,7 +170,7 @@ def train(case: Case, rank: int, store: Path) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights.tolist(), "readings": readings}
 
 
-def _parts(case: Case, engine: Any, given: torch.Tensor, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+def _parts(case: ControlCase, engine: Any, given: torch.Tensor, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
     """What a micro-step goes backward from: its loss, or two losses that add up to it, as of two tasks."""
     if case.loss == "inside":
         yield engine(given, wanted)["loss"]
@@ -188,7 +188,7 @@ def _parts(case: Case, engine: Any, given: torch.Tensor, wanted: torch.Tensor) -
 MicroStep = Callable[[Iterator[Any], bool], Any]
 
 
-def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
+def _through_engine(case: ControlCase, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=case.settings())
@@ -209,7 +209,7 @@ def _through_engine(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroS
     return engine, micro_step
 
 
-def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
+def _through_accelerate(case: ControlCase, model: Any, optimizer: Any) -> tuple[Any, MicroStep]:
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 
     PartialState(cpu=True)
@@ -225,7 +225,7 @@ def _through_accelerate(case: Case, model: Any, optimizer: Any) -> tuple[Any, Mi
     return engine, micro_step
 
 
-def _backward(case: Case, backward: Callable[..., Any], parts: Iterator[Any]) -> Any:
+def _backward(case: ControlCase, backward: Callable[..., Any], parts: Iterator[Any]) -> Any:
     """A backward pass from each part; returns their sum. A graph is kept for the second one that goes through it."""
     total = 0.0
     for number, part in enumerate(parts):

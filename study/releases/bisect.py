@@ -5,28 +5,29 @@ The cells are those of the suite `releases`, in its folder: what has a record th
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import STRATEGY_NAMES
 from study.host.box import Box, this_box
-from study.host.releases import package_version
-from study.host.stacks import THEN, release_order, stacks
-from study.launch.cell import Cell
-from study.launch.verdict import cell_state
+from study.host.folders import folder_argument
+from study.host.stacks import THEN, package_version, release_order, stacks
 from study.releases.causes import PACKAGES, Change, races_of, read_causes
 from study.releases.verdict import Verdict, judge, tolerance_of, trace_at
-from study.spec.strategies import STRATEGY_NAMES
+from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.plan import plan_cells
 from study.sweep.suite_file import find_suite, read_suite
+from study.sweep.verdict import cell_state
 
 SUITE = "releases"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class BisectResult:
     """Neighbours among the releases that could be judged; None where the range does not have them."""
 
     last_good: str | None
@@ -84,7 +85,7 @@ class Bisection:
         return [judge(trace, right, tolerance_of("fp32", right, [])) for trace in traces]
 
 
-def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> Found | None:
+def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> BisectResult | None:
     """The nearest good neighbours of a bad release; None where none is bad. `releases` from the oldest on."""
     bad = next((release for release in _halving(releases) if is_bad(release)), None)
     if bad is None:
@@ -92,7 +93,7 @@ def bisect(releases: Sequence[str], is_bad: Callable[[str], bool | None]) -> Fou
     place = releases.index(bad)
     last_good, first_bad = _edge(releases[: place + 1][::-1], is_bad)
     first_good, last_bad = _edge(releases[place:], is_bad)
-    return Found(last_good, first_bad, last_bad, first_good)
+    return BisectResult(last_good, first_bad, last_bad, first_good)
 
 
 def _halving(releases: Sequence[str]) -> list[str]:
@@ -157,7 +158,7 @@ def releases_between(ends: Sequence[str] | None) -> list[str]:
     return found
 
 
-def changes_of(found: Found, strategy: str, micro_steps: int) -> list[str]:
+def changes_of(found: BisectResult, strategy: str, micro_steps: int) -> list[str]:
     """What causes.yaml says of the releases where it came and went."""
     mine = [cause for cause in read_causes() if cause.shows_in(strategy, micro_steps, "fp32")]
     came = [(cause, "came with", cause.entered) for cause in mine
@@ -173,3 +174,37 @@ def _is_between(change: Change, before: str | None, after: str | None) -> bool:
     if before is None or after is None:
         return False
     return release_order(before) < release_order(change.release) <= release_order(after)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="bisect")
+    bisection = actions.add_parser(
+        "bisect",
+        help="between which releases a strategy begins to train wrongly, and where it ends",
+        allow_abbrev=False,
+    )
+    add = bisection.add_argument
+    add("strategy", metavar="STRATEGY")
+    add("--accumulation", type=int, default=4, metavar="N", help="micro-steps in a step; 4 by default")
+    add("--between", nargs=2, metavar="RELEASE", help="two of study/releases/stacks.yaml; all of it by default")
+    add("--repeat", type=int, default=1, metavar="N", help="runs of each release; a fault of luck needs several")
+    add("--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=f"records, in {SUITE} below it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Exit status 1 where no release of the range trains wrongly."""
+    if options.repeat < 1:
+        raise UserError(f"--repeat {options.repeat} runs nothing", "use 1 or more")
+    releases = releases_between(options.between)
+    asked = Bisection(
+        options.strategy, options.accumulation, options.repeat, options.runs_dir / SUITE,
+        lambda line: print(line, flush=True),
+    )  # fmt: skip
+    found = bisect(releases, asked.is_bad)
+    if found is None:
+        unknown = len(releases) - asked.judged
+        print(f"of {releases[0]} to {releases[-1]} no release is bad, of {asked.judged} that could be judged"
+              + (f"; {unknown} could not" if unknown else ""))  # fmt: skip
+        return 1
+    print("\n".join([*found.lines(), *changes_of(found, options.strategy, options.accumulation)]))
+    return 0

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from study.spec.config import Precision
-from study.spec.strategies import STRATEGY_NAMES
-from study.spec.yaml_sections import Section, as_section, read_document
+from study.config.flags import Precision
+from study.config.strategies import STRATEGY_NAMES
+from study.config.yaml_sections import Section, as_section, read_document
 
 FILE = Path(__file__).with_name("causes.yaml")
 _MOST = 5_000

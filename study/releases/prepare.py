@@ -18,16 +18,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY, read_strategy
 from study.host.box import this_box
 from study.host.folders import cache_directory, refuse_full_disk
-from study.host.releases import BUILDS_DEEPSPEED
-from study.host.stacks import LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
-from study.launch.cell import Cell
-from study.launch.run import clean_environment
-from study.record.directory import read_json, write_json
-from study.spec.strategies import REPOSITORY, read_strategy
+from study.host.stacks import BUILDS_DEEPSPEED, LAYER_FILE, STACK_FILE, Stack, layer_folder, layer_state, stacks
+from study.records.directory import read_json, write_json
 from study.sweep import command as sweep
+from study.sweep.cell import Cell
+from study.sweep.launch import clean_environment
 from study.sweep.search import one_of_each_model
 from study.sweep.slices import plan_suite
 

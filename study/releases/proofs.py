@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.operators import use_own_build
 from study.host.stacks import layer_folder, stacks

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from study.record.directory import read_run
-from study.record.schema import RecordError
+from study.records.directory import read_run
+from study.records.schema import RecordError
 
 Kind = Literal["equal", "different", "refuses", "crashes", "not installable", "not judged"]
 What = Literal["weights", "gradient", "scale", "clipping", "update", "norm", "loss"]

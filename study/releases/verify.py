@@ -18,18 +18,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.flags import Precision, RunConfig, resolved
+from study.config.strategies import STUDIED_STRATEGIES, read_strategy
 from study.host.box import Box, this_box
 from study.host.folders import cache_directory, folder_argument
-from study.host.releases import UNVERIFIED_VARIABLE, package_version
-from study.launch.cell import Cell
-from study.predict.numbers import whole
-from study.record.directory import find_runs, read_json
-from study.record.schema import RecordError
+from study.host.stacks import UNVERIFIED_VARIABLE, package_version
+from study.predictor.boxes import whole
+from study.records.directory import find_runs, read_json
+from study.records.schema import RecordError
 from study.releases.causes import PACKAGES, Cause, causes_of, races_of
 from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of, trace_at
-from study.spec.config import Precision, RunConfig, resolved
-from study.spec.strategies import STUDIED_STRATEGIES, read_strategy
+from study.sweep.cell import Cell
 from study.sweep.execute import run_cells
 from study.sweep.plan import RANKS_WITHOUT_A_GPU
 from study.sweep.progress import show_duration
@@ -59,7 +59,7 @@ _FINE = ("equal", "refuses", "not judged")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """One cell of the matrix, and what came of it."""
 
     strategy: str
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     strategies, started = _strategies(options.only), time.monotonic()
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
-    rows: list[Row] = []
+    rows: list[VerifyRow] = []
     needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
     if lacking := [name for name in needed if stack[name] is None]:
         raise UserError(f"not installed here: {', '.join(lacking)}", "run: pip install -e '.[train]'")
@@ -177,7 +177,7 @@ class Matrix:
         where = f"{self.ranks} rank{'s'[: self.ranks > 1]} on {'a GPU each' if self.box.gpus else 'processor cores'}"
         return where if self.ranks > 1 else f"{where}, so what goes wrong between ranks is not seen"
 
-    def rows(self, strategy: str) -> Iterator[Row]:
+    def rows(self, strategy: str) -> Iterator[VerifyRow]:
         asked = self.cells(strategy)
         self._run([self._cell(strategy, *each) for each in asked])
         for precision, micro_steps in asked:
@@ -189,7 +189,7 @@ class Matrix:
             known = causes_of(self._stack, strategy, micro_steps, precision, verdict.differs)
             if verdict.kind == "equal":
                 known = races_of(self._stack, strategy, micro_steps, precision, self.box.gpus > 0)
-            yield Row(strategy, precision, micro_steps, verdict, known)
+            yield VerifyRow(strategy, precision, micro_steps, verdict, known)
 
     def cells(self, strategy: str) -> list[tuple[Precision, int]]:
         """Its precisions and micro-steps; half precision with accumulation alone, where most has gone wrong."""
@@ -261,31 +261,31 @@ def _named(stack: dict[str, str | None]) -> str:
     return ", ".join(f"{name} {version or 'not installed'}" for name, version in stack.items())
 
 
-def _is_fine(row: Row) -> bool:
+def _is_fine(row: VerifyRow) -> bool:
     return row.kind in _FINE
 
 
-def _line(strategy: str, rows: Sequence[Row]) -> str:
+def _line(strategy: str, rows: Sequence[VerifyRow]) -> str:
     kinds = {row.kind for row in rows}
     if kinds == {"equal"}:
         return f"{strategy}: computes what one process computes"
     return f"{strategy}: " + " | ".join(f"{row.place}: {row.says}" for row in rows if row.kind != "equal")
 
 
-def _table(strategies: Sequence[str], rows: Sequence[Row]) -> Any:
+def _table(strategies: Sequence[str], rows: Sequence[VerifyRow]) -> Any:
     places = list(dict.fromkeys(row.place for row in rows))
     kinds = {(row.strategy, row.place): row.kind for row in rows}
     lines = [[name, *(kinds.get((name, place), "-") for place in places)] for name in strategies]
     return table_of(["strategy", *places], lines)
 
 
-def _unverified(strategies: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def _unverified(strategies: Sequence[str], rows: Sequence[VerifyRow]) -> list[str]:
     """Those of which nothing could be run, or nothing be judged."""
     none = ("refuses", "not judged")
     return [name for name in strategies if all(row.kind in none for row in rows if row.strategy == name)]
 
 
-def _answer(strategies: Sequence[str], rows: Sequence[Row], bad: Sequence[str], cannot: Sequence[str]) -> str:
+def _answer(strategies: Sequence[str], rows: Sequence[VerifyRow], bad: Sequence[str], cannot: Sequence[str]) -> str:
     not_here = f" {', '.join(cannot)} cannot be judged here." if cannot else ""
     if _nothing_was_verified(strategies, cannot):
         return f"Nothing of DeepSpeed was verified.{not_here}"
@@ -295,7 +295,7 @@ def _answer(strategies: Sequence[str], rows: Sequence[Row], bad: Sequence[str], 
 
 
 def _document(
-    stack: dict[str, str | None], matrix: Matrix, rows: Sequence[Row], agrees: bool | None, bad: Sequence[str],
+    stack: dict[str, str | None], matrix: Matrix, rows: Sequence[VerifyRow], agrees: bool | None, bad: Sequence[str],
     cannot: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     return {

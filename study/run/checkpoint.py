@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed, UserError
-from study.host.contents import content_digest, sealed
+from study.config.errors import RunFailed, UserError
+from study.config.flags import RunConfig
+from study.config.launched import Launch
 from study.host.environment import describe_environment
-from study.record.directory import ROW_FILES, read_json, read_rows, write_json
-from study.record.folder import CHECKPOINTS
-from study.record.schema import RecordError
+from study.host.folders import content_digest, sealed
+from study.records.directory import ROW_FILES, read_json, read_rows, write_json
+from study.records.lock import CHECKPOINTS
+from study.records.schema import RecordError
 from study.run.other_ranks import (
     check_indexes,
     check_other_ranks,
@@ -31,15 +33,13 @@ from study.run.other_ranks import (
     put_random_states,
     universal_checkpoint,
 )
-from study.spec.config import RunConfig
-from study.spec.launched import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from study.models.initial import InitialWeights
     from study.run.open import OpenRun
-    from study.tasks.blocks import TaskData
+    from study.workloads.blocks import TaskData
+    from study.workloads.initial import InitialWeights
 
 MANIFEST = "checkpoint.json"
 # A resumed run may differ in these: where it writes and how often, not what it computes.

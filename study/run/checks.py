@@ -9,28 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
-from study.host.folders import cache_directory, folder_named, free_bytes, refuse_unwritable
+from study.config.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
+from study.config.flags import BatchPlan, RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
+from study.config.launched import Launch, shell_environment, this_launch, virtual_launch
+from study.config.names import override
+from study.config.strategies import Strategy
+from study.engine.groups import check_team
+from study.engine.live import check_copies
+from study.engine.setup import check_engine_settings
+from study.host.folders import cache_directory, folder_named, free_bytes, refuse_full_drive, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
-from study.host.releases import refuse_unverified_pair
-from study.host.swap import refuse_full_drive
-from study.predict.floor import ANY_DEVICE, state_bytes
-from study.predict.request import box_of_ranks
-from study.predict.runs import request_for, unpredicted
-from study.predict.state import unswapped
-from study.record.directory import is_finished, write_json
-from study.record.folder import refuse_files_of_others, refuse_folder_at_work
-from study.record.schema import RecordError
+from study.host.stacks import refuse_unverified_pair
+from study.predictor.floor import ANY_DEVICE, state_bytes
+from study.predictor.request import box_of_ranks
+from study.predictor.runs import request_for, unpredicted
+from study.predictor.state import unswapped
+from study.records.directory import is_finished, write_json
+from study.records.lock import refuse_files_of_others, refuse_folder_at_work
+from study.records.schema import RecordError
 from study.run import machines
-from study.run.copies import check_copies
-from study.run.engine_settings import check_engine_settings
-from study.run.teams import check_team
-from study.spec.checks import refuse_what_no_virtual_run_has
-from study.spec.config import BatchPlan, RunConfig, parse_command_line, resolved
-from study.spec.launched import Launch, shell_environment, this_launch, virtual_launch
-from study.spec.overrides import override
-from study.spec.strategies import Strategy
 
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
@@ -40,7 +38,7 @@ Refuse = Callable[[RunConfig, Launch], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RunRequest:
     """One that this box can serve, as far as that can be told before the data is there."""
 
     config: RunConfig
@@ -66,14 +64,14 @@ def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConf
 
 def checked(
     trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None, say: Callable[[str], None]
-) -> Request:
+) -> RunRequest:
     """Cheapest first. `say` puts a line on the terminal."""
-    from study.host.devices import prepare_devices
+    from study.engine.virtual_rank import check_can_be_held
+    from study.host.environment import prepare_devices
     from study.host.imports import import_libraries
     from study.host.operators import build_operators
-    from study.models.architecture import model_config
     from study.run.checkpoint import find_checkpoint
-    from study.virtual.rank.capacity import check_can_be_held
+    from study.workloads.architecture import model_config
 
     if refuse:
         refuse(config, launch)
@@ -114,7 +112,7 @@ def checked(
     build_operators(launch.strategy, cache, say)
     if launch.virtual:
         check_can_be_held(config, launch)
-    return Request(config, launch, plan, output_dir, checkpoint, cache, notice)
+    return RunRequest(config, launch, plan, output_dir, checkpoint, cache, notice)
 
 
 def check_swaps(config: RunConfig, launch: Launch) -> None:
@@ -133,7 +131,7 @@ def check_swaps(config: RunConfig, launch: Launch) -> None:
 
 def _with_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
     """Larger than the file's where the model needs it. What --engine_override says is taken at its word."""
-    from study.models.architecture import shape_of
+    from study.workloads.architecture import shape_of
 
     part = -(-shape_of(config).largest_parameter // launch.world_size)
     strategy = launch.strategy.with_swap_buffers(part)
@@ -256,7 +254,7 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
 
 
 def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
-    from study.models.architecture import shape_of
+    from study.workloads.architecture import shape_of
 
     wanted, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
@@ -274,7 +272,7 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
     """For all ranks of this box. LoRA's adapters are small beside what is frozen."""
-    from study.models.architecture import shape_of
+    from study.workloads.architecture import shape_of
 
     parameters, strategy = shape_of(config).parameters, launch.strategy.overridden(config)
     state = state_bytes(strategy, config.precision, launch.world_size, trained=config.peft == "none")

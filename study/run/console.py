@@ -60,15 +60,15 @@ class Console:
         with contextlib.suppress(OSError):
             print(text, file=self.terminal)
 
-    def progress(self, total_steps: int, first_step: int) -> Progress:
-        return Progress(self, total_steps, first_step)
+    def progress(self, total_steps: int, first_step: int) -> StepProgress:
+        return StepProgress(self, total_steps, first_step)
 
     def restore(self) -> None:
         self._point_at(self._stderr_fd)
         os.dup2(self._stdout_fd, 1)
 
 
-class Progress:
+class StepProgress:
     """The bar on a terminal; where there is none, a line every tenth of the run."""
 
     def __init__(self, console: Console, total_steps: int, first_step: int):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from study.errors import UserError, refusal_from_json
-from study.record.outcome import Ending
+from study.config.errors import UserError, refusal_from_json
+from study.records.outcome import Ending
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

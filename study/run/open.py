@@ -24,16 +24,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed, UserError, first_line, without_secrets
+from study.config.errors import RunFailed, UserError, first_line, without_secrets
 from study.host.box import free_memory
-from study.host.folders import folder_named
-from study.host.process import check_process
-from study.record.directory import RunWriter, end_interrupted_run
-from study.record.folder import LOCK_NAME, is_taken_by_this_launch, take_folder
-from study.record.lock import read_holder
-from study.record.outcome import AGAIN, Terminated, ending_of, raising_on
+from study.host.folders import check_process, folder_named
+from study.records.directory import RunWriter, end_interrupted_run
+from study.records.lock import LOCK_NAME, is_taken_by_this_launch, read_holder, take_folder
+from study.records.outcome import AGAIN, Terminated, ending_of, raising_on
 from study.run import machines
-from study.run.checks import Refuse, Request, check_output_dir, checked, read_request, refused
+from study.run.checks import Refuse, RunRequest, check_output_dir, checked, read_request, refused
 from study.run.console import Console
 
 # Torch and the libraries above it are imported where they are used: a wrong flag is refused before they cost seconds.
@@ -41,10 +39,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from study.measure import Meters
-    from study.models.initial import InitialWeights
+    from study.metrics import Meters
     from study.run.steps import StepLog
-    from study.tasks.blocks import TaskData
+    from study.workloads.blocks import TaskData
+    from study.workloads.initial import InitialWeights
 
 
 @contextmanager
@@ -96,7 +94,7 @@ class OpenRun:
     _sees_record = True
     exit_status = 0
 
-    def __init__(self, trainer: str, request: Request, console: Console, held: ExitStack, opened: float):
+    def __init__(self, trainer: str, request: RunRequest, console: Console, held: ExitStack, opened: float):
         self.trainer, self.console, self._held = trainer, console, held
         self._opened = self._loop_started = opened
         self.config, self.launch, self.plan = request.config, request.launch, request.plan
@@ -106,8 +104,8 @@ class OpenRun:
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
         """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
         from study.host.environment import describe_environment
-        from study.host.swap import swap_folder
-        from study.measure.profiling import check_profiled_steps
+        from study.host.folders import swap_folder
+        from study.metrics.profiling import check_profiled_steps
         from study.run.checkpoint import check_goes_on
 
         config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
@@ -190,7 +188,7 @@ class OpenRun:
     @property
     def warmup_steps(self) -> int:
         """The first of those that are left; their times are in no statistic."""
-        from study.measure.clock import warmup_steps
+        from study.metrics.clock import warmup_steps
 
         return warmup_steps(self.total_steps - self.first_step)
 
@@ -206,7 +204,7 @@ class OpenRun:
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """Each step that is left: its number, and this rank's micro-batches."""
-        from study.tasks.blocks import pinned
+        from study.workloads.blocks import pinned
 
         self.loop_starts()
         for step in self.step_numbers:
@@ -214,7 +212,7 @@ class OpenRun:
 
     def indices(self, step: int) -> list[list[int]]:
         """Which samples this rank takes in a step, a list for each micro-batch."""
-        from study.tasks.blocks import step_samples
+        from study.workloads.blocks import step_samples
 
         return self.plan.micro_batches(step_samples(self.config, len(self.data.train), step - 1), self.launch.team)
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from study.errors import RunFailed, UserError
-from study.spec.config import RunConfig
-from study.spec.launched import Launch
+from study.config.errors import RunFailed, UserError
+from study.config.flags import RunConfig
+from study.config.launched import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -90,7 +90,7 @@ def universal_checkpoint(run: OpenRun, accelerator: Accelerator, folder: Path) -
     """Made beside the record by the main process, for all; and gone again."""
     from accelerate.utils import broadcast_object_list
 
-    from study.host.swap import swap_folder
+    from study.host.folders import swap_folder
 
     with swap_folder(run.output_dir) if accelerator.is_main_process else _nothing() as made:
         if made is not None:
@@ -126,7 +126,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def load_universal(accelerator: Accelerator, universal: Path) -> None:
-    from study.measure.state import base_optimizer
+    from study.metrics.state import base_optimizer
 
     engine: Any = accelerator.deepspeed_engine_wrapped.engine
     engine._config.load_universal_checkpoint = True

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from study.config.flags import RunConfig
 from study.host.memory import GIB
-from study.record.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE
-from study.spec.config import RunConfig
+from study.records.schema import PEAKS, STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from study.measure import Meters
-    from study.record.directory import RunWriter
+    from study.metrics import Meters
+    from study.records.directory import RunWriter
     from study.run.open import OpenRun
     from study.run.steps import StepLog
 
@@ -70,8 +70,8 @@ def summarize(
     """Every key of summary.json; null where it could not be measured on this box."""
     import torch
 
-    from study.measure.flops import model_flops_per_sample
-    from study.theory.hardware import mfu
+    from study.metrics.flops import model_flops_per_sample
+    from study.predictor.hardware import mfu
 
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)

@@ -12,19 +12,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from study.errors import UserError
+from study.config.errors import UserError
 from study.host.box import Box
 from study.host.folders import folder_argument
-from study.host.nodes import allocated_box
-from study.host.slurm import refuse_to_be_one_of_many_tasks
-from study.launch.cell import Cell, launch_command
-from study.launch.verdict import ANSWERED
+from study.host.slurm import allocated_box, refuse_to_be_one_of_many_tasks
+from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
 from study.sweep.foresee import Foresight, foresight, warnings
 from study.sweep.notes import earlier_durations, estimate, left_to_run
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, runs_left
 from study.sweep.slices import Plan, Slice, missing_here, plan_suite
 from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
+from study.sweep.verdict import ANSWERED
 
 RESUME = """\
 Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
@@ -206,7 +205,7 @@ def weights(options: argparse.Namespace) -> int:
                 sets.setdefault(key, (cell, root))
     if not sets:
         print(f"no cell that {plan.name} would run now starts from weights")
-    command = [sys.executable, "-m", "study.models.initial"]
+    command = [sys.executable, "-m", "study.workloads.initial"]
     statuses = [
         subprocess.run([*command, *cell.flags(root / cell.id)], check=False).returncode for cell, root in sets.values()
     ]

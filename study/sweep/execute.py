@@ -10,27 +10,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY
 from study.host.box import Box, gpu_processes, matmul_rates
-from study.host.folders import folder_named
-from study.host.nodes import refuse_unshared
-from study.host.slurm import is_array_task, is_in_job, this_job
+from study.host.folders import folder_named, remove_left_folders
+from study.host.slurm import is_array_task, is_in_job, refuse_unshared, this_job
 from study.host.stacks import stacks
-from study.host.swap import remove_left_folders
-from study.launch.cell import Cell
-from study.launch.forks import ForkServer
-from study.launch.lock import end_leftovers, only_sweep
-from study.launch.run import run_cell
-from study.launch.step import without_nodes
-from study.launch.verdict import attempt_of, conclude, last_lines
-from study.record.directory import utc_now
-from study.record.folder import refuse_files_of_others, refuse_folder_at_work, take_folder
-from study.record.lock import Held, digest_of_host
-from study.record.outcome import Ending, raising_on
-from study.spec.strategies import REPOSITORY
+from study.records.directory import utc_now
+from study.records.lock import Held, digest_of_host, refuse_files_of_others, refuse_folder_at_work, take_folder
+from study.records.outcome import Ending, raising_on
+from study.sweep.cell import Cell
+from study.sweep.forks import ForkServer
+from study.sweep.launch import end_leftovers, only_sweep, run_cell
 from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
-from study.sweep.progress import Progress, StepTail, show_duration
+from study.sweep.progress import StepTail, SweepProgress, show_duration
 from study.sweep.search import Search, new_and_tried, runs_left
+from study.sweep.step import without_nodes
+from study.sweep.verdict import attempt_of, conclude, last_lines
 
 # Ctrl-C, `kill` and a closed terminal all end the current run in order.
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -65,7 +61,7 @@ def run_cells(
         to_do = [*new, *tried]
         searches = sum(isinstance(item, Search) for item in to_do)
         with (
-            Progress(len(to_do), len(cells) - len(to_do), searches) as progress,
+            SweepProgress(len(to_do), len(cells) - len(to_do), searches) as progress,
             raising_on(Stopped("stopped"), *_STOPS),
         ):
             if ended:
@@ -95,7 +91,7 @@ class Sweep:
 
     root: Path
     box: Box
-    progress: Progress
+    progress: SweepProgress
     retry: bool
     deadline: float | None
     only_computes: bool

@@ -7,19 +7,50 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from study.host.box import Box as Host
-from study.host.memory import GIB
-from study.launch.cell import Cell
-from study.predict.boxes import box_of
-from study.predict.fits import device_bytes
-from study.predict.floor import ANY_DEVICE
-from study.predict.memory import predict_memory
-from study.predict.request import Box, Memory, Request
-from study.predict.runs import request_for, unpredicted
-from study.predict.time import predict_time
-from study.sweep.needs import Needs, needs_of
+from study.host.memory import GIB, LIBRARIES_BYTES
+from study.predictor.boxes import box_of
+from study.predictor.floor import ANY_DEVICE, least_activation_bytes, least_device_bytes, state_bytes
+from study.predictor.memory import predict_memory
+from study.predictor.request import Hardware, Memory, Request
+from study.predictor.runs import request_for, unpredicted
+from study.predictor.time import device_bytes, predict_time
+from study.sweep.cell import Cell
 from study.sweep.notes import Durations, expected_s
 from study.sweep.progress import show_duration
 from study.sweep.suite_file import Suite
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """The device's of one rank, the host's of all processes."""
+
+    processes: int
+    device_bytes: float
+    host_bytes: float
+
+
+def needs_of(cell: Cell, on_gpu: bool = True) -> Needs | None:
+    """None for what nobody predicts."""
+    if unpredicted(cell.strategy, cell.config):
+        return None
+    plan, device = cell.plan, ANY_DEVICE if on_gpu else dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
+    request = request_for(
+        cell.strategy, cell.config, Hardware(cell.strategy, device, cell.ranks), plan.per_device_train_batch_size,
+        plan.gradient_accumulation_steps,
+    )  # fmt: skip
+    strategy, shape = request.strategy, request.shape
+    state = state_bytes(strategy, request.precision, cell.ranks)
+    frozen = state_bytes(strategy, request.precision, cell.ranks, trained=False)
+    activations = least_activation_bytes(request)
+    processes, parameters = cell.world_size, shape.parameters
+    trained, still = shape.trained_parameters, shape.frozen_parameters
+    # Outside stage 3 every process makes the whole model in fp32 on the host first, and moves it from there.
+    loaded = 4 * parameters if strategy.zero_stage != 3 else 0
+    return Needs(
+        processes=processes,
+        device_bytes=least_device_bytes(state, trained, activations) + still * frozen.device,
+        host_bytes=processes * (LIBRARIES_BYTES + max(loaded, trained * state.host + still * frozen.host)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +59,7 @@ class Foresight:
     host: Host
     durations: Durations
     # Asked for with --hardware, or the GPUs that are here.
-    box: Box | None
+    box: Hardware | None
 
     def device_gib(self, cell: Cell) -> float | None:
         """What a rank may have: its cap, or a GPU's of the box, or of one that the suite asks for."""
@@ -113,7 +144,7 @@ class Foresight:
         per_node = -(-cell.world_size // self.nodes(cell))
         # A device of no memory is a process in the host's.
         device = dataclasses.replace(ANY_DEVICE, memory_gib=self.device_gib(cell) or 0.0)
-        box = self.box or Box("any", device, per_node)
+        box = self.box or Hardware("any", device, per_node)
         box = dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-cell.ranks // per_node))
         return request_for(
             cell.strategy, cell.config, box, plan.per_device_train_batch_size, plan.gradient_accumulation_steps

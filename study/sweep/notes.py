@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.errors import UserError
-from study.launch.cell import Cell
-from study.record.directory import read_json, write_json
-from study.record.schema import RecordError
-from study.spec.config import RunConfig
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.records.directory import read_json, write_json
+from study.records.schema import RecordError
+from study.sweep.cell import Cell
 from study.sweep.progress import show_duration
 from study.sweep.search import Search, runs_left
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from study.errors import UserError
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.config.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
 from study.host.box import Box
-from study.launch.cell import Cell, Trainer
-from study.spec.config import RunConfig, resolved
-from study.spec.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
+from study.sweep.cell import Cell, Trainer
 from study.sweep.foresee import Foresight
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite

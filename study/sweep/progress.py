@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from study.launch.cell import Cell
-from study.record.outcome import Ending
+from study.records.outcome import Ending
+from study.sweep.cell import Cell
 
 
 def show_duration(seconds: float) -> str:
@@ -37,7 +37,7 @@ class StepTail:
         return self.steps
 
 
-class Progress:
+class SweepProgress:
     """Cells done, failed and left; the current one with its step and the time it still needs."""
 
     _cell: TaskID
@@ -54,7 +54,7 @@ class Progress:
         )  # fmt: skip
         self._all = self._bars.add_task(self._counts(), total=cells_to_do)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> SweepProgress:
         self._bars.start()
         return self
 

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from study.launch.cell import Cell
-from study.launch.verdict import CellState, cell_state
-from study.sweep.suite_file import SearchAxis
+from study.records.schema import SearchAxis
+from study.sweep.cell import Cell
+from study.sweep.verdict import CellState, cell_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +153,14 @@ class Search:
             return bracket.too_large
         return bracket.next
 
-    def finding(self, root: Path) -> Finding:
+    def finding(self, root: Path) -> SearchResult:
         # A run that was cut off says nothing, and is run again.
         states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
-        return Finding(self, self._examine(states), states)
+        return SearchResult(self, self._examine(states), states)
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class SearchResult:
     """What the records of a search say, in the values of its ladder."""
 
     search: Search

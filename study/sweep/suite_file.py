@@ -9,18 +9,17 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from study.errors import UserError, brief
+from study.config.errors import UserError, brief
+from study.config.flags import LARGEST_WORLD, RunConfig
+from study.config.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
+from study.config.yaml_sections import Section, as_section, read_document
 from study.host.stacks import THEN, stacks
-from study.launch.cell import Trainer
-from study.spec.checks import LARGEST_WORLD
-from study.spec.config import RunConfig
-from study.spec.strategies import STRATEGY_NAMES, STUDIED_STRATEGIES
-from study.spec.yaml_sections import Section, as_section, read_document
+from study.records.schema import SearchAxis
+from study.sweep.cell import Trainer
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
-SearchAxis = Literal["largest_micro_batch", "largest_model"]
 # What a cell is made of beside its RunConfig.
 CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect", "stack"})
 # The same on any number of ranks, where a micro-batch is not.

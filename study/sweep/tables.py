@@ -13,14 +13,14 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from study.host.memory import MIB
-from study.launch.cell import Cell
-from study.launch.verdict import CellState
-from study.record.directory import Run, read_run
-from study.record.schema import RecordError
+from study.records.directory import Run, read_run
+from study.records.schema import RecordError
+from study.sweep.cell import Cell
 from study.sweep.notes import left_to_run
 from study.sweep.progress import show_duration
 from study.sweep.search import Search, cell_states
 from study.sweep.slices import Slice
+from study.sweep.verdict import CellState
 
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from study.host import devices
+from study.host import environment as devices
 from study.run.exit import exit_status_of
 from study.train import main
 

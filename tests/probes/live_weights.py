@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from study import train
-from study.record.folder import CHECKPOINTS
+from study.records.lock import CHECKPOINTS
 from study.run import checkpoint
 from study.run.exit import exit_status_of
 

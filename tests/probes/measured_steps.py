@@ -15,10 +15,10 @@ from accelerate import Accelerator, DistributedType, PartialState
 from torch import nn
 from torch.nn import functional
 
+from study.config.launched import this_launch
 from study.host.folders import cache_directory
 from study.host.operators import build_operators
-from study.measure import Meters
-from study.spec.launched import this_launch
+from study.metrics import Meters
 
 VOCABULARY, WIDTH, LAYERS, TOKENS, BATCH = 512, 256, 2, 16, 4
 WATCHED_STEP, STEPS = 4, 6

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from study import train
-from study.record.directory import RunWriter, read_status
+from study.records.directory import RunWriter, read_status
 from study.run import checkpoint
 from study.run.exit import exit_status_of
 

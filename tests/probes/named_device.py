@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from study.run import engine
+from study.engine import setup as engine
 from study.run.exit import exit_status_of
 from study.train import main
 

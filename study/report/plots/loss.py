@@ -12,7 +12,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patheffects import withStroke
 
+from study.records.fairness import baseline_arm, has_dropout
+from study.records.frames import Records
+from study.records.statistics import paired_runs
 from study.report.plots.canvas import (
+    ACCENT,
+    GUIDE,
+    INK,
+    QUIET,
     Drawing,
     EndLabel,
     arms_of,
@@ -27,11 +34,8 @@ from study.report.plots.canvas import (
     plain_ticks,
     power_of_ten,
     sheet,
+    style_of,
 )
-from study.report.plots.palette import ACCENT, GUIDE, INK, QUIET, style_of
-from study.report.records.fairness import baseline_arm, has_dropout
-from study.report.records.frames import Records
-from study.report.records.statistics import paired_runs
 
 # A curve has no more points than a printed column can hold; longer runs are averaged over neighbouring steps.
 MOST_POINTS = 300

@@ -13,12 +13,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 
 from study.host.stacks import release_order
+from study.records.frames import Records, steps_by_run
+from study.records.workloads import strategy_order
 from study.releases.causes import Cause, read_causes
-from study.report.plots.canvas import Drawing, drawings, finish, plain_ticks, sheet
-from study.report.plots.palette import INK, QUIET, RELEASES
-from study.report.records.frames import Records, steps_by_run
-from study.report.records.stacks import Cell, release_cells
-from study.report.records.workloads import strategy_order
+from study.releases.stacks import ReleaseCell, release_cells
+from study.report.plots.canvas import INK, QUIET, RELEASES, Drawing, drawings, finish, plain_ticks, sheet
 
 # Cells are drawn for one clipping: what it does is in the table.
 _ROW_IN, _LETTERS = 0.21, string.ascii_lowercase + string.ascii_uppercase
@@ -26,13 +25,13 @@ _MOST_CURVES = 6
 KINDS = {False: "with today's Accelerate and torch", True: "with Accelerate and torch of its time"}
 
 
-def clipped(cells: Iterable[Cell]) -> list[Cell]:
+def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
     """Those that clip, where any does."""
     every = list(cells)
     return [cell for cell in every if cell.max_norm] or every
 
 
-def lettered(cells: Iterable[Cell]) -> dict[Cause, str]:
+def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
     """The causes that any cell has, each with the letter that stands for it in all grids."""
     seen = {cause.id for cell in cells for cause in cell.causes}
     return dict(zip((cause for cause in read_causes() if cause.id in seen), _LETTERS, strict=False))
@@ -51,11 +50,11 @@ def release_grid(records: Records) -> list[Drawing]:
                     lambda subject, cells: _grid(subject, cells, letters))  # fmt: skip
 
 
-def _precisions(cells: Iterable[Cell]) -> list[str]:
+def _precisions(cells: Iterable[ReleaseCell]) -> list[str]:
     return sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
 
 
-def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Drawing:
+def _grid(subject: str, cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> Drawing:
     releases = sorted({cell.release for cell in cells}, key=release_order, reverse=True)
     strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
     steps = sorted({cell.micro_steps for cell in cells})
@@ -89,7 +88,7 @@ def _grid(subject: str, cells: Sequence[Cell], letters: dict[Cause, str]) -> Dra
                   legend_columns=1, lead=f"Releases whose training differs, {subject}")  # fmt: skip
 
 
-def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, letters: dict[Cause, str]) -> None:
+def _draw_cell(axes: Axes, cell: ReleaseCell, left: float, row: int, width: float, letters: dict[Cause, str]) -> None:
     fill = RELEASES[_kind(cell)]
     look: Any = {"facecolor": fill.colour, "hatch": fill.hatch, "edgecolor": "white", "linewidth": 0.5}
     axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, **look))
@@ -101,7 +100,7 @@ def _draw_cell(axes: Axes, cell: Cell, left: float, row: int, width: float, lett
     label.set_path_effects([withStroke(linewidth=2.5, foreground=fill.colour)])
 
 
-def _kind(cell: Cell) -> str:
+def _kind(cell: ReleaseCell) -> str:
     if cell.verdict.kind != "different":
         return "lucky" if cell.is_lucky else cell.verdict.kind
     if cell.is_mismatch:
@@ -119,7 +118,7 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _legend(cells: Iterable[Cell]) -> list[Patch]:
+def _legend(cells: Iterable[ReleaseCell]) -> list[Patch]:
     kinds = {_kind(cell) for cell in cells}
     return [
         Patch(facecolor=RELEASES[kind].colour, hatch=RELEASES[kind].hatch, edgecolor="white", label=words)
@@ -135,9 +134,9 @@ def fault_curves(records: Records) -> list[Drawing]:
                     lambda subject, cells: _curves(subject, cells, letters, steps_by_run(records)))  # fmt: skip
 
 
-def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
+def worst_of_each_cause(cells: Sequence[ReleaseCell]) -> list[ReleaseCell]:
     """The largest difference in fp32 of each cause, or of each strategy where none is known."""
-    found: dict[str, Cell] = {}
+    found: dict[str, ReleaseCell] = {}
     for cell in cells:
         if cell.verdict.kind == "different" and cell.precision == "fp32" and cell.verdict.size:
             name = " ".join(cause.id for cause in cell.causes) or f"{cell.strategy} {cell.verdict.what}"
@@ -147,7 +146,7 @@ def worst_of_each_cause(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _curves(
-    subject: str, cells: Sequence[Cell], letters: dict[Cause, str], steps: Mapping[str, pd.DataFrame]
+    subject: str, cells: Sequence[ReleaseCell], letters: dict[Cause, str], steps: Mapping[str, pd.DataFrame]
 ) -> Drawing | None:
     drawn = [cell for cell in cells if cell.worst_run in steps and cell.single in steps]
     if not drawn:

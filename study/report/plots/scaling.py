@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import defaultdict
 
 import numpy as np
 import pandas as pd
 
+from study.host.memory import MIB
+from study.records.arms import speed_beside_baseline
+from study.records.frames import Records
+from study.records.statistics import geometric_mean, paired_ratio
 from study.report.plots.canvas import (
+    GUIDE,
     MOST_WORKLOADS,
+    QUIET,
     Drawing,
     EndLabel,
+    beside,
     drawings,
     finish,
     finished,
@@ -20,13 +29,99 @@ from study.report.plots.canvas import (
     number,
     per_workload,
     plain_ticks,
+    rows_of_arms,
     sheet,
+    sheet_of_rows,
     single_runs,
+    style_of,
 )
-from study.report.plots.palette import GUIDE, QUIET, style_of
-from study.report.records.frames import Records
-from study.report.records.speed import speed_beside_baseline
-from study.report.records.statistics import geometric_mean, paired_ratio
+from study.report.searches import Fit, fits
+from study.virtual.records import PLANNED, over_nodes
+
+
+def what_fits(records: Records) -> list[Drawing]:
+    subjects: defaultdict[str, list[Fit]] = defaultdict(list)
+    for fit in fits(records):
+        if not math.isnan(fit.size):
+            subjects[fit.subject].append(fit)
+    return drawings("what_fits", subjects.items(), _bars)
+
+
+def _bars(subject: str, found: list[Fit]) -> Drawing:
+    limits = list(dict.fromkeys(fit.within for fit in found))
+    arms = list(dict.fromkeys(fit.arm for fit in found))
+    subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
+    figure, panels = sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
+    for axes, limit in zip(panels, limits, strict=True):
+        for fit in (fit for fit in found if fit.within == limit):
+            place = arms.index(fit.arm)
+            axes.barh(place, fit.size, height=0.66, color=style_of(fit.any["strategy"]).colour)
+            beside(axes, _label(fit), (fit.size, place))
+        rows_of_arms(axes, arms, {})
+        axes.margins(x=0.3)
+        axes.set(xlim=(0, None), xlabel="samples" if found[0].axis == "largest_micro_batch" else "million parameters")
+        axes.set_title(limit, size=9.5, loc="left")
+        plain_ticks(axes.xaxis)
+        axes.locator_params(axis="x", nbins=4)
+    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in found)
+    return finish(figure, "What fits", subject, subtitle, words)
+
+
+def _label(fit: Fit) -> str:
+    if fit.largest is None:
+        return "none"
+    return f"{'≥ ' if fit.what_fits.is_open else ''}{fit.value(fit.largest).rsplit('/', 1)[-1]}"
+
+
+def efficiency(records: Records) -> list[Drawing]:
+    rows = over_nodes(records)
+    subjects = [(f"{model}, {kind}", of_it) for (model, kind), of_it in rows.groupby(["model", "scaling"])]
+    return drawings("nodes", subjects, _node_lines)
+
+
+def _node_lines(subject: str, rows: pd.DataFrame) -> Drawing:
+    is_planned = rows["scaling"].iloc[0] == PLANNED
+    figure, (axes,) = sheet(3.8)
+    ends, words = [], []
+    machines = sorted(rows["machines"].unique())
+    if not is_planned:
+        axes.axhline(100, **GUIDE)
+        ends.append(EndLabel(machines[-1], 100, "ideal", QUIET))
+    for line, of_it in rows.groupby("line"):
+        style, of_it = (
+            style_of(of_it["strategy"].iloc[0]),
+            of_it.sort_values("world_size").drop_duplicates("machines", keep="last"),
+        )
+        # What each rank sends in groups that span machines, or how much of its speed it keeps.
+        height = of_it["across"] / MIB if is_planned else 100 * of_it["efficiency"]
+        axes.plot(of_it["machines"], height, markersize=8, **style.line)
+        ends.append(
+            EndLabel(
+                of_it["machines"].iloc[-1], height.iloc[-1], f"{_short(line)} {number(height.iloc[-1])}", style.colour
+            )
+        )
+        words.append(
+            f"{line} " + ", ".join(f"{number(y)} on {x}" for x, y in zip(of_it["machines"], height, strict=True))
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(machines, [f"{each}" for each in machines])
+    axes.minorticks_off()
+    title, unit = ("Speed per rank", "% of the ideal")
+    if is_planned:
+        title, unit = "Sent from machine to machine", "ring bytes (NCCL), MiB per step"
+    axes.set(xlabel="machines", ylabel=unit, ylim=(0, None))
+    axes.grid(axis="y")
+    label_beside(axes, ends)
+    subtitle = (
+        "In groups with ranks on several machines, of eight each." if is_planned else "Beside the fewest machines."
+    )
+    return finish(figure, title, subject, subtitle, f"in {unit}: {'; '.join(words)}")
+
+
+def _short(line: str) -> str:
+    """The table has the settings themselves."""
+    arm, *settings = line.split(", ")
+    return f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm
 
 
 def scaling(records: Records) -> list[Drawing]:

@@ -10,8 +10,15 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from study.record.schema import STATE_KINDS
+from study.records.arms import arms, fast_memory, moves_state, same_stage
+from study.records.frames import Records, without_probes
+from study.records.schema import STATE_KINDS
+from study.records.statistics import SHOWN_BELOW, geometric_mean, middle
 from study.report.plots.canvas import (
+    GUIDE,
+    INK,
+    OTHER,
+    TRAFFIC,
     Drawing,
     EndLabel,
     arms_of,
@@ -29,12 +36,9 @@ from study.report.plots.canvas import (
     sheet,
     sheet_of_rows,
     single_runs,
+    style_of,
     unit_for,
 )
-from study.report.plots.palette import GUIDE, INK, OTHER, TRAFFIC, style_of
-from study.report.records.arms import arms, fast_memory, moves_state, same_stage
-from study.report.records.frames import Records, without_probes
-from study.report.records.statistics import SHOWN_BELOW, geometric_mean, middle
 
 # Points of single steps that one row can hold and still be seen as points.
 _MOST_DOTS = 120

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.lines import Line2D
 
+from study.predictor.floor import papers_traffic
+from study.records.frames import Records
 from study.report.plots.canvas import (
+    OTHER,
+    QUIET,
+    TRAFFIC,
     Drawing,
     bars,
     drawings,
@@ -20,22 +25,20 @@ from study.report.plots.canvas import (
     plain_ticks,
     sheet,
     sheet_of_rows,
+    style_of,
 )
-from study.report.plots.palette import OTHER, QUIET, TRAFFIC, style_of
-from study.report.records.frames import Records
-from study.report.records.virtual_ranks import (
+from study.virtual.records import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
     STAGES,
     Summary,
+    rank_state_bytes,
     sent,
     shares,
-    state_bytes,
     summaries,
     table1_rows,
 )
-from study.theory.paper import papers_traffic
 
 
 def table1(records: Records) -> list[Drawing]:
@@ -47,7 +50,7 @@ def table1(records: Records) -> list[Drawing]:
 
 def _curves(model: str, rows: Sequence[Summary]) -> Drawing:
     """The paper's bytes are a line, for the size that the model is called after; a hollow point is extrapolated."""
-    off = max(abs(state_bytes(row) / row["paper_bytes"] - 1) for row in rows)
+    off = max(abs(rank_state_bytes(row) / row["paper_bytes"] - 1) for row in rows)
     subtitle = f"Points are what a rank holds, lines what the paper says; the furthest is {off:.1%} off."
     figure, (axes,) = sheet(3.4)
     strategies = {row["strategy"]: row["strategy"] for row in rows}
@@ -58,7 +61,7 @@ def _curves(model: str, rows: Sequence[Summary]) -> Drawing:
         axes.plot([row["world_size"] for row in own], paper, linewidth=1.2, **style.line | {"marker": ""})
         for row in own:
             fill = style.colour if row["extrapolated"] is None else "white"
-            axes.plot(row["world_size"], state_bytes(row) / GB, markersize=8, markerfacecolor=fill,
+            axes.plot(row["world_size"], rank_state_bytes(row) / GB, markersize=8, markerfacecolor=fill,
                       markeredgecolor=style.colour, zorder=4, **style.points)  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", xlabel="ranks", ylabel="GB (1e9 bytes)")
@@ -78,7 +81,7 @@ def _curves(model: str, rows: Sequence[Summary]) -> Drawing:
         if made:
             legend.append(Line2D([], [], color=QUIET, marker="o", linestyle="", markerfacecolor=fill,
                                  markeredgecolor=QUIET, label=label))  # fmt: skip
-    words = ", ".join(f"{row['strategy']} at {row['world_size']} {number(state_bytes(row) / GB)} GB"
+    words = ", ".join(f"{row['strategy']} at {row['world_size']} {number(rank_state_bytes(row) / GB)} GB"
                       f" (paper {number(row['paper_bytes'] / GB)})" for row in rows)  # fmt: skip
     return finish(figure, "Model state on one of N ranks", model, subtitle, words, legend=legend)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from study.records.frames import Records
 from study.report.questions import (
     advice,
     batch_size,
@@ -30,7 +31,6 @@ from study.report.questions import (
     traffic,
 )
 from study.report.questions.question import Answer, Question, Table
-from study.report.records.frames import Records
 
 QUESTIONS: tuple[Question, ...] = (
     remaining.QUESTION,

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from study.report.questions.cells import NOT_MEASURED, names
+from study.records.arms import Arm, fast_memory, has_no_gpu, state_mib
+from study.records.frames import Records, real
+from study.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, differences, noise, seeds_needed
 from study.report.questions.comparing import notes_on, workloads
-from study.report.questions.question import Answer, Question
+from study.report.questions.question import NOT_MEASURED, Answer, Question, names
 from study.report.questions.time import STEP, step_s
-from study.report.records.arms import Arm, fast_memory, has_no_gpu, state_mib
-from study.report.records.equivalence import seeds_needed
-from study.report.records.frames import Records, real
-from study.report.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, differences, noise
 
 _NOT_JUDGED = "not judged"
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.records.arms import (
+    NAN,
+    Arm,
+    Row,
+    against,
+    arms,
+    one_value,
+    peak_gib,
+    runs_with_several,
+    speed_beside_baseline,
+)
+from study.records.frames import Records, real
+from study.records.statistics import NOT_TOLD_APART
 from study.report.plots.scaling import batch_size
 from study.report.questions.comparing import UNSURE, table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.time import step_s
 from study.report.questions.traffic import sent_mib
-from study.report.records.arms import NAN, Arm, Row, against, arms, one_value, peak_gib
-from study.report.records.frames import Records, real
-from study.report.records.speed import runs_with_several, speed_beside_baseline
-from study.report.records.statistics import NOT_TOLD_APART
 
 
 def answer(records: Records) -> Answer | None:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from study.report.questions.cells import Link
-from study.report.questions.question import Answer, Question
+from study.report.questions.question import Answer, Link, Question
 
 
 class Resting(NamedTuple):

@@ -7,20 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from study.report.questions.cells import NOT_MEASURED, cell_text, known, names
-from study.report.questions.question import Answer
-from study.report.records.arms import Arm, Row, arms, comparable, frame, moves_state, one_value, same_stage
-from study.report.records.frames import Records, real
-from study.report.records.statistics import (
-    NOT_TOLD_APART,
-    SMALLEST_SAMPLE,
-    Difference,
-    by_seed,
-    differences,
-    noise,
-    percent,
-)
-from study.report.records.workloads import BASELINES, strategy_order
+from study.records.arms import Arm, Row, arms, comparable, frame, moves_state, one_value, same_stage
+from study.records.frames import Records, real
+from study.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, Difference, by_seed, differences, noise, percent
+from study.records.workloads import BASELINES, strategy_order
+from study.report.questions.question import NOT_MEASURED, Answer, cell_text, known, names
 
 # So many workloads stand side by side on the first screen, and so many notes below them.
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
@@ -119,7 +110,7 @@ def beside_reference(
     return BesideReference({workload: found[workload] for workload in bases}, bases, figure, on_any_ranks)
 
 
-class Judged:
+class Comparison:
     """One figure of each arm beside another arm's, and whether the two are told apart; each workload is a family."""
 
     def __init__(self, found: Workloads, figure: str, base_of: Callable[[Arm], str | None]):

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from study.report.plots.fits import what_fits
+from study.records.arms import NAN
+from study.records.frames import Records
+from study.report.plots.scaling import what_fits
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN
-from study.report.records.frames import Records
-from study.report.records.searches import Fit, fits
+from study.report.searches import Fit, fits
 
 
 def answer(records: Records) -> Answer | None:

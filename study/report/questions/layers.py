@@ -6,18 +6,18 @@ import math
 
 import pandas as pd
 
-from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.records.frames import Records, virtual
+from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records, virtual
-from study.report.records.virtual_ranks import (
+from study.virtual.records import (
     GB,
     Summary,
     groups,
     line_over,
+    rank_state_bytes,
     sent,
     sent_bytes,
     setting_of,
-    state_bytes,
     summaries,
     whole,
 )
@@ -73,7 +73,7 @@ def lines_table(records: Records) -> pd.DataFrame:
             rows.append({
                 "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
                 "Setting": one["setting"],
-                "State of the line, x whole": f"{state_bytes(line) / state_bytes(one) - 1:+.2%}",
+                "State of the line, x whole": f"{rank_state_bytes(line) / rank_state_bytes(one) - 1:+.2%}",
                 "Ring bytes (NCCL), x whole": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
             })  # fmt: skip
     return pd.DataFrame(rows)

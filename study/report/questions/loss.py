@@ -10,16 +10,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from study.record.outcome import has_diverged
+from study.records.arms import NAN, Arm, Row, one_value
+from study.records.fairness import has_dropout
+from study.records.frames import Records, real, steps_by_run
+from study.records.outcome import has_diverged
+from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, paired_runs, percent
 from study.report.plots.loss import loss_curves, loss_differences
-from study.report.questions.cells import NOT_MEASURED, known, names
-from study.report.questions.comparing import Judged, compared, notes_on, real_arms, table_of, workloads
-from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm, Row, one_value
-from study.report.records.equivalence import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence
-from study.report.records.fairness import has_dropout
-from study.report.records.frames import Records, real, steps_by_run
-from study.report.records.statistics import paired, paired_runs, percent
+from study.report.questions.comparing import Comparison, compared, notes_on, real_arms, table_of, workloads
+from study.report.questions.question import NOT_MEASURED, Answer, Question, known, names
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
 Steps = dict[str, pd.DataFrame]
@@ -101,7 +99,7 @@ class _Compared(NamedTuple):
 
 def _compared_losses(found: Sequence[Arm], steps: Steps) -> list[_Compared]:
     """Each arm that can be compared: step by step or, where dropout draws other masks in each arm, by its seeds."""
-    judged = Judged({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
+    judged = Comparison({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
     chance = _CHANCE * same_arm_twice(found[0].beside, steps).share
     rows = []
     for arm in (arm for arm in found if arm.baseline is not None and not arm.is_baseline):
@@ -127,7 +125,7 @@ def _by_steps(arm: Arm, steps: Steps, chance: float) -> _Compared | None:
     return _Compared(arm, there.share, margin, of_it, verdict, _test(arm), "steps")
 
 
-def _by_seeds(arm: Arm, judged: Judged) -> _Compared | None:
+def _by_seeds(arm: Arm, judged: Comparison) -> _Compared | None:
     test, difference = _test(arm), judged.of(arm)
     base = paired(arm.beside, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)["baseline"].mean()
     if test.mean_difference is None or not base > 0:

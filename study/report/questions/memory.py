@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 
 from study.host.memory import MIB
-from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.records.arms import NAN, Arm, Row, arms, peak_gib, state_bytes, state_mib
+from study.records.frames import Records, without_probes
+from study.records.schema import STATE_KINDS, STATE_PLACES
+from study.records.statistics import percent
 from study.report.plots.memory import model_state, peak_memory
 from study.report.questions.comparing import Columns, beside_reference, table_of
 from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm, Row, arms, peak_gib, state_bytes, state_mib
-from study.report.records.frames import Records, without_probes
-from study.report.records.statistics import percent
 
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
 _AWAY = {"device": "", "host": " (host)", "nvme": " (NVMe)"}

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.records.arms import (
+    Arm,
+    Row,
+    against,
+    arms,
+    one_value,
+    parameters,
+    peak_gib,
+    runs_with_several,
+    speed_beside_baseline,
+    state_mib,
+)
+from study.records.frames import Records, real
 from study.report.plots.scaling import model_size
 from study.report.questions.batch_size import speed_answer
 from study.report.questions.comparing import table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.time import step_s
-from study.report.records.arms import Arm, Row, against, arms, one_value, peak_gib, state_mib
-from study.report.records.frames import Records, real
-from study.report.records.speed import parameters, runs_with_several, speed_beside_baseline
 
 
 def answer(records: Records) -> Answer | None:

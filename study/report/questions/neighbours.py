@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from study.config.strategies import WITH_COPIES, WITH_TEAMS
 from study.host.memory import MIB
+from study.records.arms import NAN, Arm, arms, one_value, state_mib
+from study.records.frames import Records, real, virtual
 from study.report.questions.comparing import Columns, by_arms, ranks, side_by_side, table_of
 from study.report.questions.question import Answer, Question
 from study.report.questions.traffic import by_collective, sent_mib
-from study.report.records.arms import NAN, Arm, arms, one_value, state_mib
-from study.report.records.frames import Records, real, virtual
-from study.spec.strategies import WITH_COPIES, WITH_TEAMS
 
 _STAGES = ("zero1", "zero2", "zero3")
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pandas as pd
 
 from study.host.memory import MIB
-from study.report.plots.nodes import efficiency
-from study.report.questions.cells import names, span
-from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records
-from study.report.records.nodes import STRONG, WEAK, over_nodes
-from study.report.records.predicted import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
-from study.report.records.statistics import percent
+from study.predictor.records import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
+from study.records.frames import Records
+from study.records.statistics import percent
+from study.report.plots.scaling import efficiency
+from study.report.questions.question import Answer, Question, names, span
+from study.virtual.records import STRONG, WEAK, over_nodes
 
 
 def answer(records: Records) -> Answer | None:

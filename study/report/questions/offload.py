@@ -4,21 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from study.record.schema import STATE_PLACES
-from study.report.plots.time import offload
-from study.report.questions.cells import change_text, known, span
-from study.report.questions.comparing import (
-    Columns,
-    Judged,
-    compared,
-    real_arms,
-    side_by_side,
-    table_of,
-    workloads,
-)
-from study.report.questions.question import Answer, Question
-from study.report.questions.time import STEP, step_s
-from study.report.records.arms import (
+from study.records.arms import (
     NAN,
     Arm,
     Row,
@@ -32,8 +18,13 @@ from study.report.records.arms import (
     state_bytes,
     state_mib,
 )
-from study.report.records.frames import Records
-from study.report.records.statistics import NOT_TOLD_APART, paired_ratio, percent
+from study.records.frames import Records
+from study.records.schema import STATE_PLACES
+from study.records.statistics import NOT_TOLD_APART, paired_ratio, percent
+from study.report.plots.time import offload
+from study.report.questions.comparing import Columns, Comparison, compared, real_arms, side_by_side, table_of, workloads
+from study.report.questions.question import Answer, Question, change_text, known, span
+from study.report.questions.time import STEP, step_s
 
 
 def answer(records: Records) -> Answer | None:
@@ -41,7 +32,7 @@ def answer(records: Records) -> Answer | None:
     found = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and same_stage(a) for a in arms)}
     if not found:
         return None
-    judged = Judged(found, STEP, same_stage)
+    judged = Comparison(found, STEP, same_stage)
     fair = [arm for arms in found.values() for arm in compared(arms) if same_stage(arm)]
     freed, apart = [_freed(arm) for arm in fair], judged.apart(fair)
     no_gpu = any(has_no_gpu(arms[0].beside) for arms in found.values())

@@ -7,14 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from study.report.plots.profile import LABELS, parts_ms, profiled_arms, step_profile
-from study.report.questions.cells import span
-from study.report.questions.question import Answer, Question
+from study.predictor.hardware import peak_flops
+from study.records.arms import NAN, Arm, Row, frame, one_value
+from study.records.frames import Records
+from study.records.statistics import percent
+from study.report.plots.memory import LABELS, parts_ms, profiled_arms, step_profile
+from study.report.questions.question import Answer, Question, span
 from study.report.questions.time import step_s
-from study.report.records.arms import NAN, Arm, Row, frame, one_value
-from study.report.records.frames import Records
-from study.report.records.statistics import percent
-from study.theory.hardware import peak_flops
 
 # What the FLOPs of a model are counted over; kernels of other kinds do none that count.
 _MODEL_FLOPS_KINDS = ("matmul", "attention")

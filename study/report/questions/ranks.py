@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.records.arms import NAN, Arm, Row, peak_gib, ratio_text, state_mib
+from study.records.fairness import baseline_arm
+from study.records.frames import Records
+from study.records.statistics import NOT_TOLD_APART, Interval, interval, paired_ratio, percent
 from study.report.plots.scaling import scaling
-from study.report.questions.cells import known, names, span, times_text
 from study.report.questions.comparing import (
     Columns,
-    Judged,
+    Comparison,
     first_screen,
     ranks,
     real_arms,
@@ -16,18 +19,14 @@ from study.report.questions.comparing import (
     table_of,
     workloads,
 )
-from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm, Row, peak_gib, ratio_text, state_mib
-from study.report.records.fairness import baseline_arm
-from study.report.records.frames import Records
-from study.report.records.statistics import NOT_TOLD_APART, Interval, interval, paired_ratio, percent
+from study.report.questions.question import Answer, Question, known, names, span, times_text
 
 SPEED = "tokens_per_s"
 
 
 def answer(records: Records) -> Answer | None:
     found = {workload: of_it for workload, of_it in workloads(records).items() if _has_several(of_it[0])}
-    judged = Judged(found, SPEED, _one_device)
+    judged = Comparison(found, SPEED, _one_device)
     several = [arm for of_it in found.values() for arm in of_it if arm.is_fair() and ranks(arm) > 1]
     several = [arm for arm in several if (difference := judged.of(arm)) and difference.ratio.n]
     if not several:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from study.host.stacks import release_order
+from study.records.frames import Records
+from study.records.statistics import percent
+from study.records.workloads import strategy_order
+from study.releases.stacks import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
 from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
 from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records
-from study.report.records.stacks import Cell, release_cells
-from study.report.records.statistics import percent
-from study.report.records.workloads import strategy_order
 
 
 def answer(records: Records) -> Answer | None:
@@ -61,7 +61,7 @@ def answer(records: Records) -> Answer | None:
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
-def _bad(cells: Iterable[Cell]) -> list[Cell]:
+def _bad(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
     return [cell for cell in cells if cell.verdict.kind == "different"]
 
 
@@ -84,7 +84,7 @@ def avoid_table(records: Records) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).dropna(axis="columns", how="all").fillna("not run")
 
 
-def _avoided(cells: Sequence[Cell]) -> str:
+def _avoided(cells: Sequence[ReleaseCell]) -> str:
     if not any(cell.verdict.kind in ("equal", "different") for cell in cells):
         return "none of them runs"
     bad: dict[str, bool] = {}

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from study.records.frames import Records, Remaining
 from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records
-from study.report.records.remaining import Remaining
 from study.sweep.progress import show_duration
 
 

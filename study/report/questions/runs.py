@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from study.records.arms import Arm, against, one_value, peak_gib, state_mib
+from study.records.frames import Records
+from study.records.statistics import Noise, noise, paired_ratio, percent, repeat_noise
 from study.report.questions.comparing import ranks, real_arms, table_of, workloads
 from study.report.questions.question import Answer, Question
 from study.report.questions.time import STEP, step_s
 from study.report.questions.traffic import sent_mib
-from study.report.records.arms import Arm, against, one_value, peak_gib, state_mib
-from study.report.records.frames import Records
-from study.report.records.statistics import Noise, noise, paired_ratio, percent, repeat_noise
 
 
 def answer(records: Records) -> Answer | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
+from study.predictor.floor import papers_traffic
+from study.records.frames import Records
 from study.report.plots.virtual import settings
-from study.report.questions.cells import span
-from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records
-from study.report.records.virtual_ranks import (
+from study.report.questions.question import Answer, Question, span
+from study.virtual.records import (
     AS_SHIPPED,
     BOOKKEEPING,
     GB,
@@ -24,12 +24,11 @@ from study.report.records.virtual_ranks import (
     held,
     known,
     made_by,
+    rank_state_bytes,
     sent,
     shares,
-    state_bytes,
     summaries,
 )
-from study.theory.paper import papers_traffic
 
 # Below this a difference in traffic or memory is padding and bookkeeping.
 _NOTABLE = 0.01
@@ -46,7 +45,7 @@ _FIGURES: dict[str, Callable[[Summary], float]] = {
     _X_PAPER: _sent_x_paper,
     _X_WEIGHTS: sent,
     "Calls": lambda one: known(one, "comm_calls_per_step"),
-    "State, GB": lambda one: state_bytes(one) / GB,
+    "State, GB": lambda one: rank_state_bytes(one) / GB,
     "Params, GB": lambda one: held(one, "params") / GB,
     "Grads, GB": lambda one: held(one, "grads") / GB,
     "Optimizer, GB": lambda one: held(one, "optimizer") / GB,

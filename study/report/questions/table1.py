@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from study.predictor.floor import papers_state_bytes
+from study.records.frames import Records
 from study.report.plots.virtual import table1
-from study.report.questions.cells import change_text
-from study.report.questions.question import Answer, Question
-from study.report.records.frames import Records
-from study.report.records.virtual_ranks import (
+from study.report.questions.question import Answer, Question, change_text
+from study.virtual.records import (
     AS_SHIPPED,
     GB,
     STAGES,
@@ -19,17 +19,16 @@ from study.report.records.virtual_ranks import (
     buffer_bytes,
     known,
     made_by,
-    state_bytes,
+    rank_state_bytes,
     summaries,
     table1_rows,
 )
-from study.theory.paper import papers_state_bytes
 
 _NEAR = 0.01
 
 
 def answer(records: Records) -> Answer | None:
-    of_table1 = [one for one in table1_rows(records) if not math.isnan(state_bytes(one))]
+    of_table1 = [one for one in table1_rows(records) if not math.isnan(rank_state_bytes(one))]
     rows = of_table1 or _in_the_papers_precision(records)
     if not rows:
         return None
@@ -44,7 +43,7 @@ def answer(records: Records) -> Answer | None:
     if not of_table1:
         return Answer(sentence, _by_strategy(rows), (made,))
     notes = ["GB of model state, in brackets the paper's formula, not rounded; a line over layers is marked ~.", made]
-    excess, kept = state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
+    excess, kept = rank_state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
     if excess > 0 and kept > 0:
         notes.append(
             f"The furthest holds {excess / 1e6:.2f} MB more than the paper says, with {kept / 1e6:.2f} MB of parameters"
@@ -58,7 +57,7 @@ def _near(rows: Sequence[Summary]) -> str:
 
 
 def _off(one: Summary) -> float:
-    return float(state_bytes(one) / one["paper_bytes"] - 1)
+    return float(rank_state_bytes(one) / one["paper_bytes"] - 1)
 
 
 def _in_the_papers_precision(records: Records) -> list[Summary]:
@@ -69,7 +68,7 @@ def _in_the_papers_precision(records: Records) -> list[Summary]:
         if one["strategy"] in STAGES
         and one["precision"] == "bf16-engine"
         and one["setting"] == AS_SHIPPED
-        and not math.isnan(state_bytes(one))
+        and not math.isnan(rank_state_bytes(one))
     ]
 
 
@@ -93,7 +92,7 @@ def state_beside_paper(rows: Sequence[Summary]) -> pd.DataFrame:
     for one in rows:
         about = "" if one["extrapolated"] is None else "~ "
         line = table.setdefault((one["model"], one["world_size"]), {"Model": one["model"], "Ranks": one["world_size"]})
-        line[f"{one['strategy']}, GB"] = f"{about}{state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
+        line[f"{one['strategy']}, GB"] = f"{about}{rank_state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
     return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
 
 
@@ -104,10 +103,10 @@ def table1_table(records: Records) -> pd.DataFrame:
             "Ranks": one["world_size"],
             "Strategy": one["strategy"],
             "Paper, GB": one["paper_bytes"] / GB,
-            "Here, GB": state_bytes(one) / GB,
+            "Here, GB": rank_state_bytes(one) / GB,
             "Difference": f"{_off(one):+.2%}",
             "Parameters, B": one["model_parameters"] / GB,
-            "Bytes per parameter here": state_bytes(one) / one["model_parameters"],
+            "Bytes per parameter here": rank_state_bytes(one) / one["model_parameters"],
             "Bytes per parameter, paper": papers_state_bytes(1, one["stage"], one["world_size"]),
             "Buffers beside the state, GB": buffer_bytes(one) / GB,
             "Of it parameters kept whole, GB": known(one, "kept_whole_bytes") / GB,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pandas as pd
 
+from study.records.arms import NAN, Arm, Row, against
+from study.records.frames import Records
+from study.records.statistics import NOT_TOLD_APART
 from study.report.plots.time import frontier, step_time
-from study.report.questions.cells import span, times_text
 from study.report.questions.comparing import (
     Columns,
-    Judged,
+    Comparison,
     beside_reference,
     first_screen,
     noise_notes,
@@ -18,10 +20,7 @@ from study.report.questions.comparing import (
     table_of,
     workloads,
 )
-from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm, Row, against
-from study.report.records.frames import Records
-from study.report.records.statistics import NOT_TOLD_APART
+from study.report.questions.question import Answer, Question, span, times_text
 
 STEP = "step_time_s_median"
 
@@ -30,7 +29,7 @@ def answer(records: Records) -> Answer | None:
     beside = beside_reference(records, step_s)
     if beside is None:
         return None
-    judged = Judged(beside.workloads, STEP, lambda arm: beside.bases[arm.workload].name)
+    judged = Comparison(beside.workloads, STEP, lambda arm: beside.bases[arm.workload].name)
     sharding = beside.sharding
     apart = judged.apart(sharding)
     sentence = f"No sharding arm here can be compared with {beside.names} in the time of a step."
@@ -69,11 +68,11 @@ def runtime_table(records: Records) -> pd.DataFrame:
     every: dict[str, list[Arm]] = {}
     for arm in real_arms(records):
         every.setdefault(arm.workload, []).append(arm)
-    judged = Judged(every, STEP, lambda arm: arm.baseline)
+    judged = Comparison(every, STEP, lambda arm: arm.baseline)
     return table_of((arm for arms in every.values() for arm in arms), lambda arm: _figures(arm, judged))
 
 
-def _figures(arm: Arm, judged: Judged) -> Row:
+def _figures(arm: Arm, judged: Comparison) -> Row:
     return {
         "Step time, ms": arm.middle(STEP).text(1, 1e3),
         "p10, ms": 1e3 * arm.median("step_time_s_p10"),
@@ -92,7 +91,7 @@ def _figures(arm: Arm, judged: Judged) -> Row:
     }
 
 
-def _in_words(arm: Arm, judged: Judged) -> str:
+def _in_words(arm: Arm, judged: Comparison) -> str:
     if arm.baseline is None or arm.is_baseline:
         return "baseline" if arm.is_baseline else "no baseline"
     if not arm.is_fair():

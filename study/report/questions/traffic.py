@@ -7,13 +7,12 @@ import json
 import pandas as pd
 
 from study.host.memory import MIB
+from study.records.arms import NAN, Arm
+from study.records.frames import Records
 from study.report.plots.time import traffic
-from study.report.questions.cells import span, times_text
 from study.report.questions.comparing import Columns, beside_reference, real_arms, table_of
-from study.report.questions.question import Answer, Question
-from study.report.records.arms import NAN, Arm
-from study.report.records.frames import Records
-from study.report.records.virtual_ranks import sent_bytes
+from study.report.questions.question import Answer, Question, span, times_text
+from study.virtual.records import sent_bytes
 
 
 def sent_mib(arm: Arm) -> float:

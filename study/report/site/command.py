@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.errors import UserError, extra
+from study.config.errors import UserError, extra
+from study.config.strategies import REPOSITORY
 from study.host.box import this_box
 from study.host.folders import folder_argument
-from study.record.outcome import Terminated, raising_on
-from study.spec.strategies import REPOSITORY
+from study.records.outcome import Terminated, raising_on
 from study.sweep.search import cell_states
 from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
 
 if TYPE_CHECKING:
+    from study.records.frames import Records
     from study.report.questions.claims import Resting
-    from study.report.records.frames import Records
 
-RUNS_FILE = "runs.parquet"
+RUNS_PATH = "runs.parquet"
 REPORTS = "reports"
 
 
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
     """`resting` tells the published claims that rest on the records of a report, at the place where it will be."""
     with extra("report"):
-        from study.report.records.frames import is_empty, read_parquet, read_runs, runs_only_in
-        from study.report.records.remaining import remaining_of
+        from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
+        from study.sweep.remaining import remaining_of
     runs_dir: Path = options.runs_dir or Path("runs")
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
                 )
             say(f"notice: {missing}: dropped")
     else:
-        parquet = Path(REPORTS) / name / RUNS_FILE
+        parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
@@ -120,4 +120,4 @@ def _not_begun(suite: str, runs_dir: Path) -> list[str]:
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
     """Of an earlier report."""
     folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
-    return next((folder for folder in folders if (folder / RUNS_FILE).exists()), None)
+    return next((folder for folder in folders if (folder / RUNS_PATH).exists()), None)

@@ -15,9 +15,8 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from study.report.plots.palette import STRATEGIES
-from study.report.questions.cells import NOT_MEASURED, Link, cell_text
-from study.report.questions.question import Answer, Question
+from study.report.plots.canvas import STRATEGIES
+from study.report.questions.question import NOT_MEASURED, Answer, Link, Question, cell_text
 
 TEMPLATES = Path(__file__).with_name("templates")
 # So many refused records fit on a page that opens with answers; summary.md has the rest.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from study.errors import UserError
-from study.report.records.frames import RUNS_FILE, STEPS_FILE
+from study.config.errors import UserError
+from study.records.frames import RUNS_FILE, STEPS_FILE
 
 FIGURES = "figures"
 LIST = "files.json"

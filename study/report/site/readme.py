@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pandas as pd
 
+from study.advisor.advise import advise
+from study.advisor.advise_command import add_arguments, question_of
+from study.config.strategies import REPOSITORY, STUDIED_STRATEGIES
 from study.host.memory import GIB, MIB
-from study.predict.advise import advise
-from study.predict.advise_command import add_arguments, question_of
-from study.predict.fits import device_bytes
-from study.record.schema import STATE_KINDS, STATE_PLACES
+from study.predictor.time import device_bytes
+from study.records.frames import Records, only_virtual, read_parquet
+from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.report.questions.table1 import state_beside_paper
-from study.report.records.frames import Records, only_virtual, read_parquet
-from study.report.records.virtual_ranks import sent_bytes, table1_rows
 from study.report.site.page import table_markdown
-from study.spec.strategies import REPOSITORY, STUDIED_STRATEGIES
+from study.virtual.records import sent_bytes, table1_rows
 
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _ADVICE = re.compile(r"(<!-- advice -->\n).*?(<!-- end of advice -->)", re.DOTALL)

@@ -11,14 +11,14 @@ from IPython.display import display
 from matplotlib.figure import Figure
 from PIL import Image
 
-from study.errors import UserError
-from study.report.plots.palette import SETTINGS
+from study.config.errors import UserError
+from study.config.strategies import REPOSITORY, from_root
+from study.records import frames
+from study.records.frames import Records
+from study.report.plots.canvas import SETTINGS
 from study.report.questions import QUESTIONS
 from study.report.questions.question import Question
-from study.report.records import frames
-from study.report.records.frames import Records
 from study.report.site.page import links_html, paragraph_html, table_html
-from study.spec.strategies import REPOSITORY, from_root
 
 _DOTS_PER_INCH, _CSS_PIXELS_PER_INCH = 200, 100
 _COLOURS = 128

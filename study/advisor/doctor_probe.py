@@ -1,0 +1,249 @@
+"""The checks that need torch, DeepSpeed or the hub's library, as a process of their own: one JSON line per check.
+
+`study doctor` starts it and never imports it: the `study` command works, and starts at once, where no torch is. What
+ends this process (a library that aborts, an I/O that hangs) leaves the lines that were written before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from study.advisor.doctor import INSTALL, Check, needed, shown
+from study.config.errors import Unsupported, UserError, first_line
+from study.host.environment import refuse_useless_gpus
+from study.host.folders import cache_directory
+from study.host.memory import GIB, MIB
+from study.host.operators import (
+    build_folder,
+    builders,
+    is_built,
+    lacks_toolkit,
+    libaio_is_there,
+    load_operator,
+    toolkit_fix,
+    toolkit_version,
+    use_own_build,
+)
+
+CHUNK_MIB, CHUNKS = 32, 8
+# A slow drive gets no more than this for each direction.
+TRANSFER_S = 2.0
+ANOTHER_DRIVE = "study doctor --nvme_path DIR, with a folder on a local drive"
+BUILD = "python -m study.host.operators"
+REINSTALL_TORCH = "python -m pip install --force-reinstall -c constraints.txt torch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--measure_in", type=Path)
+    parser.add_argument("--not_measured", default="", help="why no drive is measured")
+    parser.add_argument("--hub", action="store_true")
+    options = parser.parse_args()
+    unusable = None
+    try:
+        use_own_build(cache_directory())
+    except UserError as refusal:
+        unusable = refusal
+    # DeepSpeed prints to stdout from Python and from C++; what is written there after this goes to stderr.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+        os.dup2(2, 1)
+        sections: dict[str, Callable[[], Check]] = {
+            "gpus": _gpus,
+            "nccl": _nccl,
+            "nvcc": _nvcc,
+            "matmul": _matmul,
+            "hub": functools.partial(_hub, options.hub),
+            "libaio": _libaio,
+            "operators": _operators,
+            "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
+        }
+        for name, section in sections.items():
+            try:
+                check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
+            except Exception as error:  # whatever a library here raises is what the doctor found
+                check = Check(name, "missing", f"{type(error).__name__}: {first_line(error)[:200]}", INSTALL)
+            print(json.dumps(dataclasses.asdict(check)), file=lines, flush=True)
+
+
+def _gpus() -> Check:
+    import torch
+
+    from study.host.box import this_box
+    from study.host.environment import describe_environment
+
+    try:
+        refuse_useless_gpus()
+    except Unsupported as refusal:
+        return Check("gpus", "missing", refusal.problem, refusal.fix)
+    visible = this_box().gpus
+    seen = describe_environment()
+    devices = [f"{device['name']} {device['memory_gib']:.0f} GiB" for device in seen["devices"]]
+    if not devices and not visible:
+        return Check("gpus", "none", f"none; torch {torch.__version__} trains on the cores")
+    counted = ", ".join(f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices))
+    found = f"{counted or 'none'}; driver {seen['driver']}, CUDA {seen['cuda']}, torch {torch.__version__}"
+    return needed("gpus", len(devices) >= visible, found, f"the driver shows {visible}", REINSTALL_TORCH)
+
+
+def _nccl() -> Check:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check("nccl", "none", "none; ranks talk over gloo")
+    if not torch.distributed.is_nccl_available():
+        return Check("nccl", "missing", f"torch {torch.__version__} is built without it", REINSTALL_TORCH)
+    return Check("nccl", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _nvcc() -> Check:
+    """With a GPU, DeepSpeed's asynchronous I/O is linked with CUDA, and finds the library that torch has loaded."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if not torch.cuda.is_available():
+        return Check("nvcc", "none", "not needed without a GPU")
+    version = toolkit_version()
+    same = version is not None and str(version[0]) == str(torch.version.cuda).partition(".")[0]
+    found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
+    problem = f"NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
+    return needed("nvcc", same, found, problem, toolkit_fix())
+
+
+def _matmul() -> Check:
+    from study.metrics.matmul import measure
+
+    measured = measure(seconds=0.2)
+    rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in measured["tflops"].items())
+    where = f"{measured['threads']} threads" if measured["threads"] else measured["device"]
+    return Check("matmul", "ok", f"{rates} (random matrices of {measured['size']}, {where})")
+
+
+def _libaio() -> Check:
+    links = libaio_is_there()
+    found = f"a program that calls it {'links' if links else 'does not link'}"
+    return needed("libaio", links, found, "libaio or a C compiler is missing", "apt-get install gcc libaio-dev")
+
+
+def _operators() -> Check:
+    from study.config.strategies import STRATEGY_NAMES, read_strategy
+
+    strategies = [strategy for name in STRATEGY_NAMES if (strategy := read_strategy(name)).deepspeed]
+    needed = {builder.name: builder for strategy in strategies for builder in builders(strategy)}
+    names: dict[str, list[str]] = {}
+    for name, builder in needed.items():
+        names.setdefault(_operator_state(builder), []).append(name)
+    found = "; ".join(f"{state}: {', '.join(its)}" for state, its in names.items())
+    is_settled = set(names) <= {"built", "not buildable here"}
+    return Check("operators", "ok", found) if is_settled else Check("operators", "none", found, BUILD)
+
+
+def _operator_state(builder: Any) -> str:
+    import torch
+
+    if (build_folder(builder.name) / "lock").exists():
+        return "being built, or left half-built"
+    if is_built(builder):
+        return "built"
+    is_buildable = builder.is_compatible(verbose=False) and not lacks_toolkit(builder, torch.cuda.is_available())
+    return "to be built on first use" if is_buildable else "not buildable here"
+
+
+def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
+    """Through DeepSpeed's own asynchronous I/O, with the settings that the strategies use and locked buffers as there.
+
+    It opens with O_DIRECT, so the page cache is not what is measured.
+    """
+    import torch
+
+    from study.config.strategies import read_strategy
+
+    name, strategy = "nvme bandwidth", read_strategy("zero3_nvme")
+    if folder is None:
+        return Check(name, "none", why_not, ANOTHER_DRIVE)
+    # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
+    asynchronous_io = builders(strategy)[-1]
+    if any(_operator_state(builder) != "built" for builder in builders(strategy)):
+        return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
+    file = folder / "bandwidth"
+    try:
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError as error:
+        found = f"not measurable: this file system refuses O_DIRECT ({error.strerror})"
+        return Check(name, "none", found, ANOTHER_DRIVE)
+    settings = (strategy.deepspeed or {})["aio"]
+    order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+    handle = load_operator(asynchronous_io).aio_handle(*(settings[key] for key in order))
+    example = torch.empty(0, dtype=torch.uint8)
+    source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
+    # Random, because some drives compress.
+    source.random_()
+    written, write_rate = _transfer(lambda offset: handle.sync_pwrite(source, str(file), offset), CHUNKS)
+    _, read_rate = _transfer(lambda offset: handle.sync_pread(target, str(file), offset), written)
+    if not torch.equal(source, target):
+        return Check(name, "missing", "what was read back is not what was written", "use another drive")
+    found = f"write {write_rate:.2f} GiB/s, read {read_rate:.2f} GiB/s ({written * CHUNK_MIB} MiB, DeepSpeed's"
+    return Check(name, "ok", f"{found} asynchronous I/O, past the page cache with O_DIRECT)")
+
+
+def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
+    """How many chunks were moved, and at how many GiB/s."""
+    started = time.perf_counter()
+    for index in range(chunks):
+        if step(index * CHUNK_MIB * MIB) != 1:
+            raise OSError("DeepSpeed's asynchronous I/O failed")
+        if (seconds := time.perf_counter() - started) > TRANSFER_S:
+            break
+    return index + 1, (index + 1) * CHUNK_MIB * MIB / GIB / seconds
+
+
+def _hub(ask: bool) -> Check:
+    from huggingface_hub import HfApi, constants, get_token, try_to_load_from_cache
+
+    from study.workloads.hub import PROBE_TIMEOUT_S
+    from study.workloads.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
+
+    # Each data set at the revision that runs use, and its files.
+    pinned = [(IMDB, IMDB, IMDB_REVISION, [*chain(*IMDB_FILES.values())])]
+    for name, splits in WIKITEXT_FILES.items():
+        files = [f"{name}/{file}" for file in chain(*splits.values())]
+        pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
+    absent = []
+    for title, name, revision, files in pinned:
+        found = [try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files]
+        if not all(isinstance(file, str) for file in found):
+            absent.append(title)
+
+    offline, is_needed = constants.is_offline_mode(), bool(absent)
+    # The addresses of a mirror or a proxy, and the token, stay private.
+    said = [
+        f"HF_HOME {shown(Path(constants.HF_HOME))}",
+        f"HF_HUB_OFFLINE {'set' if offline else 'not set'}",
+        f"a login {'is there' if get_token() else 'is not there'}",
+        f"pinned data that is not in the cache: {', '.join(absent)}" if absent else "all pinned data is in the cache",
+    ]
+    if offline or not ask:
+        said.append("the hub was not asked")
+    else:
+        try:
+            HfApi().dataset_info(IMDB, revision=IMDB_REVISION, timeout=PROBE_TIMEOUT_S)
+            said.append("the hub answers")
+            is_needed = False
+        except Exception as error:  # name resolution, proxy, HTTP; its text names hosts
+            said.append(f"the hub does not answer ({type(error).__name__})")
+    if not is_needed:
+        return Check("hub", "ok", "; ".join(said))
+    said.append("--data hub needs the hub, --data builtin does not")
+    return Check("hub", "none", "; ".join(said), "" if ask or offline else "study doctor --hub")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""RunConfig: one run as it was asked for, its flags, its batches, and its name.
+
+Nothing here knows which strategy runs: only the launched Accelerate file decides that. No file in study/spec imports
+torch or transformers, so a wrong flag is refused before they are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+from study.config.errors import UserError, brief
+from study.config.names import parse_overrides
+
+# What a model or a virtual run has its own value for; what nothing changes stands beside its flag.
+_EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10, "warmup_ratio": 0.0}
+_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("bert-imdb", "paper"): {
+        "model_name_or_path": "bert-large-uncased", "weights": "pretrained", "data": "hub", "seq_length": 128,
+        "train_samples": 800, "eval_samples": 200, "global_batch_size": 8, "num_train_epochs": 5,
+        "learning_rate": 5e-5, "dropout": -1.0, "eval_steps": 50,
+    },
+    ("gpt-wikitext", "paper"): {
+        "model_name_or_path": "gpt2", "weights": "pretrained", "data": "hub", "seq_length": 1024,
+        "train_samples": 800, "eval_samples": 200, "global_batch_size": 8, "num_train_epochs": 1,
+        "learning_rate": 5e-5, "dropout": -1.0, "eval_steps": 50,
+    },
+    ("bert-imdb", "laptop"): {
+        "model_name_or_path": "bert-tiny", "weights": "random", "data": "builtin", "seq_length": 64,
+        "train_samples": 1600, "eval_samples": 400, "global_batch_size": 16, "num_train_epochs": 1,
+        "learning_rate": 6e-4, "warmup_ratio": 0.1, "dropout": 0.0, "eval_steps": 25,
+    },
+    ("gpt-wikitext", "laptop"): {
+        "model_name_or_path": "gpt-tiny", "weights": "random", "data": "builtin", "seq_length": 64,
+        "train_samples": 1600, "eval_samples": 200, "global_batch_size": 16, "num_train_epochs": 1,
+        "learning_rate": 4e-3, "warmup_ratio": 0.2, "dropout": 0.0, "eval_steps": 25,
+    },
+}  # fmt: skip
+# Gemma-2-9B was trained at 2048 tokens in bf16; nothing else in the documents asks for its own defaults.
+_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {"gemma-2-9b": {"seq_length": 2048, "precision": "bf16"}}
+# A virtual run's third step is like every later one: the first makes the optimizer's state, and over the first two
+# ZeRO-3 learns and agrees on the order of the layers.
+STEPS_UNTIL_ALIKE = 3
+
+
+def default_values(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
+    """The values behind what was not asked for; `scale` is paper or laptop."""
+    defaults = _EVERYWHERE | _DEFAULTS[asked["task"], scale]
+    model = asked.get("model_name_or_path", defaults["model_name_or_path"])
+    defaults |= _MODEL_DEFAULTS.get(model.rsplit("/", 1)[-1], {})
+    if asked.get("lr_scheduler_type") == "constant":
+        defaults["warmup_ratio"] = 0.0
+    if asked.get("virtual_world_size"):
+        defaults |= _virtual_values(asked, scale, accelerator_visible)
+    return defaults
+
+
+def _virtual_values(asked: dict[str, Any], scale: str, accelerator_visible: bool) -> dict[str, Any]:
+    """Nothing is learned, so nothing is downloaded or evaluated: one sample per rank, and steps until they are alike.
+
+    On a GPU, whose time is a figure, some more steps follow after the warm-up.
+    """
+    samples = asked["virtual_world_size"] * asked.get("per_device_train_batch_size", 1)
+    return {
+        "weights": "random", "data": "builtin", "global_batch_size": samples, "eval_samples": 8,
+        "max_steps": 8 if accelerator_visible else STEPS_UNTIL_ALIKE,
+        "train_samples": asked.get("global_batch_size", samples), "eval_steps": 0, "logging_steps": 1,
+        "virtual_rank": 0,
+        # Without a GPU the sequences are short: what is held of the model's state does not depend on them.
+        **({"seq_length": 16} if scale == "laptop" else {}),
+    }  # fmt: skip
+
+
+LARGEST_WORLD = 1024
+# Up to here every whole number is a float, which a table or a plot may make of it.
+LARGEST = 2**53
+
+
+def check_values(config: RunConfig) -> None:
+    """What was given, whether or not the rest is resolved yet."""
+    for field in dataclasses.fields(config):
+        value, least = getattr(config, field.name), field.metadata["at_least"]
+        if isinstance(value, str):
+            _check_text(field.name, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _out_of_range(field.name, value, "use a finite number")
+        if value is not None and least is not None and value < least:
+            raise _out_of_range(field.name, value, f"use {least} or more")
+        if isinstance(value, int) and value > LARGEST:
+            raise _out_of_range(field.name, value, f"use {LARGEST} or less, which is all that a table can hold")
+    if config.seed >= 2**32:
+        raise _out_of_range("seed", config.seed, f"use {2**32 - 1} or less, which is all numpy takes")
+    cap, dropout = config.device_memory_cap_gib, config.dropout
+    if cap is not None and cap <= 0:
+        raise _out_of_range("device_memory_cap_gib", cap, "use the GiB of the smaller GPU, such as 16")
+    if config.warmup_ratio and config.warmup_ratio > 1:
+        raise _out_of_range("warmup_ratio", config.warmup_ratio, "use a share between 0 and 1")
+    if config.warmup_ratio and config.lr_scheduler_type == "constant":
+        raise UserError(
+            f"--lr_scheduler_type constant ignores --warmup_ratio {config.warmup_ratio}",
+            "use --lr_scheduler_type constant_with_warmup",
+        )
+    if dropout is not None and not (0 <= dropout < 1 or dropout == -1):
+        raise _out_of_range("dropout", dropout, "use 0 up to below 1, or -1 for the model's own")
+    parse_overrides(config.engine_override)
+    _check_options(config)
+    if config.virtual_world_size is not None:
+        check_virtual_rank(config.virtual_world_size, config.virtual_rank)
+    elif config.virtual_rank is not None:
+        flag = f"--virtual_rank {config.virtual_rank}"
+        raise UserError(f"{flag} names no virtual job", f"add --virtual_world_size 2 to {LARGEST_WORLD}")
+
+
+def _check_options(config: RunConfig) -> None:
+    if config.bf16_states and config.precision not in (None, "bf16-engine"):
+        raise UserError(f"--bf16_states does not go with --precision {config.precision}", "use --precision bf16-engine")
+    if config.optimizer == "muon" and config.max_grad_norm:
+        raise UserError(
+            f"--optimizer muon with --max_grad_norm {config.max_grad_norm:g}: DeepSpeed's stages would clip what Muon"
+            " makes of the gradients, and other engines the gradients",
+            "use --max_grad_norm 0",
+        )
+
+
+def _check_text(flag: str, value: str) -> None:
+    if value == "":
+        # As of a variable that is not set; as a path it would be the working directory.
+        raise UserError(f"--{flag} is empty", "give it a value, or leave it out")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UserError(f"--{flag} {value!r} is not UTF-8, as a record must be", "use another name")
+    if not value.isprintable():
+        raise UserError(f"--{flag} {value!r} holds what cannot be printed on a line", "use another name")
+
+
+def _out_of_range(flag: str, value: float, fix: str) -> UserError:
+    return UserError(f"--{flag} {value} is out of range", fix)
+
+
+def check_virtual_rank(
+    ranks: int, rank: int | None, ranks_flag: str = "--virtual_world_size", rank_flag: str = "--virtual_rank"
+) -> None:
+    """`study virtual` has both flags under names of its own."""
+    if not 2 <= ranks <= LARGEST_WORLD:
+        raise UserError(
+            f"{ranks_flag} {ranks} is out of range",
+            f"use 2 to {LARGEST_WORLD}: one rank is what `accelerate launch` starts without it",
+        )
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(f"{rank_flag} {rank} is none of {ranks} ranks", f"use 0 to {ranks - 1}")
+
+
+def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
+    for name, without, why in (
+        ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
+        ("checkpointing_steps", 0, "has no state worth saving"),
+        ("resume_from_checkpoint", None, "goes on from nothing"), ("eval_steps", 0, "has no losses to judge"),
+        ("profile_steps", 0, "waits for nobody, so its step is not the job's"),
+    ):  # fmt: skip
+        if getattr(config, name) not in (None, without):
+            raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
+    steps = config.total_steps(config.train_samples or config.global_batch_size)
+    if steps < STEPS_UNTIL_ALIKE:
+        raise UserError(
+            f"a virtual run of {steps} step{'s'[: steps > 1]} would watch one that is not like all later ones",
+            f"use --max_steps {STEPS_UNTIL_ALIKE} or more, or leave it out",
+        )
+
+
+Task = Literal["bert-imdb", "gpt-wikitext"]
+Scale = Literal["auto", "paper", "laptop"]
+Weights = Literal["pretrained", "random"]
+Precision = Literal["fp32", "bf16", "bf16-engine", "fp16", "fp16-engine"]
+# transformers' schedules that need nothing but the warm-up and the number of steps.
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
+Peft = Literal["none", "lora"]
+Optimizer = Literal["adamw", "muon"]
+WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
+
+# What a run may change and stay the same run: where it writes, and where it goes on from.
+_NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
+# Flags that came later. A run that does not use them keeps the name it had before they existed.
+_LATER_FLAGS = {
+    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "team_size": None, "peft": "none",
+    "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
+}  # fmt: skip
+
+
+def _flag(help_text: str, default: Any = None, at_least: int | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text, "at_least": at_least})
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run as asked. Each field is a flag of study/train.py and a key of a suite.
+
+    A field without a default is None until `resolved()` gives it the value of study/config/flags.py.
+    """
+
+    task: Task = _flag("what is trained, and on which data", "bert-imdb")
+    scale: Scale = _flag("paper: what the studied documents did; laptop: tiny; auto: paper with a GPU", "auto")
+    model_name_or_path: str = _flag("a preset of study/workloads/presets.py, a hub id or a local folder")
+    weights: Weights = _flag("start from the published weights, or from a seeded random draw")
+    data: str = _flag("hub, builtin (generated here, needs no network) or the path of a local copy")
+    dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")
+    tokenizer_name: str | None = _flag("a hub id or local folder, where the model's own tokenizer is not wanted")
+    seq_length: int = _flag("tokens per sample", at_least=2)
+    train_samples: int = _flag("training samples; 0 takes all there are", at_least=0)
+    eval_samples: int = _flag("evaluation samples; 0 takes all there are", at_least=0)
+    global_batch_size: int = _flag("samples per optimizer step over all ranks", at_least=1)
+    per_device_train_batch_size: int | None = _flag(
+        "samples per forward pass on one rank; accumulation is derived", at_least=1
+    )
+    num_train_epochs: int = _flag("passes over the training samples, unless --max_steps says otherwise", at_least=1)
+    max_steps: int = _flag("optimizer steps; 0 leaves it to --num_train_epochs", at_least=0)
+    optimizer: Optimizer = _flag("muon: DeepSpeed's, for the matrices of hidden layers; AdamW for the rest", "adamw")
+    learning_rate: float = _flag("the optimizer's peak learning rate", at_least=0)
+    weight_decay: float = _flag("AdamW's decoupled weight decay", 0.0, at_least=0)
+    warmup_ratio: float = _flag("share of the steps in which the learning rate rises from 0", at_least=0)
+    lr_scheduler_type: Schedule = _flag("how the learning rate falls after the warm-up", "linear")
+    max_grad_norm: float = _flag("clip the global gradient norm to this; 0 does not clip", 1.0, at_least=0)
+    dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
+    precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
+    bf16_states: bool = _flag("with bf16-engine: no fp32 masters, and the optimizer's states in bf16 as well", False)
+    peft: Peft = _flag("lora: train small matrices beside all linear layers, and freeze the model's weights", "none")
+    lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
+    lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
+    gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
+    attn_implementation: Attention = _flag(
+        "transformers' attention; sdpa means eager where a model has none; sdpa_causal never builds a mask", "sdpa"
+    )
+    torch_compile: bool = _flag("compile the model with torch.compile", False)
+    seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
+    eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end", at_least=0)
+    logging_steps: int = _flag("write step rows, and notice a NaN, every so many steps", at_least=1)
+    nvme_path: str = _flag("folder on the drive that NVMe strategies offload to", "nvme_offload")
+    team_size: int | None = _flag(
+        "how many ranks share a sample, under a strategy that divides samples or layers", at_least=2
+    )
+    device_memory_cap_gib: float | None = _flag(
+        "let this process use no more GPU memory, to stand in for a smaller GPU"
+    )
+    profile_steps: int = _flag("record where the time of so many last steps goes, with torch's profiler", 0, at_least=0)
+    engine_override: tuple[str, ...] = _flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
+    output_dir: str | None = _flag("the run directory; by default runs/<run id>")
+    overwrite_output_dir: bool = _flag("replace what an earlier run left in the run directory", False)
+    checkpointing_steps: int = _flag("save a checkpoint every so many steps; 0: never", 0, at_least=0)
+    resume_from_checkpoint: str | None = _flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
+    report_to: str = _flag("a tracker Accelerate knows (tensorboard, wandb, ...), or none", "none")
+    virtual_world_size: int | None = _flag("be one rank of a job of so many, without the others; losses mean nothing")
+    virtual_rank: int | None = _flag("which of the virtual ranks this is; 0 by default")
+
+    def total_steps(self, train_samples: int) -> int:
+        """Optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
+        steps_per_epoch = train_samples // self.global_batch_size
+        if steps_per_epoch == 0:
+            raise UserError(
+                f"--global_batch_size {self.global_batch_size} is more than the {train_samples} training samples",
+                f"use --global_batch_size {train_samples} or less, or more --train_samples",
+            )
+        return self.max_steps or self.num_train_epochs * steps_per_epoch
+
+    def batch_plan(self, ranks: int, team_size: int = 1) -> BatchPlan:
+        """How the global batch is cut over ranks and accumulation steps. Every cut has the same samples."""
+        if ranks % team_size:
+            raise UserError(
+                f"{ranks} rank{'s'[: ranks > 1]} cannot form teams of {team_size}", "use a multiple of that"
+            )
+        batch, teams = self.global_batch_size, ranks // team_size
+        over = f"{ranks} ranks" if team_size == 1 else f"{teams} teams of {team_size} ranks"
+        forward = teams * (self.per_device_train_batch_size or 1)
+        next_larger = -(-batch // forward) * forward
+        if batch % teams:
+            raise UserError(
+                f"--global_batch_size {batch} does not divide over {over}",
+                f"use a multiple of {forward}, such as {next_larger}",
+            )
+        per_rank = batch // teams
+        micro = self.per_device_train_batch_size or per_rank
+        if per_rank % micro:
+            most = min(micro, per_rank)
+            # The next smaller one that divides, unless looking for it takes minutes.
+            near = range(most, max(0, most - 10_000), -1)
+            smaller = next((size for size in near if per_rank % size == 0), math.gcd(per_rank, micro))
+            raise UserError(
+                f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
+                f"use {smaller}, or --global_batch_size {next_larger}",
+            )
+        return BatchPlan(batch, teams, micro, per_rank // micro)
+
+    def run_id(self, strategy: str, world_size: int) -> str:
+        """A name a person can read, with a hash of everything that makes this run what it is."""
+        identity = {
+            key: value
+            for key, value in self.to_dict().items()
+            if key not in _NOT_IDENTITY and (key not in _LATER_FLAGS or value != _LATER_FLAGS[key])
+        }
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.task}-{self.model_name}-{strategy}-{world_size}x-{digest}"
+
+    @property
+    def model_name(self) -> str:
+        """Without its owner or its folder, and short enough to be part of a folder's name."""
+        return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
+
+    def scalars(self) -> dict[str, Any]:
+        """For trackers, which take neither null nor lists."""
+        return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str) -> RunConfig:
+        """Build from a record or a suite; unknown keys and wrong types are refused by name. Null is as left out."""
+        hints = _hints()
+        unknown = [key for key in values if key not in hints]
+        if unknown:
+            raise UserError(f"unknown key {brief(unknown[0])} in {where}", f"known keys: {', '.join(sorted(hints))}")
+        given = {key: value for key, value in values.items() if value is not None}
+        return cls(**{key: _of_type(hints[key], value, f"{key} in {where}") for key, value in given.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """One optimizer step's samples over ranks and micro-batches."""
+
+    global_batch_size: int
+    # A team is one rank, unless the strategy has several share their samples.
+    teams: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+
+    @property
+    def samples_per_team(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    def micro_batches(self, step_samples: Sequence[int], team: int) -> list[list[int]]:
+        """A team's micro-batches out of one step's samples, in order."""
+        size = self.per_device_train_batch_size
+        starts = ((turn * self.teams + team) * size for turn in range(self.gradient_accumulation_steps))
+        return [list(step_samples[start : start + size]) for start in starts]
+
+
+def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
+    """Every flag that was left out gets its value; what contradicts itself is refused."""
+    scale = config.scale if config.scale != "auto" else ("paper" if accelerator_visible else "laptop")
+    asked = {key: value for key, value in vars(config).items() if value is not None}
+    config = RunConfig(**(default_values(asked, scale, accelerator_visible) | asked | {"scale": scale}))
+    check_values(config)
+    return config
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong flag raises UserError, which ends in one line and exit status 2."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message, f"{self.prog} --help lists what there is")
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
+    """What study/train.py was asked for, before any default."""
+    parser = Parser(prog="study/train.py", description="Train under one strategy.", allow_abbrev=False)
+    add_flags(parser)
+    config = config_from_flags(parser.parse_args(arguments))
+    check_values(config)
+    return config
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    hints = _hints()
+    for field in dataclasses.fields(RunConfig):
+        if field.name in without:
+            continue
+        kind = inner_type(hints[field.name])
+        options: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+        if typing.get_origin(kind) is Literal:
+            options["choices"] = typing.get_args(kind)
+        elif kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is tuple:
+            options |= {"action": "append", "default": [], "metavar": "KEY=JSON"}
+        else:
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        parser.add_argument(f"--{field.name}", **options)
+
+
+def config_from_flags(options: argparse.Namespace) -> RunConfig:
+    values = {field.name: getattr(options, field.name, field.default) for field in dataclasses.fields(RunConfig)}
+    return RunConfig(**(values | {"engine_override": tuple(options.engine_override)}))
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """Evaluated from text once: a suite of a thousand cells asks a thousand times."""
+    return typing.get_type_hints(RunConfig)
+
+
+def inner_type(hint: Any) -> Any:
+    """X of `X | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(member for member in typing.get_args(hint) if member is not type(None))
+    return hint
+
+
+def _of_type(hint: Any, value: Any, where: str) -> Any:
+    kind = inner_type(hint)
+    if typing.get_origin(kind) is Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise UserError(f"{where} is {brief(value)}", f"use one of {', '.join(typing.get_args(kind))}")
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UserError(f"{where} is {brief(value)}", "use a list of KEY=JSON strings")
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise UserError(f"{where} is {brief(value)}", f"use a value of type {kind.__name__}")

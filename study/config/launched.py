@@ -1,0 +1,205 @@
+"""Which strategy launched this process, and its place among the ranks: from what `accelerate launch` exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.names import (
+    SHIPPED,
+    asked_of_deepspeed,
+    asked_of_fsdp,
+    asked_without_engine,
+    mesh_asked,
+    mesh_of,
+    name_of,
+)
+from study.config.strategies import RANKS_OF_A_MACHINE, Strategy, read_deepspeed_json, team_of
+
+# What `accelerate launch` tells its ranks of the file, and leaves as it finds it where the file does not say it.
+_SAID_BY_THE_FILE = re.compile(
+    r"ACCELERATE_(USE_(DEEPSPEED|FSDP|MEGATRON_LM|SAGEMAKER|PARALLELISM_CONFIG)|DEEPSPEED_\w+|CONFIG_DS_FIELDS"
+    r"|GRADIENT_\w+|TORCH_DEVICE|DOWNCAST_BF16)|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
+)
+# A process's place, where nobody launched it: Accelerate takes any LOCAL_RANK for a launch, and MPI's sizes.
+_PLACE_ALONE = {"RANK": "0", "LOCAL_RANK": "-1"} | dict.fromkeys(
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), "1"
+)
+_UNSET_IT = "unset it: `accelerate launch` sets it itself"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What the launcher told this process: the strategy, and its place among the ranks."""
+
+    strategy: Strategy
+    world_size: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+    # One process stands for one rank of `world_size`, and there are no others.
+    virtual: bool = False
+
+    def ranks_of_a_copy(self, config: RunConfig) -> int | None:
+        return self.strategy.overridden(config).ranks_of_a_copy(self.world_size, self.ranks_per_machine)
+
+    @property
+    def ranks_per_machine(self) -> int:
+        return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
+
+    @property
+    def team(self) -> int:
+        """Which of the teams this rank is in."""
+        return self.rank // self.strategy.team_size
+
+    @property
+    def leads_its_team(self) -> bool:
+        return self.rank % self.strategy.team_size == 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.virtual or self.rank == 0
+
+    @property
+    def machines(self) -> int:
+        return 1 if self.virtual else self.world_size // self.local_world_size
+
+    def command(self, num_processes: int, machines: int = 1) -> str:
+        """This very run as a command to paste, with another number of ranks on each machine."""
+        # Accelerate does not tell a rank which file was launched.
+        file = "YOUR_FILE" if self.strategy.own_settings else self.strategy.name
+        place = ""
+        if machines > 1:
+            rank, address, port = (os.environ.get(name) for name in ("GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"))
+            place = (
+                f"--num_machines {machines} --machine_rank {rank}"
+                f" --main_process_ip {address} --main_process_port {port} "
+            )
+        return (
+            f"accelerate launch --config_file accelerate_configs/{file}.yaml {place}"
+            f"--num_processes {num_processes * machines} study/train.py {shlex.join(sys.argv[1:])}"
+        ).strip()
+
+
+def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
+    """This one process as one rank of many."""
+    if launch.strategy.name == "single":
+        raise UserError("single is one rank alone, and cannot be one of many", "launch another strategy's file")
+    if launch.world_size > 1:
+        raise UserError(
+            f"a virtual rank is one process, and {launch.world_size} were launched", f"run: {launch.command(1)}"
+        )
+    return dataclasses.replace(launch, world_size=world_size, rank=rank, virtual=True)
+
+
+def this_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
+    """Which strategy this process was launched with, and its place, from what `accelerate launch` exported.
+
+    `shell` is the environment that the launcher itself was started with; without it nothing is known to be left over.
+    """
+    if shell is not None:
+        _refuse_what_no_launcher_set(environment, shell)
+    world_size = _number(environment, "WORLD_SIZE", default=1, least=1)
+    launch = Launch(
+        strategy=_launched_strategy(environment, world_size),
+        world_size=world_size,
+        rank=_number(environment, "RANK", default=0),
+        local_rank=_number(environment, "LOCAL_RANK", default=0),
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", default=world_size, least=1),
+    )
+    for name, place, ranks in (
+        ("RANK", launch.rank, world_size), ("LOCAL_RANK", launch.local_rank, launch.local_world_size),
+        ("LOCAL_WORLD_SIZE", launch.local_world_size - 1, world_size),
+    ):  # fmt: skip
+        if place >= ranks:
+            raise UserError(f"the environment variable {name} is {environment[name]} among {ranks} ranks", _UNSET_IT)
+    return launch
+
+
+def shell_environment() -> dict[str, str]:
+    """What the launcher was started with: a process keeps that to itself, whatever it sets for its children."""
+    try:
+        entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}  # no Linux, or another user's launcher
+    return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if entry)
+
+
+def _refuse_what_no_launcher_set(environment: Mapping[str, str], shell: Mapping[str, str]) -> None:
+    """Left over in a shell, such a variable would let another strategy train than the launched file says."""
+    # One for each process that torch's launcher starts.
+    own, inherited = (said.get("TORCHELASTIC_ERROR_FILE") for said in (environment, shell))
+    if "TORCHELASTIC_RUN_ID" not in environment or (own is not None and own == inherited):
+        shell = {**shell, **environment}
+        left = [name for name, alone in _PLACE_ALONE.items() if environment.get(name, alone) != alone]
+    else:
+        left = []
+    left += sorted(name for name in shell if _SAID_BY_THE_FILE.fullmatch(name))
+    if shell.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t"):
+        # `single` would train on a processor beside an idle GPU, and its record tell of the GPU.
+        left.append("ACCELERATE_USE_CPU")
+    if left:
+        raise UserError(
+            f"the environment variable {left[0]} is set, and not by the launched file", f"run: unset {' '.join(left)}"
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, least: int = 0) -> int:
+    text = environment.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        raise UserError(f"the environment variable {name} is {text[:20]!r}", _UNSET_IT)
+    return int(text)
+
+
+def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strategy:
+    has_mesh, has_megatron, has_deepspeed, has_fsdp = (
+        environment.get(f"ACCELERATE_USE_{section}", "false").lower() == "true"
+        for section in ("PARALLELISM_CONFIG", "MEGATRON_LM", "DEEPSPEED", "FSDP")
+    )
+    if has_megatron:
+        raise UserError("the launched Accelerate file has a megatron_lm, which no strategy here has", "leave it out")
+    mesh = mesh_asked(environment) if has_mesh else {}
+    if has_deepspeed:
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        if not file:
+            raise UserError(
+                "the launched Accelerate file has no deepspeed_config_file",
+                "launch with a file of accelerate_configs/, which keeps every value in a DeepSpeed JSON",
+            )
+        settings = read_deepspeed_json(Path(file))
+        zero3_init = environment.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true").lower() == "true"
+        asked = asked_of_deepspeed(settings, zero3_init, mesh)
+        return _named(name_of(asked, Path(file)), "DEEPSPEED", settings, asked)
+    if has_fsdp:
+        if environment.get("FSDP_VERSION") != "2":
+            raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
+        asked = asked_of_fsdp(environment, mesh)
+        if has_mesh and mesh_of(asked) is None and team_of(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        return _named(name_of(asked), "FSDP", None, asked)
+    if has_mesh:
+        asked = asked_without_engine(mesh)
+        if team_of(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        return _named(name_of(asked), "MULTI_GPU", None, asked)
+    if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
+        return Strategy("ddp", "MULTI_GPU")
+    return Strategy("single", "NO")
+
+
+def _named(
+    name: str,
+    distributed_type: str,
+    settings: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
+) -> Strategy:
+    own = None if name in SHIPPED else asked
+    return Strategy(name, distributed_type, settings, own, mesh_of(asked), team_of(asked))

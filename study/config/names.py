@@ -1,0 +1,180 @@
+"""A run is named after what its file asks, and not after what the file is called.
+
+A record counts as `zero3` only where the launched file asks for exactly what this study's zero3 is. Any other file
+gives its runs a name of their own, which changes with every setting: two versions of one file are never pooled.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from study.config.errors import UserError, brief
+
+# Of what the files in accelerate_configs/ ask. A deliberate change of a file needs a new digest here; the test of this
+# table prints it.
+SHIPPED = {
+    "zero0": "9481e1f5", "zero1": "e51e6afa", "zero2": "a2f2c754", "zero3": "156585ce", "zero2_cpu": "a71bb567",
+    "zero3_cpu_optimizer": "6576381e", "zero3_cpu": "c697a613", "zero3_nvme_optimizer": "9fb10f9d",
+    "zero3_nvme": "215f28b7", "zero3_cpu_nvme": "e2779d97", "fsdp2": "0d15d130",
+    "hsdp": "afad6f4c", "zero3_hpz": "84b60480", "tp": "46005079", "cp": "066098a5",
+    "ulysses_zero1": "0bc82649", "ulysses_zero2": "3505de4a", "ulysses_zero3": "9d1a4285",
+    "zero1_tp": "b5179013", "zero2_tp": "b26f666d", "zero3_tp": "dc9095f8",
+}  # fmt: skip
+# The flags of a run decide these, whatever the file says.
+BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+_SET_BY_FLAGS = BATCH_KEYS | {"gradient_clipping"}
+# What changes an FSDP2 run, and Accelerate's default. The classes to wrap and where a gather is prefetched are not
+# among them: the first the trainer sets itself, the second FSDP2 does not have.
+_FSDP_DEFAULTS = {
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+    "FSDP_MIN_NUM_PARAMS": "",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_IGNORED_MODULES": "",
+}
+_SWITCHES = {key for key, default in _FSDP_DEFAULTS.items() if default in ("true", "false")}
+_USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
+
+
+def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """What decides the run: without what its flags set, and without the folder to swap to."""
+    asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
+    zero = asked["zero_optimization"]
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section):
+            zero[section].pop("nvme_path", None)
+    if zero["stage"] == 3:
+        asked["zero3_init_flag"] = zero3_init
+    return asked | _only({"sp_size"}, mesh, "a DeepSpeed file")
+
+
+def asked_without_engine(mesh: Mapping[str, int]) -> dict[str, Any]:
+    """Of a MULTI_GPU file."""
+    return _only({"tp_size"}, mesh, "a MULTI_GPU file")
+
+
+def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
+    """From the variables that `accelerate launch` exports."""
+    asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
+    for key in _SWITCHES:
+        if asked[key].lower() not in ("true", "false"):
+            raise UserError(f"the launched Accelerate file has {key.lower()}: {asked[key]}", "set true or false")
+        asked[key] = asked[key].lower() == "true"
+    if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
+        del asked["FSDP_MIN_NUM_PARAMS"]
+    sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
+    if "cp_size" in sizes:
+        sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+    # The one size left over is all ranks, as without the section.
+    return {key.lower(): value for key, value in asked.items()} | ({} if set(sizes) == {"dp_shard_size"} else sizes)
+
+
+def mesh_asked(exported: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of Accelerate's parallelism_config, from the variables that `accelerate launch` exports."""
+    sizes = {}
+    for key in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"):
+        text = exported.get(f"PARALLELISM_CONFIG_{key}_SIZE", "1")
+        if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**6):
+            raise UserError(
+                f"the launched Accelerate file has {key.lower()}_size: {text[:20]}", "set a whole number from 1 up"
+            )
+        if int(text) > 1:
+            sizes[f"{key.lower()}_size"] = int(text)
+    return sizes
+
+
+def _only(known: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int]:
+    if other := [key for key in sizes if key not in known]:
+        raise UserError(
+            f"the launched Accelerate file has {other[0]}: {sizes[other[0]]}, which no strategy of {file} here has",
+            "leave it out",
+        )
+    return dict(sizes)
+
+
+def mesh_of(asked: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Copies, and the ranks of each, where a file asks for several copies."""
+    return (asked["dp_replicate_size"], asked.get("dp_shard_size", 1)) if "dp_replicate_size" in asked else None
+
+
+def digest_of(asked: Mapping[str, Any]) -> str:
+    """The order of keys does not count, nor whether a number is 500000000 or 5e8."""
+    return hashlib.sha256(json.dumps(_plain(asked), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
+    """The strategy whose settings these are, else a name of their own. `file` is the DeepSpeed JSON."""
+    digest = digest_of(asked)
+    if (shipped := next((name for name, known in SHIPPED.items() if known == digest), None)) is not None:
+        return shipped
+    if file is None:
+        kinds = {"hsdp": "dp_replicate_size", "cp": "cp_size", "tp": "tp_size"}
+        return f"{next((name for name, key in kinds.items() if key in asked), 'fsdp2')}-custom-{digest}"
+    if not _USABLE.fullmatch(file.stem):
+        raise UserError(
+            f"a run would be named after the DeepSpeed JSON {file.name!r}",
+            "give the file a name of up to 40 letters, digits, - and _",
+        )
+    stage = asked["zero_optimization"]["stage"]
+    says_so = re.match(rf"zero{stage}(?!\d)", file.stem) or not re.match(r"zero\d|ddp|single|fsdp", file.stem)
+    own = f"zero{stage}-custom" if file.stem in SHIPPED or not says_so else file.stem
+    return f"{own}-{digest}"
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b=5e6` lines as a mapping from dotted key to value."""
+    parsed: dict[str, Any] = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        try:
+            value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        except (ValueError, RecursionError):
+            value = None
+        if not (equals and all(key.split("."))) or value is None:
+            raise UserError(
+                f"--engine_override {brief(item)} is not KEY=JSON",
+                "write it as zero_optimization.reduce_bucket_size=5000000",
+            )
+        for other in parsed:
+            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+                raise UserError(f"--engine_override sets both {other} and {key}", "leave one of them out")
+        parsed[key] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return parsed
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not finite")
+    return float(text)
+
+
+def override(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """DeepSpeed settings with dotted keys replaced; the given ones stay as they are."""
+    changed = copy.deepcopy(dict(settings))
+    for key, value in parse_overrides(overrides).items():
+        *sections, last = key.split(".")
+        node = changed
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--engine_override {key}: {section} is a value, not a section", "fix the key")
+        node[last] = value
+    return changed

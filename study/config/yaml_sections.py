@@ -1,0 +1,127 @@
+"""YAML that people write, read strictly: what is not understood is refused with file and line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from study.config.errors import UserError
+
+_NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
+class Section(dict[str, Any]):
+    """A mapping of the file that knows where it stands there, and where each of its keys does, as FILE:LINE."""
+
+    def __init__(self, place: str):
+        super().__init__()
+        self.place = place
+        self.places: dict[str, str] = {}
+
+    def place_of(self, key: str) -> str:
+        return self.places.get(key, self.place)
+
+    def refusal(self, key: str, problem: str, fix: str) -> UserError:
+        return UserError(f"{self.place_of(key)}: {key} {problem}", fix)
+
+    def need(self, *keys: str) -> None:
+        for key in keys:
+            if key not in self:
+                raise UserError(f"{self.place}: {key} is missing", f"add {key}: to it")
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class _Sections:
+    """What a loader makes of mappings."""
+
+    file: Path
+    kind: type[Section]
+    most: int
+
+    def checked_data(self: Any) -> Any:
+        """What the file holds, unless its aliases make more of it than any such file has."""
+        node = self.get_single_node()
+        if node is None:
+            return None
+        if written_out(node, {}) > self.most:
+            raise UserError(f"{self.file} holds more than {self.most} values, its aliases written out", "fix the file")
+        return self.construct_document(node)
+
+    def section(self: Any, node: yaml.MappingNode) -> Section:
+        section: Section = self.kind(f"{self.file}:{node.start_mark.line + 1}")
+        for key_node, value_node in node.value:
+            key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
+            if not isinstance(key, str):
+                raise UserError(f"{place}: the key {key!r} is not a word", "quote it, or fix it")
+            if key in section:
+                raise UserError(f"{place}: {key} is there twice", "remove one of them")
+            section[key], section.places[key] = self.construct_object(value_node, deep=True), place
+        return section
+
+
+def written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values there would be without aliases."""
+    if node not in known:
+        known[node] = 1  # also for one that holds itself
+        if isinstance(node, yaml.CollectionNode):
+            parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            known[node] += sum(written_out(part, known) for part in parts)
+    return known[node]
+
+
+class _YamlLoader(_Sections, yaml.SafeLoader):
+    """Of anybody's files."""
+
+
+# libyaml is ten times as fast, and what nests too deep crashes it: it reads this package's own files alone.
+_Fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class _OwnLoader(_Sections, _Fast):
+    pass
+
+
+_loader: Any
+for _loader in (_YamlLoader, _OwnLoader):
+    _loader.add_constructor("tag:yaml.org,2002:map", _loader.section)
+    # YAML 1.1 reads 1e-5 as a word; who writes it means the number.
+    _loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER_LIKE_1E5, list("-+0123456789"))
+
+
+def read_own(text: str) -> Any:
+    """Of a file of this package."""
+    return yaml.load(text, _Fast)
+
+
+def read_document(file: Path, kind: type[Section], most: int) -> Any:
+    """All of a file; its mappings are sections of this kind, and it holds no more than so many values."""
+    try:
+        own = file.resolve().is_relative_to(_PACKAGE)
+        loader = (_OwnLoader if own else _YamlLoader)(file.read_text(encoding="utf-8"))
+        loader.file, loader.kind, loader.most = file, kind, most
+        return loader.checked_data()
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not readable ({error})", "fix the file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise UserError(f"{where}: not YAML ({getattr(error, 'problem', error)})", "fix the file") from None
+
+
+def as_section(value: Any, place: str, keys: Collection[str], kind: type[AnySection]) -> AnySection:
+    """A value that must be a mapping with none but these keys."""
+    if not isinstance(value, kind):
+        found = "nothing" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{place}: {found} stands where a mapping belongs", f"write one with {', '.join(sorted(keys))}")
+    for key, where in value.places.items():
+        if key not in keys:
+            raise UserError(f"{where}: unknown key {key!r}", f"known here: {', '.join(sorted(keys))}")
+    return value

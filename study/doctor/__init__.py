@@ -1,1 +1,0 @@
-"""`study doctor`: what this box has, what `study run laptop` misses here, and the command that fixes it."""

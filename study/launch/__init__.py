@@ -1,1 +1,0 @@
-"""One cell in processes of its own: started, supervised, ended, judged."""

@@ -1,0 +1,158 @@
+"""What a run measures about itself, in one object that keeps the training loop readable:
+
+meters = Meters(device, watched_step=7, warmup_steps=6, profiled_steps=range(28, 31), records_profile=is_main)
+model, optimizer = accelerator.prepare(...)
+meters.start(model, optimizer)
+for step in ...:
+    with meters.step(step):
+        ...forward, backward, optimizer step...
+    rows = meters.flush()
+    with meters.interruption("eval"):
+        ...
+meters.finish()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from study.metrics.clock import LEAST_WARMUP_STEPS, EnergyMeter, HostCost, StepClock, step_time_statistics
+from study.metrics.inventory import ForwardWatch
+from study.metrics.memory import MemoryMeter, Phase
+from study.metrics.profiling import PROFILER_WARMUP_STEPS, StepProfiler
+from study.metrics.state import StateWatch
+from study.metrics.traffic import TrafficWatch
+
+
+class Meters:
+    """Clock, memory, energy, and the watches of one step, in this rank. Create it before the model.
+
+    The profiled steps are the run's last. All ranks leave them out of their times, and one of them records.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        watched_step: int | None,
+        warmup_steps: int = LEAST_WARMUP_STEPS,
+        profiled_steps: range = range(0),
+        records_profile: bool = False,
+        ranks_per_machine: int | None = None,
+    ) -> None:
+        self.ranks_per_machine = ranks_per_machine
+        self.cost = HostCost()
+        self._device = device
+        self.energy = EnergyMeter(device)
+        self.memory = MemoryMeter(device, self.cost)
+        self.clock = StepClock(device, warmup_steps, cost=self.cost, on_segment=self._segment)
+        self.warmup_steps = warmup_steps
+        self.watched_step = watched_step
+        self.profiled_steps = profiled_steps
+        self.profiler = StepProfiler(device, profiled_steps) if profiled_steps and records_profile else None
+        self.traffic: dict[str, Any] | None = None
+        self.state: dict[str, Any] | None = None
+        self._started: tuple[Any, Any] | None = None
+        self._first_step = True
+
+    def start(self, model: Any, optimizer: Any) -> None:
+        """Call when everything is prepared, right before the first step."""
+        self._started = (model, optimizer)
+        # Reference cycles hold tensors until some collection: transformers drops the output layer that it ties.
+        gc.collect()
+        self.memory.enter_phase("first_step")
+        self.clock.resume()
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """One whole optimizer step, all its micro-batches included."""
+        if self.profiled_steps:
+            self._before_profiled(step)
+        if step == self.watched_step and step not in self.profiled_steps:
+            self.clock.exclude_next_step()
+            assert self._started is not None, "start() comes before the first step"
+            with (
+                TrafficWatch(step, self.ranks_per_machine) as traffic,
+                StateWatch(*self._started, self._device) as state,
+                ForwardWatch(self._started[0], self._device) as forward,
+            ):
+                yield
+            self.traffic, self.state = traffic.report(), state.report and state.report | forward.report
+            if state.report is None and state.unknown is None:
+                # A loss scaler skipped this step, so the next one is watched.
+                self.watched_step = step + 1
+        else:
+            yield
+        self.clock.step_done(step)
+        self.memory.step_done()
+        if self._first_step:
+            self._first_step = False
+            with self.paused():
+                self.memory.enter_phase("steady")
+        if self.profiler is not None and step == self.profiled_steps[-1]:
+            with self.paused():
+                self.profiler.stop()
+
+    def _before_profiled(self, step: int) -> None:
+        first = self.profiled_steps[0]
+        if step == first - PROFILER_WARMUP_STEPS:
+            self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
+            if self.profiler is not None:
+                with self.paused():
+                    self.profiler.warm_up()
+        elif step == first and self.profiler is not None:
+            with self.paused():
+                self.profiler.start()
+
+    @contextlib.contextmanager
+    def interruption(self, phase: Phase) -> Iterator[None]:
+        """Around what is not a training step: its time is in no step, and its memory in a phase of its own."""
+        self.clock.pause()
+        with self.memory.phase(phase):
+            yield
+        self.clock.resume_cold()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is in no step's time: a checkpoint, a gathered metric."""
+        self.clock.pause()
+        yield
+        self.clock.resume()
+
+    def peak_gib(self) -> float:
+        """For a progress line: the peak so far of what tensors occupy on the GPU, or of this process on the host."""
+        phases = self.memory.report()["phases"].values()
+        return max(phase["allocated"] or phase["host"] for phase in phases) / 2**30
+
+    def flush(self) -> list[tuple[int, float]]:
+        return self.clock.flush()
+
+    def finish(self) -> None:
+        """Call after the last step, before anything is closed."""
+        self.clock.pause()
+
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """profile.json, of the rank that recorded one."""
+        return self.profiler.document if self.profiler is not None else None
+
+    def summary(self) -> dict[str, float | None]:
+        """This rank's summary.json figures of time and energy; flush() first."""
+        return {
+            **step_time_statistics(self.clock.counted_step_times),
+            "window_s": self.clock.window_s if self.clock.window_steps else None,
+            "window_steps": self.clock.window_steps or None,
+            "warmup_steps": self.warmup_steps,
+            "self_cost_s": self.cost.seconds,
+            "energy_j": self.energy.joules,
+        }
+
+    def _segment(self, counted: bool, opened: bool) -> None:
+        if counted:
+            (self.energy.resume if opened else self.energy.pause)()
+        elif self.profiler is not None:
+            (self.profiler.begin if opened else self.profiler.end)()

@@ -1,0 +1,148 @@
+"""Peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
+
+Three device figures: what tensors occupy (allocated), what the caching allocator holds (reserved), and what the card
+shows as used (device: with context, communicators and every other process on that card). The peaks of torch and of
+Linux are reset where a phase begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from study.metrics.clock import HostCost, nvml_handle
+
+Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
+
+
+class MemoryMeter:
+    """A phase may come back: its peak is the largest of all its turns. All figures are bytes."""
+
+    def __init__(self, device: torch.device, cost: HostCost | None = None) -> None:
+        self.device = device
+        self.cost = cost or HostCost()
+        self._nvml = nvml_handle(device)
+        self._host = _HostPeak()
+        self._peaks: dict[str, dict[str, int | None]] = {}
+        self._device_peak: int | None = None
+        self._device_sum = 0
+        self._device_samples = 0
+        self._phase: Phase = "init"
+        self._has_stepped = False
+        self._reset()
+
+    def enter_phase(self, phase: Phase) -> None:
+        self._harvest()
+        self._phase, self._has_stepped = phase, False
+        self._reset()
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Leave the current phase for this one, and go back to it after."""
+        interrupted = self._phase
+        self.enter_phase(phase)
+        try:
+            yield
+        finally:
+            self.enter_phase(interrupted)
+
+    def step_done(self) -> None:
+        """One cheap sample of the device; the peaks need none."""
+        self._has_stepped = True
+        with self.cost:
+            used = self._sample_device()
+            if used is not None:
+                self._device_sum += used
+                self._device_samples += 1
+
+    def report(self) -> dict[str, Any]:
+        """This rank's `{phase: {allocated, reserved, device, host}}` and its mean device memory over steps."""
+        self._harvest()
+        mean = self._device_sum / self._device_samples if self._device_samples else None
+        return {"phases": {name: dict(peaks) for name, peaks in self._peaks.items()}, "device_mean_over_steps": mean}
+
+    def _harvest(self) -> None:
+        if self._phase == "steady" and not self._has_stepped and "steady" in self._peaks:
+            # Between the last evaluation and the end, with what it imported, there is no step.
+            return
+        self._sample_device()
+        on_cuda = self.device.type == "cuda"
+        now = {
+            "allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else None,
+            "reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
+            "device": self._device_peak,
+            "host": self._host.read(),
+        }
+        peaks = self._peaks.setdefault(self._phase, now)
+        for name, value in now.items():
+            if value is not None:
+                peaks[name] = max(peaks[name] or 0, value)
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._host.reset()
+        self._device_peak = None
+        self._sample_device()
+
+    def _sample_device(self) -> int | None:
+        if self._nvml is None:
+            return None
+        import pynvml
+
+        try:
+            # The first version counts what the driver keeps for itself as used.
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml, version=pynvml.nvmlMemory_v2).used)
+        except pynvml.NVMLError:
+            # Some boxes do not let a guest ask, and no run depends on the answer. What was seen before is no peak.
+            self._nvml = self._device_peak = None
+            self._device_samples = 0
+            for peaks in self._peaks.values():
+                peaks["device"] = None
+            return None
+        self._device_peak = max(used, self._device_peak or 0)
+        return used
+
+
+class _HostPeak:
+    """This process's peak resident memory since `reset()`."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._resettable = True
+        self._lifetime_at_reset = 0
+        self._resident_at_reset = 0
+        self.reset()
+
+    def reset(self) -> None:
+        if hasattr(psutil, "heap_trim"):
+            # Give back what an earlier phase freed and the C library kept: it is not of this phase.
+            psutil.heap_trim()
+        try:
+            # proc(5): "5" resets VmHWM. Some containers refuse it.
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self._resettable = False
+        self._lifetime_at_reset = _lifetime_peak()
+        self._resident_at_reset = self._process.memory_info().rss
+
+    def read(self) -> int:
+        if self._resettable:
+            status = Path("/proc/self/status").read_text()
+            line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        lifetime = _lifetime_peak()
+        if lifetime > self._lifetime_at_reset:
+            return lifetime
+        # The process was larger in an earlier phase, so only the two ends of this one are known.
+        return max(self._resident_at_reset, self._process.memory_info().rss)
+
+
+def _lifetime_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

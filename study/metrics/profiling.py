@@ -1,0 +1,333 @@
+"""Where the time of the last steps of a run goes, from torch's own profiler, as one small document.
+
+On a GPU the kernels are counted, and what lies between them is the GPU waiting for the host. Elsewhere the operators
+are, each without those it calls, and what lies between them is Python.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, and not declared so
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from study.config.errors import Unsupported, UserError
+from study.config.flags import RunConfig
+from study.metrics.clock import warmup_steps
+from study.records.schema import PROFILE_CATEGORIES
+
+# What lies inside one of these belongs to it, whatever it does there.
+_REGIONS = (
+    ("collectives", re.compile(r"^(c10d|_c10d_functional(_autograd)?)::|^record_param_comms$|^nccl|^gloo:")),
+    ("optimizer", re.compile(r"^Optimizer\.step#|^aten::_fused_(adam|adamw|adagrad|sgd)_?$")),
+    ("attention", re.compile(r"scaled_dot_product|ScaledDotProduct|(flash|efficient|flex)_attention")),
+)
+_OPERATOR = re.compile(r"^aten::_?(?:foreach_)?(\w+?)_?$")
+_COPY_INSIDE_FSDP = re.compile(r"^fsdp::(chunk_cat|split_with_sizes_copy|all_gather_copy_in|copy_)")
+_BACKWARD = re.compile(r"_backward(_data|_input|_weight)?$")
+_OPERATORS = {
+    "matmul": {
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "addmm_activation",
+        "scaled_mm", "mkldnn_linear", "convolution", "conv1d", "conv2d", "cudnn_convolution", "mkldnn_convolution",
+    },
+    "copies": {
+        "copy", "to", "to_copy", "clone", "contiguous", "cat", "stack", "pin_memory", "zero", "zeros", "zeros_like",
+        "fill", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full", "repeat",
+        "split_with_sizes_copy", "chunk_cat", "constant_pad_nd", "arange",
+    },
+    "elementwise": {
+        "add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "reciprocal", "pow", "sqrt", "rsqrt", "exp", "log",
+        "log1p", "expm1", "sin", "cos", "tanh", "erf", "sigmoid", "relu", "gelu", "silu", "elu", "threshold",
+        "softplus", "lerp", "addcmul", "addcdiv", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
+        "masked_fill", "eq", "ne", "lt", "gt", "le", "ge", "logical_and", "logical_or", "logical_not", "bitwise_and",
+        "bitwise_or", "bitwise_not", "isnan", "isinf", "isfinite", "floor_divide", "remainder", "dropout",
+        "native_dropout", "bernoulli", "tril", "triu", "softmax", "log_softmax", "layer_norm", "native_layer_norm",
+        "rms_norm", "fused_rms_norm", "batch_norm", "native_batch_norm", "group_norm", "native_group_norm", "sum",
+        "mean", "var", "var_mean", "std", "prod", "amax", "amin", "max", "min", "any", "all", "argmax", "argmin",
+        "norm", "linalg_vector_norm", "logsumexp", "cumsum", "nll_loss", "nll_loss_forward", "nll_loss_nd",
+        "cross_entropy_loss", "mse_loss", "sgn", "masked_scale", "amp_update_scale",
+        "amp_foreach_non_finite_check_and_unscale",
+    },
+}  # fmt: skip
+_KIND_OF_OPERATOR = {name: kind for kind, names in _OPERATORS.items() for name in names}
+
+# Inductor names a kernel after the operators it has fused; one that only moves numbers is a copy.
+_MOVES = (
+    "unsafe_view|_?to_copy|clone|copy|cat|stack|view|transpose|permute|expand|unsqueeze|squeeze|slice_scatter|slice|"
+    "select|constant_pad_nd|zeros_like|zeros|ones|full_like|full|new_zeros|empty_like|empty|t"
+)
+# In this order: the first that is found in a kernel's name says what it is for.
+_KERNELS = (
+    ("copies", re.compile(rf"^triton_(poi|for)_fused(_+({_MOVES}))+(_\d+)*$")),
+    ("attention", re.compile(r"flash|fmha|sdpa|flex_attention|efficient_attention|AttentionKernel", re.I)),
+    ("matmul", re.compile(r"^triton_(mm|bmm|tem_fused_\w*(mm|bmm|addmm|baddbmm))")),
+    ("elementwise", re.compile(r"^triton_(poi|per|red|for|spl)(_|\d)")),
+    ("optimizer", re.compile(r"Adam\w*Functor|FusedSgdMathFunctor")),
+    ("copies", re.compile(r"^(Memcpy|Memset)|copy_kernel|CatArrayBatchedCopy|FillFunctor|chunk_cat|split_with_sizes")),
+    ("matmul", re.compile(
+        r"gemm|^nvjet|cublas|cutlass\w*::(Kernel2?|device_kernel)\b|splitK|gemv|xmma|\bdot_kernel|wgrad|dgrad", re.I
+    )),
+    ("elementwise", re.compile(
+        r"elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel|layer_norm|LayerNorm|GammaBeta|RMSNorm|rms_norm|"
+        r"[sS]oft_?[mM]ax|dropout|nll_loss|RowwiseMoments|ComputeGradInput|ComputeInternalGradients|triu_tril"
+    )),
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def category_of_operator(name: str) -> str | None:
+    """What an operator of torch is for by itself; None where its name does not say."""
+    if _COPY_INSIDE_FSDP.match(name):
+        return "copies"
+    if (found := _OPERATOR.match(name)) is None:
+        return None
+    plain = found[1].removesuffix("_")
+    return _KIND_OF_OPERATOR.get(plain) or _KIND_OF_OPERATOR.get(_BACKWARD.sub("", plain))
+
+
+@functools.lru_cache(maxsize=4096)
+def category_of_kernel(name: str) -> str | None:
+    """What a kernel is for by its own name alone; None where that does not say."""
+    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), None)
+
+
+def category(name: str, callers: Sequence[str] = ()) -> str:
+    """What a kernel or operator is for; `callers` are the operators around it, the innermost first."""
+    in_regions = map(_region, (name, *reversed(callers)))
+    as_operators = map(category_of_operator, (name, *callers))
+    return next(filter(None, chain(in_regions, as_operators)), None) or category_of_kernel(name) or "other"
+
+
+@functools.lru_cache(maxsize=4096)
+def _region(name: str) -> str | None:
+    return next((kind for kind, pattern in _REGIONS if pattern.search(name)), None)
+
+
+# Between the watched step and the profiler, so that a profiled run has undisturbed times as well.
+COUNTED_STEPS = 3
+# The profiler's own: its hooks into the driver are slow at first.
+PROFILER_WARMUP_STEPS = 1
+TOP = 25
+NAME_LETTERS = 200
+_RANGE = "zero-study: profiled steps"
+_OPTIMIZER_RANGE = "Optimizer.step#"
+# Calls into the CUDA runtime and driver stand beside the operators in a trace.
+_DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
+
+
+def check_profiled_steps(config: RunConfig, steps: int) -> None:
+    """`steps`: how many this run does itself, after a checkpoint it goes on from."""
+    others = 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
+    needed = next(count for count in itertools.count(others) if count >= warmup_steps(count) + others)
+    if config.profile_steps and steps < needed:
+        raise UserError(
+            f"--profile_steps {config.profile_steps} needs {needed} steps (warm-up, the watched one, {COUNTED_STEPS}"
+            f" that are timed, the profiler's own warm-up), and this run does {steps}",
+            f"use --max_steps {needed} or more, or fewer --profile_steps",
+        )
+
+
+class StepProfiler:
+    """Records consecutive steps: warm_up() a step before them, start() and stop() around them.
+
+    Only what lies between begin() and end() is counted; the device is idle at either.
+    """
+
+    def __init__(self, device: torch.device, steps: range) -> None:
+        self.steps = steps
+        self.device = device
+        self.document: dict[str, Any] | None = None
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+        # For torch all our steps are one: it has no other way to warm up.
+        self._profile = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
+        self._range: record_function | None = None
+        self._records = False
+
+    def warm_up(self) -> None:
+        with warnings.catch_warnings():
+            # torch 2.11 says that the events of earlier cycles are lost; there are none.
+            warnings.simplefilter("ignore")
+            self._profile.start()
+
+    def start(self) -> None:
+        self._profile.step()
+        self._records = True
+
+    def stop(self) -> None:
+        self._records = False
+        self._profile.stop()
+        assert self._profile.profiler is not None
+        results = self._profile.profiler.kineto_results
+        assert results is not None, "the profiler recorded nothing"
+        self.document = profile_document(results.events(), self.steps, self.device.type)
+
+    def begin(self) -> None:
+        if self._records:
+            self._range = record_function(_RANGE)
+            self._range.__enter__()
+
+    def end(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+
+@dataclasses.dataclass
+class Span:
+    """A piece of work and the operators around it; nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    parent: Span | None = None
+    # An annotation only says what is done inside.
+    works: bool = True
+    inside: int = 0
+
+    @property
+    def alone(self) -> int:
+        """Its time without that of the operators it calls."""
+        return self.end - self.start - self.inside
+
+    def around(self) -> Iterator[Span]:
+        """The innermost first."""
+        span = self.parent
+        while span is not None:
+            yield span
+            span = span.parent
+
+
+def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[str, Any]:
+    """What profile.json says, from the events of torch's profiler."""
+    host, kernels = [], []
+    for event in events:
+        if event.device_type() == DeviceType.CPU:
+            host.append(event)
+        elif not event.is_user_annotation():
+            kernels.append(event)
+    window = _Window([(event.start_ns(), event.end_ns()) for event in host if event.name() == _RANGE])
+    operators, by_id = _operators(host, window)
+    if device == "cuda":
+        if not kernels:
+            # It is so on this box, and would be in the next run as well.
+            raise Unsupported(
+                "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
+            )
+        work = []
+        for event in kernels:
+            if (span := window.clipped(event)) is not None:
+                span.parent = by_id.get(event.linked_correlation_id())
+                work.append(span)
+    else:
+        work = [span for span in operators if span.works]
+    return _document(work, window, steps, device)
+
+
+class _Window:
+    """The stretches of time that count."""
+
+    def __init__(self, stretches: Iterable[tuple[int, int]]) -> None:
+        self.stretches = sorted(stretches)
+        self._starts = [start for start, _ in self.stretches]
+
+    @property
+    def length(self) -> int:
+        return sum(end - start for start, end in self.stretches)
+
+    def clipped(self, event: Any) -> Span | None:
+        """The part of the event inside a stretch; None if it does not start in one."""
+        start = event.start_ns()
+        place = bisect.bisect_right(self._starts, start) - 1
+        if place < 0 or start >= (end := self.stretches[place][1]):
+            return None
+        return Span(event.name(), start, min(event.end_ns(), end))
+
+
+def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[int, Span]]:
+    """Operators and annotations of the host, each with its caller; and by the id that kernels refer to."""
+    found: list[Span] = []
+    by_id: dict[int, Span] = {}
+    threads: defaultdict[Any, list[Span]] = defaultdict(list)
+    for event in host:
+        if event.name() == _RANGE or event.is_hidden_event() or _DRIVER_CALL.match(event.name()):
+            continue
+        span = window.clipped(event)
+        if span is None:
+            continue
+        span.works = not event.is_user_annotation() or span.name.startswith(_OPTIMIZER_RANGE)
+        found.append(span)
+        if event.correlation_id() > 0 and event.linked_correlation_id() == 0:
+            by_id[event.correlation_id()] = span
+        # Work that begins in one thread and ends in another has no caller.
+        if not event.is_async() and event.start_thread_id() == event.end_thread_id():
+            threads[event.start_thread_id()].append(span)
+    for spans in threads.values():
+        _nest(spans)
+    return found, by_id
+
+
+def _nest(spans: list[Span]) -> None:
+    """Give every span of one thread its parent, and the time of the working spans inside it."""
+    open_spans: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        while open_spans and open_spans[-1].end <= span.start:
+            open_spans.pop()
+        if open_spans:
+            span.parent = open_spans[-1]
+            span.end = min(span.end, span.parent.end)
+        if span.works and (caller := next((around for around in span.around() if around.works), None)):
+            caller.inside += span.end - span.start
+        open_spans.append(span)
+
+
+def _document(work: Sequence[Span], window: _Window, steps: range, device: str) -> dict[str, Any]:
+    per_step = 1e-9 / len(steps)
+    wall, busy = window.length, _covered(work)
+    categories = dict.fromkeys(PROFILE_CATEGORIES, 0)
+    totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for span in work:
+        kind = category(span.name, [caller.name for caller in span.around()])
+        categories[kind] += span.alone
+        total = totals[_printable(span.name), kind]
+        total[0] += 1
+        total[1] += span.alone
+    largest = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:TOP]
+    return {
+        "device": device,
+        "steps": list(steps),
+        "wall_s_per_step": wall * per_step,
+        "busy_s_per_step": busy * per_step,
+        "idle_s_per_step": (wall - busy) * per_step,
+        # Where pieces of work overlap, their times add up to more than the device was busy.
+        "summed_s_per_step": sum(categories.values()) * per_step,
+        "calls_per_step": len(work) / len(steps),
+        "categories_s_per_step": {kind: time * per_step for kind, time in categories.items()},
+        "top": [
+            {"name": name, "category": kind, "calls_per_step": calls / len(steps), "s_per_step": time * per_step}
+            for (name, kind), (calls, time) in largest
+        ],
+    }
+
+
+def _covered(work: Sequence[Span]) -> int:
+    """The time in which at least one of them ran."""
+    covered, reached = 0, 0
+    for start, end in sorted((span.start, span.end) for span in work):
+        if end > reached:
+            covered += end - max(start, reached)
+            reached = end
+    return covered
+
+
+def _printable(name: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in name)[:NAME_LETTERS]

@@ -1,0 +1,274 @@
+"""Bytes of model state one rank really holds: parameters, gradients, optimizer state, and the engine's buffers.
+
+Read from the live objects at the right instants, each storage counted once, and compared with a scan of every tensor
+storage alive in the process. `device` is where the engine computes, `host` what it keeps in host memory on purpose,
+`nvme` the swap files on disk. Without a GPU, device and host are the same RAM: there the engine's offload
+configuration decides. Where an engine keeps its tensors is written in the _claim_* functions below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from study.host.stacks import unverified_pair
+from study.metrics.inventory import Inventory, gradients_of, tensors_in
+from study.records.schema import STATE_KINDS, STATE_PLACES
+
+
+def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan: bool = True) -> dict[str, Any]:
+    """The state of this rank now, which computes on this device; see `StateWatch` for the right instants."""
+    engine, base = _unwrap(model, optimizer)
+    if engine is None:
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
+        inventory = Inventory(device)
+        _claim_plain(inventory, model, base)
+    else:
+        inventory = Inventory(torch.device(engine.device))
+        if engine.zero_optimization_stage() == 3:
+            _claim_zero3(inventory, engine)
+        elif hasattr(base, "single_partition_of_fp32_groups"):
+            _claim_zero12(inventory, engine)
+        elif isinstance(base, torch.optim.Optimizer):
+            _claim_plain(inventory, engine.module, base)
+        else:
+            _claim_mixed_precision_wrapper(inventory, engine)
+        model = engine.module
+    inventory.claim("buffers", "model_buffers", list(model.buffers()))
+    pieces = {key: count for key, count in inventory.pieces.items() if count}
+    buffers = {f"{piece}.{place}": count for (kind, place, piece), count in pieces.items() if kind == "buffers"}
+    return {
+        "state_bytes": {kind: {place: inventory.total(kind, place) for place in STATE_PLACES} for kind in STATE_KINDS},
+        "pieces": {".".join(key): count for key, count in pieces.items() if key[0] != "buffers"},
+        "buffer_bytes": buffers,
+        "kept_whole": _kept_whole(engine, inventory),
+        "grads_in_bucket_bytes": inventory.grads_in_bucket_bytes,
+        "other_tensor_bytes": inventory.other_tensor_bytes() if scan else None,
+    }
+
+
+class StateWatch:
+    """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
+
+    Gradients live from backward to the optimizer step only, and a DeepSpeed engine steps inside
+    `accelerator.backward`. So the state is read where the step begins. ZeRO-1 holds every gradient whole
+    until backward has ended and only then keeps its own partition: gradients are read at that instant too,
+    and the larger figure counts. Optimizer state is read again after the step, since the first one creates it.
+    No report where no optimizer step happened, as when a loss scaler skips one.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._hooks = contextlib.ExitStack()
+        self._after_backward: dict[str, Any] | None = None
+        self._before_step: dict[str, Any] | None = None
+        # What another release of the engine has under no name that is known here; then there is no report at all.
+        self.unknown: str | None = None
+        self.report: dict[str, Any] | None = None
+
+    def __enter__(self) -> StateWatch:
+        engine, base = _unwrap(self._model, self._optimizer)
+        if engine is not None:
+            self._hooks.enter_context(_before_call(engine, "allreduce_gradients", self._read_after_backward))
+        if isinstance(base, torch.optim.Optimizer):
+            hook = base.register_step_pre_hook(lambda *_: self._read_state())
+            self._hooks.callback(hook.remove)
+        else:
+            # DeepSpeed's own wrappers know no hooks. Their base optimizer does, yet by then ZeRO-1 and 2
+            # have copied the gradients and NVMe state has been swapped in.
+            self._hooks.enter_context(_before_call(base, "step", self._read_state))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._hooks.close()
+        after_step = self._read(scan=False) if kind is None and self._before_step is not None else None
+        if self.unknown or self._before_step is None or after_step is None:
+            return
+        report = self._before_step
+        state = report["state_bytes"]
+        state["optimizer"] = _larger(state["optimizer"], after_step["state_bytes"]["optimizer"])
+        report["grads_before_step"] = state["grads"]
+        report["grads_after_backward"] = None
+        report["grads_in_bucket_bytes"] = None
+        if self._after_backward is not None:
+            earlier = self._after_backward
+            report["grads_after_backward"] = earlier["state_bytes"]["grads"]
+            report["grads_in_bucket_bytes"] = earlier["grads_in_bucket_bytes"]
+            state["grads"] = _larger(state["grads"], earlier["state_bytes"]["grads"])
+            report["buffer_bytes"] = _larger(report["buffer_bytes"], earlier["buffer_bytes"])
+        self.report = report
+
+    def _read_after_backward(self) -> None:
+        self._after_backward = self._read(scan=False)
+
+    def _read_state(self) -> None:
+        if self._before_step is None:  # ZeRO-3 and parameter groups may step the base optimizer several times
+            self._before_step = self._read()
+
+    def _read(self, *, scan: bool = True) -> dict[str, Any] | None:
+        if self.unknown:
+            return None
+        try:
+            return model_state_bytes(self._model, self._optimizer, self._device, scan=scan)
+        except AttributeError as error:
+            if unverified_pair() is None:
+                raise
+            self.unknown = str(error)
+            return None
+
+
+def _kept_whole(engine: Any, inventory: Inventory) -> dict[str, int | None]:
+    """ZeRO-3 gathers parameters under the persistence threshold once and never lets go of them."""
+    persistent = getattr(engine.optimizer, "persistent_parameters", []) if engine is not None else []
+    threshold = engine.zero_param_persistence_threshold() if engine is not None else None
+    return {
+        "parameters": len(persistent),
+        "elements": sum(parameter.ds_numel for parameter in persistent),
+        "bytes": sum(count for key, count in inventory.pieces.items() if key[2] == "kept_whole"),
+        "threshold_elements": threshold if persistent else None,
+    }
+
+
+def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Bare module, DDP, FSDP2 (DTensors count by their local shard) and DeepSpeed's stage 0 in fp32."""
+    inventory.claim("params", "parameters", list(model.parameters()))
+    inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
+    inventory.claim("optimizer", "states", list(optimizer.state.values()))
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
+        # The C++ reducer holds a second copy of every gradient in buckets that Python cannot reach.
+        logged = model._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+        inventory.add_unreachable("ddp_reducer_buckets", [int(size) for size in sizes.split(",")])
+
+
+def _claim_zero12(inventory: Inventory, engine: Any) -> None:
+    """stage_1_and_2.py. The fp32 partition is a clone even of fp32 parameters, so it counts as optimizer state."""
+    zero = engine.optimizer
+    offloaded = zero.cpu_offload
+    parameters = list(engine.module.parameters())
+    # Gradients inside the bucket wait for their reduction (reduce_independent_p_g_buckets_and_remove_grads).
+    inventory.claim("buffers", "reduce_bucket", [bucket.buffer for bucket in zero.ipg_buckets.values()])
+    inventory.note_bucketed(parameters)
+    inventory.claim("params", "flat_groups", zero.bit16_groups_flat)
+    inventory.claim("params", "parameters", parameters)
+    inventory.claim("optimizer", "fp32_partition", zero.single_partition_of_fp32_groups, offloaded)
+    inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offloaded)
+    partition_grads = [partition.grad for partition in zero.single_partition_of_fp32_groups]
+    inventory.claim("grads", "fp32_partition_gradient", partition_grads, offloaded)
+    inventory.claim("grads", "averaged_gradients", zero.averaged_gradients)
+    inventory.claim("grads", "gradients", [gradients_of(parameter) for parameter in parameters])
+    inventory.claim("grads", "accumulated_on_host", getattr(zero, "accumulated_grads_in_cpu", None), offloaded)
+    for name in ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"):
+        inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
+    inventory.claim("buffers", "offload_staging", getattr(zero, "temp_grad_buffer_for_gpu_offload", None))
+    # Muon's momentum is there twice, so that a step may be left out.
+    staged = [momentum for momentum, _ in getattr(zero, "_muon_pending_momentum", {}).values()]
+    inventory.claim("buffers", "staged_momentum", staged)
+    _claim_muons_gathers(inventory, zero)
+
+
+def _claim_zero3(inventory: Inventory, engine: Any) -> None:
+    """stage3.py. _create_fp32_partitions means to share the partition in fp32, but compares a device with a string.
+
+    So there is an fp32 copy of fp32 parameters as well, and it counts as optimizer state.
+    """
+    zero = engine.optimizer
+    offload_params, offload_optimizer = zero.offload_param, zero.offload_optimizer
+    parameters = list(engine.module.parameters())
+    inventory.claim("buffers", "reduce_bucket", [bucket.buffer for bucket in zero.ipg_buckets.values()])
+    inventory.note_bucketed(parameters)
+    swapper = next((p.nvme_swapper for p in parameters if getattr(p, "nvme_swapper", None) is not None), None)
+    if swapper is not None:
+        # First, so that a partition passing through a swap buffer is not counted in memory and on disk.
+        inventory.claim("buffers", "nvme_parameter_swap", [swapper.buffers, swapper.partitioned_swap_buffer], True)
+        on_disk = [p for p in parameters if p.ds_tensor.final_location == "nvme"]
+        inventory.add_files("params", "swap_files", [swapper.id_to_path[p.ds_id] for p in on_disk])
+    inventory.claim("params", "partitions", [p.ds_tensor for p in parameters], offload_params)
+    # Of zero_hpz_partition_size: made when a parameter is first let go of, and dropped by the optimizer step.
+    inventory.claim("params", "second_copy", [p.ds_secondary_tensor for p in parameters], offload_params)
+    persistent = {id(p) for p in zero.persistent_parameters}
+    inventory.claim("params", "kept_whole", [p.data for p in parameters if id(p) in persistent])
+    inventory.claim("buffers", "gathered_parameters", [p.data for p in parameters if id(p) not in persistent])
+    inventory.claim("optimizer", "fp32_partitions", zero.fp32_partitioned_groups_flat, offload_optimizer)
+    inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offload_optimizer)
+    if (backup := getattr(zero, "backup_optimizer", None)) is not None:
+        # Steps what `ratio` leaves on a GPU (_optimizer_step).
+        inventory.claim("optimizer", "device_states", list(backup.state.values()))
+    if zero.swap_optimizer:
+        infos = zero.optimizer_swapper.swap_params_info.values()
+        inventory.claim("buffers", "nvme_optimizer_swap", zero.optimizer_swapper.swap_buffer_manager.all_buffers, True)
+        inventory.add_files("optimizer", "swap_files", [path for info in infos for path in info.get_swap_paths()])
+        inventory.claim("grads", "unswapped", [info.unswapped_gradients for info in infos], True)
+        inventory.add_files("grads", "swap_files", [p for info in infos for p in info.get_swap_gradient_paths()])
+    inventory.claim("grads", "partitions", zero.grad_partitions_flat_buffer, offload_optimizer)
+    fp32_gradients = [partition.grad for partition in zero.fp32_partitioned_groups_flat]
+    inventory.claim("grads", "fp32_partition_gradient", fp32_gradients, offload_optimizer)
+    inventory.claim("grads", "gradients", [p.grad for p in parameters])
+    inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
+    _claim_muons_gathers(inventory, zero)
+
+
+def _claim_muons_gathers(inventory: Inventory, zero: Any) -> None:
+    """Kept from step to step."""
+    kept = getattr(zero, "_muon_allgather_buffers", {})
+    inventory.claim("buffers", "gathered_for_muon", [[local, gathered] for local, gathered, _ in kept.values()])
+
+
+def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
+    """FP16_Optimizer, FP16_UnfusedOptimizer (stage 0) and BF16_Optimizer (stage 1 with fp32 accumulation)."""
+    wrapper = engine.optimizer
+    parameters = list(engine.module.parameters())
+    inventory.claim("params", "parameters", parameters)
+    for name in ("fp16_groups_flat", "bf16_groups_flat"):
+        inventory.claim("params", "flat_groups", getattr(wrapper, name, None))
+    inventory.claim("grads", "gradients", [gradients_of(parameter) for parameter in parameters])
+    for name in ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"):
+        inventory.claim("grads", name, getattr(wrapper, name, None))
+    masters = [
+        getattr(wrapper, name, None) for name in ("fp32_groups_flat", "fp32_groups", "fp32_groups_flat_partition")
+    ]
+    inventory.claim("optimizer", "fp32_masters", masters)
+    inventory.claim("grads", "fp32_gradients", [master.grad for master in tensors_in(masters)])
+    inventory.claim("optimizer", "states", list(wrapper.optimizer.state.values()))
+
+
+def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """(DeepSpeed engine or None, the optimizer whose `step` really steps)."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
+        return model, model.optimizer
+    return None, base_optimizer(optimizer)
+
+
+def base_optimizer(optimizer: Any) -> Any:
+    """The optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
+
+
+@contextlib.contextmanager
+def _before_call(owner: Any, name: str, action: Callable[[], None]) -> Iterator[None]:
+    original, own = getattr(owner, name), vars(owner).get(name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

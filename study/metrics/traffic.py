@@ -1,0 +1,178 @@
+"""Every collective one rank issues during one optimizer step: calls, payload, and the bytes that it sends.
+
+Counted where all engines meet: the dispatcher's `c10d::` and `_c10d_functional::` operators, seen by a
+TorchDispatchMode. `torch.distributed`, DeepSpeed's communication layer, FSDP2 and the C++ reducer of DDP all call
+methods of the C++ ProcessGroup (ProcessGroup.hpp), and each of these goes through the dispatcher before
+it reaches gloo, NCCL or the fake backend. Modes are part of the thread-local state that autograd hands
+to its worker threads and to its final callbacks (GraphTask in torch/csrc/autograd/engine.cpp), so
+collectives of backward hooks are seen on a GPU as well, where backward runs in other threads.
+The operator's own tensors are at hand, so sizes and types are exact. The profiler is not: it drops the
+types of tensor lists, and `record_param_comms` is written by some backends only.
+`wire_bytes_per_rank` are ring bytes: what the bandwidth-optimal algorithm sends, with the factors of nccl-tests, on any
+backend. Gloo takes other algorithms for some collectives, so `gloo_bytes_per_rank` says what it sends, where it runs:
+within 1 % of the counters of the loopback interface (tests/test_count_bytes.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from study.metrics.inventory import dtensor_type
+
+# What an operator is, by its name without namespace and outer underscores: `c10d::_allgather_base_`, or
+# `_c10d_functional::all_gather_into_tensor_coalesced`.
+_KINDS = {
+    "all_reduce": re.compile(r"^all_?reduce"),
+    "all_gather": re.compile(r"^all_?gather"),
+    "reduce_scatter": re.compile(r"^reduce_scatter"),
+    "broadcast": re.compile(r"^broadcast"),
+    "all_to_all": re.compile(r"all_?to_?all"),
+    "reduce": re.compile(r"^reduce$"),
+    "send": re.compile(r"^i?send$"),
+    "recv": re.compile(r"^i?recv"),
+}
+_BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
+# DeepSpeed's operator hides the collective within it.
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
+
+
+@dataclasses.dataclass
+class Collective:
+    calls: int = 0
+    payload_bytes: int = 0
+    # Ring bytes: the name is that of records.
+    wire_bytes_per_rank: float = 0.0
+    gloo_bytes_per_rank: float = 0.0
+
+
+class TrafficWatch(TorchDispatchMode):
+    """`with TrafficWatch(step) as watch:` around one whole optimizer step, and nothing but the step."""
+
+    def __init__(self, step: int, ranks_per_machine: int | None = None) -> None:
+        super().__init__()
+        self.step = step
+        self.ranks_per_machine = ranks_per_machine
+        # Of groups with ranks on more than one machine. A ring enters and leaves each of them once, so this is also
+        # what a machine sends to the next one.
+        self.across_machines_bytes = 0.0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        self.collectives: defaultdict[str, Collective] = defaultdict(Collective)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """With False, Dynamo would drop what it compiled, for the watched step and all after it."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, dtensor_type()) for kind in types):
+            # Let DTensor turn into its local operators and collectives first; those come back here.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) in _NAMESPACES:
+            names = [argument.name for argument in func._schema.arguments]
+            self._count(func._schema.name, dict(zip(names, args, strict=False)) | (kwargs or {}), result)
+        return result
+
+    def _count(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is None:
+            return  # waiting for a result, or wrapping one: no collective
+        if name in _BARRIERS:
+            self.collectives["barrier"].calls += 1
+            return
+        namespace, _, operator = name.partition("::")
+        kind = next((kind for kind, known in _KINDS.items() if known.search(operator.strip("_"))), None)
+        given = list(arguments.values())
+        # The whole logical tensor: what a gathering collective puts out, and what a scattering one takes in.
+        if kind is None:
+            # An operator that nobody has named counts with all its arguments, rather than not at all.
+            kind, payload = name, given
+        elif namespace == "c10d":
+            # These take the tensors that they fill first.
+            payload = given[1] if kind in ("reduce_scatter", "all_to_all") else given[0]
+        else:
+            payload = result if kind == "all_gather" else given[0]
+        count = sum(t.numel() * t.element_size() for t in tree_leaves(payload) if isinstance(t, torch.Tensor))
+        collective = self.collectives[kind]
+        collective.calls += 1
+        collective.payload_bytes += count
+        ranks = _ranks_of(group)
+        if kind == "all_to_all":
+            ring = gloo = _sent_to_others(arguments, ranks)
+        else:
+            ring, gloo = _ring_bytes(kind, count, len(ranks)), _gloo_bytes(kind, count, len(ranks))
+        collective.wire_bytes_per_rank += ring
+        collective.gloo_bytes_per_rank += gloo
+        if self.ranks_per_machine and len({rank // self.ranks_per_machine for rank in ranks}) > 1:
+            self.across_machines_bytes += ring
+
+    def report(self) -> dict[str, Any]:
+        counts = {kind: dataclasses.asdict(count) for kind, count in sorted(self.collectives.items())}
+        if not self.is_gloo:
+            for count in counts.values():
+                del count["gloo_bytes_per_rank"]
+        found = {"step": self.step, "world_size": self.world_size, "collectives": counts}
+        if self.ranks_per_machine and self.world_size > self.ranks_per_machine:
+            found |= {
+                "ranks_per_machine": self.ranks_per_machine,
+                "across_machines_bytes_per_rank": self.across_machines_bytes,
+            }
+        return found
+
+
+def _ring_bytes(kind: str, size: int, ranks: int) -> float:
+    if ranks == 1 or kind == "recv":
+        return 0.0
+    share = (ranks - 1) / ranks
+    return size * {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share}.get(kind, 1.0)
+
+
+def _gloo_bytes(kind: str, size: int, ranks: int) -> float:
+    """The mean of all ranks. ProcessGroupGloo.cpp makes a reduce-scatter of an all-reduce; the rest is gloo's own."""
+    share = (ranks - 1) / ranks
+    if kind == "reduce_scatter":
+        return _ring_bytes("all_reduce", size, ranks)
+    if kind == "broadcast":
+        return size * share
+    if kind == "reduce" and ranks > 1 and size:
+        # Each rank passes on all but the last two segments of its part, which then goes to the root (gloo/reduce.cc).
+        segment = min(math.ceil(size / (2 * ranks)), 2**20)
+        of_a_part = max(2, math.ceil(size / segment / ranks))
+        ends = range(of_a_part, (ranks + 1) * of_a_part, of_a_part)
+        kept = sum(min(segment, max(0, size - (end - back) * segment)) for end in ends for back in (1, 2))
+        return size - kept / ranks + size * share / ranks
+    return _ring_bytes(kind, size, ranks)
+
+
+def _sent_to_others(arguments: dict[str, Any], ranks: list[int]) -> float:
+    """All that a rank gives to an all-to-all but what it addresses to itself: of a permutation that is nothing."""
+    own = ranks.index(dist.get_rank())
+    if "input_tensors" in arguments:
+        tensors = arguments["input_tensors"]
+        return sum(t.numel() * t.element_size() for place, t in enumerate(tensors) if place != own)
+    tensor, rows = arguments["input"], arguments.get("input_split_sizes")
+    # Without sizes each rank gets as much.
+    kept = rows[own] / max(1, tensor.shape[0]) if rows else 1 / len(ranks)
+    return tensor.numel() * tensor.element_size() * (1 - kept)
+
+
+def _ranks_of(group: Any) -> list[int]:
+    """c10d operators carry the boxed group, functional ones its name."""
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    name = group if isinstance(group, str) else group.group_name
+    return dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]  # a NewType of str

@@ -1,0 +1,196 @@
+"""Activations counted on transformers' own code: one forward and backward pass over fake tensors, which hold nothing.
+
+The only module of predictions that imports torch, and only when it is asked. What is counted is what the dispatcher
+makes: every storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
+torch's without a mask, as on a GPU. For a box with GPUs autocast computes in fp32 what CUDA's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from study.config.flags import RunConfig, Task
+from study.predictor.activations import is_fused
+from study.predictor.request import ModelShape, Request
+from study.workloads.architecture import add_adapters
+
+if TYPE_CHECKING:
+    import torch
+
+_FUSED = "fused_without_mask"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """Bytes, without weights."""
+
+    # When the forward pass has ended: what waits for the backward pass, logits included.
+    kept: int
+    forward_peak: int
+    # With gradients in the weights' type, as one device without an engine has them.
+    backward_peak: int
+
+
+def traced(request: Request) -> Traced:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model_of(request)
+        tokens = torch.zeros(request.micro_batch, request.sequence_length, dtype=torch.long)
+        labels = tokens if request.shape.family == "causal-lm" else tokens[:, 0]
+        live = _live_bytes([*model.parameters(), *model.buffers(), tokens])
+        autocasts = request.precision in ("bf16", "fp16")
+        as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
+        if request.gradient_checkpointing:
+            # What is recomputed, as it was computed: a mode is not heard inside the backward pass.
+            again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+        with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
+            loss = model(input_ids=tokens, labels=labels).loss
+        kept, forward_peak, live.peak = live.now, live.peak, live.now
+        with live:
+            loss.backward()
+        return Traced(kept, forward_peak, live.peak)
+
+
+def model_of(request: Request) -> Any:
+    import torch
+    import transformers
+
+    shape = request.shape
+    settings = transformers.AutoConfig.for_model(
+        shape.model_type, attn_implementation=_attention(request), **_architecture(shape, request.sequence_length)
+    )
+    settings.use_cache = False
+    for name in vars(settings).keys() & {
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    }:  # fmt: skip
+        setattr(settings, name, 0.0)
+    if shape.family == "causal-lm":
+        kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    else:
+        kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)]
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32)
+    try:
+        model = kind(settings).train()
+        _adapt(model, shape)
+    finally:
+        torch.set_default_dtype(usual)
+    return model
+
+
+def _adapt(model: Any, shape: ModelShape) -> None:
+    if shape.lora_rank is None:
+        return
+    import torch
+
+    # The adapters are made in the model's type and place. peft moves them once more, and a fake tensor cannot move.
+    moves = torch.nn.Module.to
+    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    try:
+        task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
+        add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
+    finally:
+        torch.nn.Module.to = moves  # type: ignore[method-assign]
+
+
+def _attention(request: Request) -> str:
+    if not is_fused(request):
+        return "eager"
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def fused(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    AttentionInterface.register(_FUSED, fused)
+    AttentionMaskInterface.register(_FUSED, lambda *_, **__: None)
+    return _FUSED
+
+
+def _architecture(shape: ModelShape, length: int) -> dict[str, Any]:
+    """The keys of transformers for a shape."""
+    rows = {tensor.name: tensor.rows for tensor in shape.tensors}
+    positions = max(length, rows.get("wpe.weight", 0), rows.get("position_embeddings.weight", 0))
+    keys: dict[str, Any] = {"vocab_size": shape.vocabulary, "bos_token_id": None, "eos_token_id": None}
+    if shape.model_type in ("gpt2", "gptj"):
+        keys |= {"n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads, "n_inner": shape.inner}
+        keys |= {"n_positions": positions, "rotary_dim": min(64, shape.head_dim)}
+    else:
+        layers, heads = ("num_layers", "num_heads") if shape.model_type == "gpt_neo" else (
+            "num_hidden_layers", "num_attention_heads",
+        )  # fmt: skip
+        keys |= {"hidden_size": shape.hidden, "intermediate_size": shape.inner, "max_position_embeddings": positions}
+        keys |= {layers: shape.layers, heads: shape.heads, "num_key_value_heads": shape.key_value_heads}
+        keys |= {"head_dim": shape.head_dim, "attention_types": [[["global"], shape.layers]], "pad_token_id": 0}
+    return keys | {"tie_word_embeddings": shape.tied or shape.model_type == "bert"}
+
+
+def _as_cuda() -> Any:
+    """AT_FORALL_FP32 of aten/src/ATen/autocast_mode.h, as far as these models call it."""
+    import torch
+    from torch.nn import functional
+    from torch.overrides import TorchFunctionMode
+
+    in_fp32 = {
+        functional.layer_norm, functional.softmax, functional.log_softmax, functional.cross_entropy, torch.softmax,
+        torch.pow, torch.rsqrt, torch.sum, torch.Tensor.softmax, torch.Tensor.pow, torch.Tensor.__pow__,
+        torch.Tensor.rsqrt, torch.Tensor.sum,
+    }  # fmt: skip
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+    class AsCuda(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in in_fp32:
+                args, kwargs = tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+
+    return AsCuda()
+
+
+def _live_bytes(outside: list[torch.Tensor]) -> Any:
+    """A dispatch mode that knows every storage that is alive, but for those outside."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Live(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.peak = 0
+            self.known: dict[int, Any] = {}
+            for tensor in outside:
+                self.see(tensor)
+            self.now = self.peak = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+            return result
+
+        def see(self, tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key in self.known:
+                return
+
+            def gone(_: Any) -> None:
+                self.now -= size
+                self.known.pop(key, None)
+
+            self.known[key] = weakref.ref(storage, gone)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+
+    return Live()

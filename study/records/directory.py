@@ -1,0 +1,323 @@
+"""The run directory: written by training, read by everything else.
+
+Every document is written whole or not at all. What a reader may believe is in study/records/schema.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+from study.records.schema import PLAIN_STEP, SEAL, RecordError, State, check, strictly_parsed
+
+ROW_FILES = ("steps.jsonl", "evals.jsonl")
+_DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
+_SEALED_FILES = (*(f"{name}.json" for name in _DOCUMENTS), *ROW_FILES)
+# More than the last status takes.
+_ROOM, _ROOM_BYTES = ".status.json.room", 16384
+
+
+def utc_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Atomic: a reader sees the old document or the new one, also after a power cut."""
+    _replace(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            os.fchmod(stream.fileno(), 0o644)
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def is_part_of(name: str, document: str) -> bool:
+    """Is this what a process leaves of a file that is killed while it writes it, or that it keeps room for?"""
+    return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
+
+
+def _text_of(file: Path) -> str:
+    if file.exists() and not file.is_file():
+        # Opening a named pipe would wait for ever for somebody who writes to it.
+        raise OSError("not a regular file")
+    return file.read_text(encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = strictly_parsed(_text_of(path))
+    except FileNotFoundError:
+        raise RecordError(path, "is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(path, f"is not readable as JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise RecordError(path, f"holds a {type(document).__name__} where an object belongs")
+    return document
+
+
+def number_or_none(value: float | None) -> float | None:
+    """JSON has no NaN: a figure that is not finite is not a figure."""
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+class RunWriter:
+    """For the main process: opens a run directory, appends rows, closes it with a status.
+
+    The directory is written through a descriptor: a run whose folder is moved completes its record there, and not in
+    the folder that has taken its name.
+    """
+
+    def __init__(self, path: Path, *, rows_from: Path | None = None):
+        """Start an attempt, with no rows or with those of a checkpoint folder that it goes on from."""
+        self._streams: dict[str, IO[str]] = {}
+        path.mkdir(parents=True, exist_ok=True)
+        self._asked, self._descriptor = path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        path = self._folder = Path(f"/proc/self/fd/{self._descriptor}")
+        try:
+            attempt = read_status(path)["attempt"] + 1
+        except RecordError:
+            attempt = 1
+        # First of all, and until the run says otherwise: a killed process cannot write this afterwards.
+        self.status = {
+            "state": "interrupted", "reason": "the run has not ended, or was killed", "hint": "run it again",
+            "attempt": attempt, "started_at": utc_now(), "ended_at": None,
+        }  # fmt: skip
+        self.write("status.json", self.status)
+        for name in ("engine.json", "memory.json", "traffic.json", "profile.json", "summary.json"):
+            (path / name).unlink(missing_ok=True)
+        # By name: what else lies in the folder is its owner's.
+        for leftover in path.iterdir():
+            if any(is_part_of(leftover.name, name) for name in ("status.json", *_SEALED_FILES)):
+                leftover.unlink(missing_ok=True)
+        # A full disk must not keep the run from saying so at its end.
+        (path / _ROOM).write_bytes(_ROOM_BYTES * b"\n")
+        rows = read_rows(rows_from, complete=True) if rows_from else ([], [])
+        for name, each in zip(ROW_FILES, rows, strict=True):
+            _replace(path / name, "".join(json.dumps(row) + "\n" for row in each))
+
+    @property
+    def path(self) -> Path:
+        """Where the directory is now."""
+        return self._asked if self.is_in_place() else self._folder.resolve()
+
+    def is_in_place(self) -> bool:
+        """Is it still the directory of that name?"""
+        with contextlib.suppress(OSError):
+            return self._asked.samefile(self._folder)
+        return False
+
+    def write(self, name: str, document: Mapping[str, Any]) -> None:
+        write_json(self._folder / name, document)
+
+    def hint(self, hint: str) -> None:
+        """What helps from now on if the process is killed, unless another rank has said how the run ended."""
+        self.status["hint"] = hint
+        if read_status(self._folder)["ended_at"] is None:
+            self.write("status.json", self.status)
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        if name not in self._streams:
+            self._streams[name] = (self._folder / name).open("a", encoding="utf-8")
+        self._streams[name].write(json.dumps(row, allow_nan=False) + "\n")
+
+    def steps_so_far(self) -> list[dict[str, Any]]:
+        return read_rows(self._folder)[0]
+
+    def flush(self) -> None:
+        for stream in self._streams.values():
+            stream.flush()
+
+    def close(self, state: State, reason: str = "", hint: str = "") -> None:
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+        self._streams.clear()
+        (self._folder / _ROOM).unlink(missing_ok=True)
+        self.write("status.json", seal(self._folder, _ended(self.status, state, reason, hint)))
+        self._folder = self._folder.resolve()
+        os.close(self._descriptor)
+
+
+def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> dict[str, Any]:
+    return {**status, "state": state, "reason": reason, "hint": hint, "ended_at": utc_now()}
+
+
+def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
+    """The status of a closed record, with what every file of it then held."""
+    sealed = {**status, "files_sha256": digests(path)}
+    said = json.dumps(sealed, sort_keys=True).encode()
+    return sealed | {"status_sha256": hashlib.sha256(said).hexdigest()}
+
+
+def is_sealed(status: Mapping[str, Any]) -> bool:
+    """Not where the run was killed."""
+    return status.keys() >= SEAL.keys()
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of every file of a record that is there, except status.json, which may hold them."""
+    files = (path / name for name in _SEALED_FILES)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+
+
+def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
+    """Many figures stand in one place only, and nothing else would show that one of them was changed."""
+    if not is_sealed(status):
+        raise RecordError(path / "status.json", "its seal is missing")
+    now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
+    if now != status:
+        found, sealed = now["files_sha256"], status["files_sha256"]
+        changed = [name for name in sorted({*found, *sealed}) if found.get(name) != sealed.get(name)]
+        raise RecordError(path / [*changed, "status.json"][0], "was changed after the run had closed its record")
+
+
+def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
+    """How a run ended that did not finish, from any rank; the first rank to say why is believed."""
+    if not (path / "status.json").exists():
+        return  # before the main process opened the record there is nothing to end
+    (path / _ROOM).unlink(missing_ok=True)
+    ending = path / ".status.json.ending"
+    try:
+        # Ranks fail together and would all find the run still open; the one that makes this file says why.
+        ending.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    try:
+        if read_status(path)["ended_at"] is None:
+            change_ending(path, state, reason, hint)
+    finally:
+        ending.unlink()
+
+
+def change_ending(path: Path, state: State, reason: str, hint: str) -> None:
+    write_json(path / "status.json", _ended(read_status(path), state, reason, hint))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run directory as read back. A run that did not end `ok` has what it got to write."""
+
+    path: Path
+    status: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    engine: dict[str, Any]
+    summary: dict[str, Any]
+    memory: dict[str, Any]
+    traffic: dict[str, Any]
+    # Empty where no step was profiled.
+    profile: dict[str, Any]
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+
+    @property
+    def state(self) -> State:
+        return self.status["state"]
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    status = read_json(path / "status.json")
+    check(path / "status.json", status)
+    return status
+
+
+def is_finished(path: Path) -> bool:
+    return (path / "status.json").exists() and read_status(path)["state"] == "ok"
+
+
+def read_run(path: Path) -> Run:
+    """Read one run directory; raises RecordError with the file and the reason."""
+    status = read_status(path)
+    complete = status["state"] == "ok"
+    documents: dict[str, dict[str, Any]] = {}
+    for name in _DOCUMENTS:
+        file = path / f"{name}.json"
+        # Only a run that was asked for a profile has one.
+        required = complete and name != "profile"
+        documents[name] = read_json(file) if required or file.exists() else {}
+        if required or documents[name]:
+            check(file, documents[name])
+    steps, evals = read_rows(path, complete)
+    run = Run(path=path, status=status, steps=steps, evals=evals, **documents)
+    # Last, because a reason of the file's own says more than that it was changed.
+    if complete or is_sealed(status):
+        _check_seal(path, status)
+    if complete:
+        last = {"steps": len(steps), "train_loss_final": steps[-1]["loss"] if steps else None}
+        if differ := [key for key, value in last.items() if documents["summary"][key] != value]:
+            said = documents["summary"][differ[0]]
+            raise RecordError(path / "summary.json", f"{differ[0]} is {said}, by the last row {last[differ[0]]}")
+    return run
+
+
+def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
+    steps, evals = (_rows(path / name, complete) for name in ROW_FILES)
+    return steps, evals
+
+
+def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
+    lines = _lines(file, complete)
+    plain = all(map(PLAIN_STEP.fullmatch, lines))
+    rows: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]") if plain else list(_parsed(file, lines))
+    last = 0
+    for number, row in enumerate(rows, start=1):
+        if not plain:
+            check(file, row, number)
+        # Every step has a row, and some of them are followed by an evaluation.
+        if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
+            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
+        last = row["step"]
+    return rows
+
+
+def _lines(file: Path, complete: bool) -> list[str]:
+    if not file.exists():
+        if complete:
+            raise RecordError(file, "is missing")
+        return []
+    try:
+        text = _text_of(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(file, f"is not readable ({error})") from None
+    lines = text.split("\n")
+    torn = lines.pop()
+    if torn and complete:
+        raise RecordError(file, "its last line is cut off")
+    return lines
+
+
+def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = strictly_parsed(line)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(file, f"row {number} is not JSON ({error})") from None
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RecordError(file, f"row {number} is not an object with a whole-numbered step")
+        yield row
+
+
+def find_runs(root: Path) -> Iterator[Path]:
+    """Every run directory below `root`, in name order."""
+    yield from sorted(file.parent for file in root.glob("**/status.json"))

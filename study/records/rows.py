@@ -1,0 +1,333 @@
+"""One run directory as one row of `runs` and one block of `steps`: the columns, and where their values come from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import shlex
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from study.config.errors import UserError, printable
+from study.config.flags import LARGEST, RunConfig, inner_type, parse_command_line, resolved
+from study.config.strategies import STRATEGY_NAMES, read_strategy
+from study.records.directory import Run, read_json
+from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError, SearchAxis
+from study.records.virtual_summary import MOMENTS
+
+_STACK = re.compile(r"[\w.-]{1,40}")
+_NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
+
+
+def planned_cell(path: Path) -> dict[str, Any]:
+    """What a run was asked to be, where it ended before it could record that: from sweep.json, else from its name."""
+    notes = path / "sweep.json"
+    if not notes.is_file():
+        found = _NAMED.search(path.name)
+        return {"strategy": found[1], "world_size": int(found[2])} if found else {}
+    note = read_json(notes)
+    kinds: dict[str, type] = {"strategy": str, "world_size": int, "command": list}
+    for key, kind in kinds.items():
+        if type(note.get(key)) is not kind or (key == "strategy" and note[key] not in STRATEGY_NAMES):
+            raise RecordError(notes, f"{key} is {note.get(key)!r}"[:300])
+    return {"strategy": note["strategy"], "world_size": note["world_size"], "config": _asked(notes, note["command"])}
+
+
+def noted_searches(file: Path, noted: Any) -> str | None:
+    if noted is None:
+        return None
+    kinds: dict[str, type] = {"id": str, "axis": str, "place": int, "last": int}
+    axes = typing.get_args(SearchAxis)
+    for entry in noted if type(noted) is list and noted else [noted]:
+        known = type(entry) is dict and all(type(entry.get(key)) is kind for key, kind in kinds.items())
+        if not (known and entry["axis"] in axes and 0 <= entry["place"] <= entry["last"]):
+            raise RecordError(file, f"searches is {noted!r}"[:300])
+    return json.dumps([{key: entry[key] for key in kinds} for entry in noted])
+
+
+def noted_stack(file: Path, noted: Any) -> str | None:
+    if noted is not None and not (type(noted) is str and _STACK.fullmatch(noted)):
+        raise RecordError(file, f"stack is {noted!r}"[:300])
+    return noted
+
+
+def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
+    """None where the sweep could not measure it, or had no GPU to measure."""
+    try:
+        rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
+    except (KeyError, IndexError, TypeError):
+        return None
+    return float(rate) if type(rate) in (int, float) and 0 < rate < LARGEST else None
+
+
+def _asked(notes: Path, command: list[Any]) -> RunConfig:
+    """The flags of study/train.py in a launch command, every default resolved; its --scale is never `auto`."""
+    words = [str(word) for word in command]
+    if "study/train.py" not in words:
+        raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
+    try:
+        flags = words[words.index("study/train.py") + 1 :]
+        return resolved(parse_command_line(flags), accelerator_visible=False)
+    except UserError as error:
+        raise RecordError(notes, f"command: {error.problem}") from None
+
+
+MEMORY_COLUMNS = {
+    f"memory_{phase}_{figure}_gib": (phase, figure)
+    for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
+}  # fmt: skip
+STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
+# A folder of one's own, and a name below it: a report tells the name.
+_FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
+_MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_reason", "status_hint"}
+_PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
+_TYPES: dict[Any, str] = {bool: "boolean", int: "Int64", float: "float64"}
+_FLOORS = {
+    "floor_loss": "expected_loss", "floor_accuracy": "expected_accuracy", "floor_eval_loss": "oracle_eval_loss",
+    "floor_eval_accuracy": "oracle_eval_accuracy",
+}  # fmt: skip
+
+
+CONFIG_COLUMNS = {
+    name: _TYPES.get(inner_type(hint), "str") for name, hint in typing.get_type_hints(RunConfig).items()
+    if name not in _PATHS
+}  # fmt: skip
+RUN_COLUMNS: dict[str, str] = {
+    "run": "str",
+    **{f"status_{key}": "str" for key in ("state", "reason", "hint", "started_at", "ended_at")},
+    "status_attempt": "Int64",
+    "sealed": "boolean",
+    # What is compared with what; study/records/fairness.py and workloads.py fill these.
+    **dict.fromkeys(("workload", "workload_key", "arm", "baseline", "confounded", "confounded_loss", "notes"), "str"),
+    "strategy": "str",
+    "world_size": "Int64",
+    "virtual": "boolean",
+    "trainer": "str",
+    **dict.fromkeys(("model_parameters", "model_layers", "preset_layers"), "Int64"),
+    "repeat": "Int64",
+    # The releases under which it ran, by name; nothing for the installed ones.
+    "stack": "str",
+    # The searches that it answers and its place in each, as JSON; and whether it was run for a search alone.
+    "searches": "str",
+    "probe": "boolean",
+    **CONFIG_COLUMNS,
+    **dict.fromkeys(("distributed_type", "engine_precision", "param_dtype", "optimizer_class"), "str"),
+    **dict.fromkeys(("optimizer_settings", "buckets", "warnings", "initial_weights_sha256"), "str"),
+    **dict.fromkeys(("offload_optimizer", "offload_param", "train_data_sha256", "eval_data_sha256"), "str"),
+    "zero_stage": "Int64",
+    "gradient_accumulation_steps": "Int64",
+    # How many ranks work on the same samples; null where each has its own.
+    "team_ranks": "Int64",
+    "micro_batch_size": "Int64",
+    "gradient_clipping": "float64",
+    "samples_sha256": "str",
+    **{key: "float64" for key in (*SUMMARY_KEYS, *SUMMARY_MAY_HAVE) if key != "state_bytes_per_rank"},
+    **dict.fromkeys(STATE_COLUMNS, "float64"),
+    **dict.fromkeys(MEMORY_COLUMNS, "float64"),
+    **dict.fromkeys(
+        ("buffer_bytes_device", "buffer_bytes_host", "grads_in_bucket_bytes", "kept_whole_bytes"), "float64"
+    ),
+    **dict.fromkeys(("other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"), "float64"),
+    "grads_by_moment": "str",
+    "buffers": "str",
+    "collectives": "str",
+    # Of a job on several machines: how many, and what a rank sends in groups that reach from one to another.
+    "machines": "Int64",
+    "across_machines_bytes_per_step": "float64",
+    # What profile.json says, as JSON; nothing where no step was profiled.
+    "profile": "str",
+    **dict.fromkeys(_FLOORS, "float64"),
+    **dict.fromkeys(("cpu", "devices", "driver", "git_commit", "code_sha256", "study_version"), "str"),
+    "git_dirty": "boolean",
+    **dict.fromkeys(("cpu_cores", "threads_per_rank"), "Int64"),
+    "host_memory_gib": "float64",
+    # The speed of plain matrix products in the run's precision on this box, measured when the sweep began.
+    "matmul_tflops": "float64",
+    **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
+}
+# Columns that older parquet files lack, because no run could be asked for such a thing yet.
+LATER_COLUMNS = frozenset(
+    {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
+     "stack", "machines", "team_ranks", "across_machines_bytes_per_step", "forward_holds_bytes",
+     "forward_gathers_bytes", "study_version", "git_dirty"}
+)  # fmt: skip
+STEP_COLUMNS: dict[str, str] = {
+    "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
+    "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
+    "eval_accuracy": "float64", "eval_perplexity": "float64",
+}  # fmt: skip
+_REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
+
+
+def run_row(run: Run) -> dict[str, Any]:
+    """What a table can hold of a run, by column; None where the record does not say."""
+    numbered = _REPEAT.search(run.path.name)
+    row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
+    row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
+    row["status_attempt"] = run.status["attempt"]
+    notes = read_json(run.path / "sweep.json") if (run.path / "sweep.json").is_file() else {}
+    row["stack"] = noted_stack(run.path / "sweep.json", notes.get("stack"))
+    row["searches"] = noted_searches(run.path / "sweep.json", notes.get("searches"))
+    row["probe"] = row["searches"] is not None and notes.get("probe") is not False
+    cell = {} if run.config and run.engine else planned_cell(run.path)
+    config = _config(run) if run.config else cell.pop("config", None)
+    if config is not None:
+        row |= {key: value for key, value in vars(config).items() if key in CONFIG_COLUMNS}
+        row["engine_override"] = json.dumps(row["engine_override"])
+        row["virtual"] = config.virtual_world_size is not None
+        row["matmul_tflops"] = matmul_tflops(notes, config.precision)
+    row |= cell | _engine(run.engine) | _environment(run.environment)
+    if row.get("virtual") and (per_machine := run.traffic.get("ranks_per_machine")) is not None:
+        # Of a virtual job, whose machines are not there.
+        row["machines"] = row["world_size"] // per_machine
+    if not run.engine and row.get("strategy"):
+        row |= _of_strategy_file(row["strategy"])
+        # A virtual rank is launched as the one process that it is.
+        row["world_size"] = row.get("virtual_world_size") or row["world_size"]
+    # A run that did not end well is a row with a reason, and without what it measured before it ended.
+    if run.state == "ok":
+        row |= {key: value for key, value in run.summary.items() if key != "state_bytes_per_rank"}
+        state = run.summary["state_bytes_per_rank"]
+        row |= {column: state[kind][place] for column, (kind, place) in STATE_COLUMNS.items()}
+        row |= _memory(run.memory["ranks"])
+        row["collectives"] = json.dumps(run.traffic["collectives"]) if run.traffic["step"] is not None else None
+        row["across_machines_bytes_per_step"] = run.traffic.get("across_machines_bytes_per_rank")
+        row["profile"] = json.dumps(run.profile) if run.profile else None
+        row["samples_sha256"] = hashlib.sha256("".join(step["samples_hash"] for step in run.steps).encode()).hexdigest()
+    return {key: _cell_value(run.path, key, row.get(key)) for key in RUN_COLUMNS}
+
+
+def _cell_value(path: Path, key: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(_FOLDERS.sub("", value) if key in _MAY_NAME_FOLDERS else value)
+    if RUN_COLUMNS[key] == "Int64" and value is not None and abs(value) > LARGEST:
+        raise RecordError(path, f"{key} is {value:.3g}, which no run can have")
+    return value
+
+
+def _config(run: Run) -> RunConfig:
+    try:
+        config = RunConfig.from_dict(run.config, "config.json")
+        resolved(config, accelerator_visible=False)
+    except UserError as error:
+        raise RecordError(run.path / "config.json", error.problem) from None
+    return config
+
+
+@functools.cache
+def _of_strategy_file(strategy: str) -> dict[str, Any]:
+    """What the file of a strategy asks for, where no engine started that could say what it does."""
+    file = read_strategy(strategy)
+    places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
+    return {"zero_stage": file.zero_stage, **places}
+
+
+def _engine(engine: dict[str, Any]) -> dict[str, Any]:
+    if not engine:
+        return {}
+    copied = (
+        "strategy", "world_size", "virtual", "distributed_type", "param_dtype", "optimizer_class", "zero_stage",
+        "offload_optimizer", "offload_param", "initial_weights_sha256", "gradient_clipping",
+        "gradient_accumulation_steps", "model_parameters", "model_layers", "preset_layers",
+    )  # fmt: skip
+    # What was asked is in the config's columns; this is what ran.
+    renamed = {"engine_precision": "precision", "micro_batch_size": "per_device_train_batch_size",
+               "torch_version": "torch", "deepspeed_version": "deepspeed"}  # fmt: skip
+    hashes = (engine.get("data") or {}).get("tokens_sha256")
+    known = {split: text for split, text in hashes.items() if isinstance(text, str)} if isinstance(hashes, dict) else {}
+    settings = engine.get("optimizer_settings")
+    return {
+        **{key: engine.get(key) for key in copied},
+        **{column: engine.get(key) for column, key in renamed.items()},
+        "engine_precision": _precision(engine),
+        "team_ranks": (engine.get("team") or {}).get("ranks"),
+        "trainer": engine.get("trainer", "study"),
+        "warnings": json.dumps(engine["warnings"]),
+        "buckets": json.dumps(engine["buckets"], sort_keys=True),
+        "optimizer_settings": json.dumps(settings, sort_keys=True) if settings is not None else None,
+        **{f"{split}_data_sha256": known.get(split) for split in ("train", "eval")},
+        **{column: (engine.get("floor") or {}).get(key) for column, key in _FLOORS.items()},
+    }
+
+
+def _precision(engine: dict[str, Any]) -> str:
+    """Records made before fp16 was one training called three so: they lack the loss scaler, which engines now share."""
+    precision = str(engine["precision"])
+    if precision != "fp16" or "loss_scaler" in engine:
+        return precision
+    own = "weights in fp16" if engine["distributed_type"] == "FSDP" else "autocast"
+    return f"fp16, {own if engine['zero_stage'] is None else 'DeepSpeed'}, with a loss scale of its own"
+
+
+def _environment(environment: dict[str, Any]) -> dict[str, Any]:
+    if not environment:
+        return {}
+    copied = ("cpu_cores", "threads_per_rank", "host_memory_gib", "driver", "git_commit", "git_dirty", "code_sha256")
+    packages, boxes = environment.get("packages", {}), [environment, *environment.get("other_machines", [])]
+    return {
+        **{key: environment.get(key) for key in copied},
+        # Machines that are alike are one kind of box, however many they are.
+        "cpu": " + ".join(dict.fromkeys(box["cpu"] for box in boxes if box.get("cpu"))) or None,
+        "devices": json.dumps([name for names in dict.fromkeys(map(_devices, boxes)) for name in names]),
+        "machines": len(boxes),
+        **{f"{name}_version": packages.get(name) for name in ("accelerate", "transformers")},
+        "study_version": packages.get("zero-study"),
+    }
+
+
+def _devices(box: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(device["name"] for device in box.get("devices", []))
+
+
+def _memory(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest over ranks: a configuration fits when its fullest rank does."""
+    row: dict[str, Any] = {
+        column: _largest(rank["phases"].get(phase, {}).get(figure) for rank in ranks)
+        for column, (phase, figure) in MEMORY_COLUMNS.items()
+    }
+    states = [rank["state"] for rank in ranks if rank["state"] is not None]
+    buffers = [state["buffer_bytes"] for state in states if "buffer_bytes" in state]
+    names = sorted({name for named in buffers for name in named})
+    largest = {name: _largest(named.get(name) for named in buffers) for name in names}
+    if buffers:
+        row["buffers"] = json.dumps(largest)
+        for place in ("device", "host"):
+            sizes = (size for name, size in largest.items() if name.endswith(f".{place}") and size is not None)
+            row[f"buffer_bytes_{place}"] = sum(sizes)
+    for key in ("grads_in_bucket_bytes", "other_tensor_bytes", "forward_holds_bytes", "forward_gathers_bytes"):
+        row[key] = _largest(state.get(key) for state in states)
+    row["grads_by_moment"] = json.dumps(
+        {
+            moment: {place: _largest(state[moment].get(place) for state in states) for place in STATE_PLACES}
+            for moment in MOMENTS
+            if states and all(state.get(moment) for state in states)
+        }
+    )
+    row["kept_whole_bytes"] = _largest(state.get("kept_whole", {}).get("bytes") for state in states)
+    return row
+
+
+def _largest(values: typing.Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def step_block(run: Run) -> dict[str, Any]:
+    """The steps of a run that ended well by column, with each evaluation beside the step it followed."""
+    if any(step["tokens"] > LARGEST for step in run.steps):
+        raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
+    block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}
+    for key in ("step", "tokens", "loss", "lr", "grad_norm", "step_time_s"):
+        block[key] = np.array([step[key] for step in run.steps], dtype=STEP_COLUMNS[key])
+    for key in ("eval_loss", "accuracy", "perplexity"):
+        values = np.full(len(run.steps), np.nan)
+        for row in run.evals:
+            if row["step"] > len(run.steps):
+                raise RecordError(run.path / "evals.jsonl", f"step {row['step']} was never taken")
+            values[row["step"] - 1] = np.nan if row.get(key) is None else row[key]
+        block[f"eval_{key.removeprefix('eval_')}"] = values
+    return block

@@ -1,0 +1,334 @@
+"""docs/releases.md, from the records of reports/releases, the bare control beside them, and causes.yaml.
+
+`make releases` writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from study.config.strategies import REPOSITORY
+from study.host.stacks import THEN, release_order
+from study.records.frames import Records, read_parquet, steps_by_run
+from study.records.workloads import strategy_order
+from study.releases.bare import INSTALLED, is_right, read_rows
+from study.releases.causes import PACKAGES, Cause, Change
+from study.releases.stacks import ReleaseCell, release_cells
+from study.releases.verdict import ROUNDING
+from study.report.plots.releases import KINDS, clipped, lettered
+from study.report.questions.releases import QUESTION, avoid_table
+from study.report.site.page import markdown_text, table_markdown
+
+NOT_RUN = "\N{MIDDLE DOT}"
+Row = Mapping[str, Any]
+Asked = Sequence[tuple[str, int]]
+_ONE: Asked = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
+_SEVERAL_ASKED: Asked = [
+    ("bare-losses", 1), ("bare-losses", 4), ("bare-forwards", 1), ("boundary-forwards", 1), ("accelerate-forwards", 1),
+]  # fmt: skip
+_CONTROL = """## The bare control
+
+A small model on two ranks, four micro-steps in a step, without this project's trainer: `deepspeed.initialize` with a
+step after each backward pass / the same with one step at the boundary, as Accelerate asks for it / through the stack's
+own Accelerate. `=` is right, `!` wrong, `x` an error.
+"""
+_SEVERAL = """## Several backward passes in a step
+
+The same model with two losses that add up to the one above, and a backward pass for each. Nobody says which is the
+step's last, as in DeepSpeed's guide: both of one forward pass, in one micro-step / in four / each of a forward pass of
+its own / the same where `set_gradient_accumulation_boundary` names the last / the same through the stack's own
+Accelerate.
+
+- Stages 1 and 2, from 0.17.6 to 0.19.8: the last pass takes the place of those before it. In a
+  step's last micro-step every pass is taken for its end, and what was summed is handed over and forgotten (deepspeed
+  0.19.8, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1046-1059; up to 0.18.2 it ends in an error). Others met it:
+  https://github.com/allenai/open-instruct/pull/1498, https://github.com/deepspeedai/DeepSpeed/pull/8135. No line of it
+  knows the device, so a GPU shows it too.
+- Stage 2 with the optimizer on the host: in one micro-step the same in every release, and before 0.19.0 also where the
+  boundary is named (deepspeed 0.18.9, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1507-1508);
+  https://github.com/deepspeedai/DeepSpeed/pull/7981 ended that, and measured it on GPUs.
+- Stage 3 gathers weights for one backward pass through each forward pass (deepspeed 0.19.8,
+  `deepspeed/runtime/zero/parameter_offload.py`, lines 461-463). A second one finds none, there or on a GPU, and ends in
+  an error about sizes.
+- Accelerate steps the engine in every `backward` (accelerate 1.15.0, `accelerate/utils/deepspeed.py`, lines 264-281;
+  https://github.com/huggingface/accelerate/issues/2951): two losses are two steps in every release, and this study's
+  runs, which go through it, cannot ask for anything else. Add the losses up, and go backward once.
+"""
+
+
+def control(rows: Sequence[Row]) -> str:
+    """Markdown; empty where the control was not run."""
+    told = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
+    one = [row for row in told if row["loss"] == "inside"]
+    several = [row for row in told if "-" in row["caller"]]
+    parts = ((_CONTROL, one, _ONE), (_SEVERAL, several, _SEVERAL_ASKED))
+    return "\n".join(f"{head}\n{_table(mine, asked)}" for head, mine, asked in parts if mine)
+
+
+def _table(rows: Sequence[Row], asked: Asked) -> str:
+    """A line for each stack; in each cell a sign for each caller and number of micro-steps that is asked for."""
+    signs = {(row["stack"], row["strategy"], row["caller"], row["accumulation"]): _control_sign(row) for row in rows}
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    stacks = sorted({row["stack"] for row in rows}, key=lambda name: (name == INSTALLED, release_order(name), name))
+    lines = [
+        {"Stack": stack, **{
+            f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked) for name in strategies}}
+        for stack in stacks
+    ]  # fmt: skip
+    return table_markdown(pd.DataFrame(lines))
+
+
+def _control_sign(row: Row) -> str:
+    return {True: "=", False: "!", None: "x"}[is_right(row)]
+
+
+_SHOWN = 3
+_LOSSES_HEAD = """## Losses and norms
+
+In fp32 with four micro-steps in a step, clipped: the first three losses and the last, and the first norm that the
+engine reported. Releases and strategies that agree in all of these digits are one line; of a cell that ran several
+times it is the worst run. What a cause of luck does is another thing in every run.
+"""
+
+
+def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> str:
+    asked = [cell for cell in cells if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]
+    wrong = [cell for cell in asked if cell.verdict.kind == "different"]
+    if not wrong:
+        return ""
+    steps = steps_by_run(records)
+    right = sorted({_figures(steps[cell.single]) for cell in asked if cell.single})
+    rows: list[tuple[str, ...]] = [("any", "single", *figures, "") for figures in right]
+    groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
+    for cell in wrong:
+        signs = "".join(letters[cause] for cause in cell.causes) or "?"
+        # None is kept of a run whose first loss is NaN.
+        taken = steps.get(cell.worst_run)
+        figures = (cell.verdict.reason, "none") if taken is None else _figures(taken)
+        groups.setdefault((*figures, signs), []).append(cell)
+    for told, mine in groups.items():
+        stacks = ", ".join(dict.fromkeys(cell.stack for cell in mine))
+        rows.append((stacks, ", ".join(dict.fromkeys(cell.strategy for cell in mine)), *told))
+    table = pd.DataFrame(rows, columns=["Stack", "Strategy", "Losses", "First norm", "Cause"])
+    return f"{_LOSSES_HEAD}\n{table_markdown(table)}"
+
+
+def _figures(steps: pd.DataFrame) -> tuple[str, str]:
+    values = steps["loss"].tolist()
+    shown = [*map(_short, values[:_SHOWN]), *(["..."] if len(values) > _SHOWN + 1 else []), _short(values[-1])]
+    norm = steps["grad_norm"].iloc[0]
+    return ", ".join(shown), "not reported" if pd.isna(norm) else f"{norm:.4g}"
+
+
+def _short(loss: float) -> str:
+    return "NaN" if math.isnan(loss) else f"{loss:.6g}"
+
+
+PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
+# DeepSpeed without this project's trainer, by study/releases/bare.py.
+BARE = "bare.json"
+_REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
+_HEAD = """# Releases: which of them train as one process does
+
+<!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
+
+Some releases of DeepSpeed, alone or together with some releases of Accelerate, train otherwise than plain data
+parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under the
+studied strategies, in fp32 with one micro-step in a step and with four, in half precision with four, and says which of
+them compute what one process computes there. It takes a rank for each GPU, or two without; `--world-size 8` asks for
+another number. `study releases bisect zero3` finds between which two releases a strategy began to train wrongly; it
+runs no more of them than that takes, and what has a record is not run again.
+"""
+_JUDGED = """
+## How a cell is judged
+
+Each run is held against `single` under the same stack, with the same weights and samples. Equal means: at every step
+the loss and the reported norm are within a tolerance. That is what rounding allows, or four times what `ddp` was seen
+to differ by, where that is more. What differs first says what is wrong: the loss of the first step is taken before any
+update, so there the weights or the forward pass are wrong; the first norm tells of the gradient; AdamW's first update
+is the same for a gradient of any scale, so a loss that goes wrong only behind the second update tells of a scale or of
+clipping. A cell that ran several times is wrong where one of its runs is. A letter says that these releases have the
+lines of that cause, and that such a cell runs through them; that the lines make the difference is shown by the
+experiment that stands with the cause, not cell by cell.
+
+A stack called *today* has one release of DeepSpeed, and beside it the Accelerate, torch and transformers that this
+study uses. *Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is
+called a mismatch of releases, and never DeepSpeed's fault.
+"""
+
+
+def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
+    cells = release_cells(records)
+    answer = QUESTION.answer(records)
+    if answer is None:
+        return f"{_HEAD}\n{QUESTION.nothing}\n"
+    letters = lettered(clipped(cells))
+    notes = "".join(f"- {markdown_text(note)}\n" for note in answer.notes)
+    parts = [_HEAD, f"**{markdown_text(answer.sentence)}**\n\n{notes}", _grids(clipped(cells), letters)]
+    parts.append(f"## Releases to avoid\n\n{table_markdown(avoid_table(records))}")
+    parts.append("## Causes\n")
+    parts += [
+        _cause(cause, letter, [cell for cell in cells if cause in cell.causes]) for cause, letter in letters.items()
+    ]
+    parts += [
+        _unexplained(cells),
+        losses(records, cells, letters),
+        _unclipped(cells),
+        _not_run(cells),
+        control(bare),
+        _stacks(cells),
+        _JUDGED.strip() + "\n",
+        _tolerances(),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _grids(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
+    text = (
+        "## The grid\n\n`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a"
+        " [cause](#causes) below, `?` a difference whose cause is not known, `'` behind it a difference in some runs"
+        " only, `x` a crash, `-` refused or not installable, a dot not run. Left of the bar: one micro-step; right of"
+        " it: four.\n"
+    )
+    precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
+    for precision in precisions:
+        for of_its_time, words in KINDS.items():
+            mine = [cell for cell in cells if cell.precision == precision and cell.is_of_its_time == of_its_time]
+            if mine:
+                text += f"\n### {precision}, {words}\n\n{table_markdown(_grid(mine, letters))}"
+    return text
+
+
+def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFrame:
+    rows = []
+    for release in sorted({cell.release for cell in cells}, key=release_order):
+        row = {"DeepSpeed": release}
+        for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
+            mine = [cell for cell in cells if (cell.release, cell.strategy) == (release, strategy)]
+            halves = [[cell for cell in mine if (cell.micro_steps > 1) == several] for several in (False, True)]
+            row[f"`{strategy}`"] = " / ".join(_sign(half, letters) for half in halves)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _sign(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
+    if not cells:
+        return NOT_RUN
+    (cell,) = cells
+    kind, why = cell.verdict.kind, "".join(letters[cause] for cause in cell.causes)
+    if kind == "different":
+        return (why or "?") + "'" * cell.differs_sometimes
+    return {"equal": "(=)" if cell.is_lucky else "=", "crashes": "x"}.get(kind, "-") + why
+
+
+def _cause(cause: Cause, letter: str, cells: Sequence[ReleaseCell]) -> str:
+    seen = ", ".join(dict.fromkeys(cell.stack for cell in cells))
+    strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
+    seen += " (in some runs only)" * cause.sometimes
+    lines = [
+        f"### {letter}: {markdown_text(cause.title)}\n",
+        f"{markdown_text(cause.says)}\n",
+        f"- Whose: {_WHOSE[cause.blame]}; {_seen_then(cells)}",
+        f"- Seen here in {len(cells)} cells: DeepSpeed {seen}; {strategies}"
+        + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
+        *(f"- Read in {each.package} {each.release}, `{each.file}`, lines {each.lines}: {markdown_text(each.says)}"
+          for each in cause.lines),
+        *(f"- {word} {' '.join(filter(None, [change.release, change.change]))}"
+          for word, change in (("Came with", cause.entered), ("Gone in", cause.left)) if change != Change()),
+        *([f"- Shown by: {markdown_text(cause.proof)}"] if cause.proof else []),
+        f"- On a GPU: {_GPU[cause.gpu]}; {markdown_text(cause.gpu_why)}",
+    ]  # fmt: skip
+    lines += [f"- Threads: {', '.join(cause.threads)}"] if cause.threads else []
+    lines += [f"- Instead: {markdown_text(cause.instead)}"] if cause.instead else []
+    return "\n".join(lines) + "\n"
+
+
+_WHOSE = {
+    "engine": "DeepSpeed's",
+    "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
+}
+
+
+def _seen_then(cells: Sequence[ReleaseCell]) -> str:
+    """Whether the releases of its own time do it too."""
+    beside = "with Accelerate and torch of its time"
+    if then := list(dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time)):
+        return f"seen in {', '.join(then)} {beside} too"
+    return f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
+
+
+_GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
+
+
+def _unexplained(cells: Iterable[ReleaseCell]) -> str:
+    rows = [
+        {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
+         "Clips at": cell.max_norm or "-", "Says": cell.verdict.says}
+        for cell in cells if cell.verdict.kind == "different" and not cell.causes
+    ]  # fmt: skip
+    return f"## Differences without a known cause\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
+
+
+def _not_run(cells: Iterable[ReleaseCell]) -> str:
+    """By stack and reason, the strategies that it stopped."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        if cell.verdict.kind in ("crashes", "refuses", "not installable"):
+            reason = _OF_A_RANK.sub("", cell.verdict.reason)
+            short = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
+            found.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
+    rows = [
+        {"Stack": stack, "Strategies": ", ".join(dict.fromkeys(names)), "Outcome": kind, "Why": why}
+        for (stack, kind, why), names in found.items()
+    ]
+    return f"## What does not run\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
+
+
+def _unclipped(cells: Sequence[ReleaseCell]) -> str:
+    """Beside each cell without clipping the same one with it."""
+    rows = []
+    with_clipping = {_same(cell): cell for cell in cells if cell.max_norm}
+    for cell in cells:
+        clipping = with_clipping.get(_same(cell))
+        if not cell.max_norm and clipping is not None and "different" in (cell.verdict.kind, clipping.verdict.kind):
+            rows.append({
+                "Stack": cell.stack, "Strategy": cell.strategy, "Micro-steps": cell.micro_steps,
+                f"Clips at {clipping.max_norm:g}": clipping.verdict.says, "Does not clip": cell.verdict.says,
+            })  # fmt: skip
+    text = (
+        "## With clipping and without\n\nWhere the loss is right without clipping, only what is clipped is wrong.\n\n"
+    )
+    return text + table_markdown(pd.DataFrame(rows)) if rows else ""
+
+
+def _same(cell: ReleaseCell) -> tuple[object, ...]:
+    return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
+
+
+def _stacks(cells: Sequence[ReleaseCell]) -> str:
+    versions = {cell.stack: cell.versions for cell in cells}
+    rows = [
+        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today", **{
+            name: versions[stack][name] or "not known" for name in PACKAGES}}
+        for stack in sorted(versions, key=lambda name: (release_order(name), name))
+    ]  # fmt: skip
+    return f"## The stacks\n\n{table_markdown(pd.DataFrame(rows))}"
+
+
+def _tolerances() -> str:
+    rows = [{"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
+            for name, each in ROUNDING.items()]  # fmt: skip
+    return table_markdown(pd.DataFrame(rows))
+
+
+def main() -> None:
+    PAGE.write_text(page(read_parquet(REPORT), read_rows(REPORT / BARE)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

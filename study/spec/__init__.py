@@ -1,1 +1,0 @@
-"""What a run is: its flags and defaults, and the strategy files."""

@@ -1,0 +1,153 @@
+"""How a cell ended, as data, also where its own processes could not write it down."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from study.config.errors import UserError, printable, without_secrets
+from study.host.memory import OomCounts
+from study.records.directory import RunWriter, change_ending, read_run, read_status
+from study.records.lock import is_at_work
+from study.records.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
+from study.records.schema import RecordError
+from study.sweep.step import cancelled_by_slurm, ooms_of_nodes
+
+# A run that will end the same way again is answered; it is repeated on request only.
+ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
+StoppedBy = Literal["time limit", "user"]
+_LAST_LINES = 15
+
+_SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
+# Releases of Slurm spell it in two ways, after the step's name or the time.
+_OOM_BY_SLURM = re.compile(r"error: Detected \d+ oom[-_]kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
+_EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
+_NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
+
+
+@dataclasses.dataclass(frozen=True)
+class CellState:
+    """The state of a cell's record; `to do` without one, `at work` before its end; `damaged` if not readable."""
+
+    state: str
+    reason: str = ""
+    hint: str = ""
+
+    @property
+    def why(self) -> str:
+        return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
+    def is_answered(self, retry: bool) -> bool:
+        # What is damaged may be finished, or of a newer version: it is replaced on request only.
+        return self.state == "ok" or (not retry and self.state in {*ANSWERED, "damaged"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitEvidence:
+    """What is known when the last process of a cell is gone."""
+
+    launcher_status: int
+    stopped_by: StoppedBy | None
+    time_limit_s: float
+    # This attempt's own status.json, and why study/train.py refused.
+    status: Mapping[str, Any] | None
+    refusal: UserError | None
+    printed: str
+    log: str
+    ooms: OomCounts
+
+    @property
+    def text(self) -> str:
+        return f"{self.log}\n{self.printed}"
+
+
+def judge(evidence: ExitEvidence) -> Ending:
+    status = evidence.status
+    said = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
+    if said is not None and said.state in ("ok", "oom", "unsupported"):
+        # Finished is finished, whatever the processes did on their way out.
+        return said
+    if evidence.stopped_by == "time limit":
+        reason = f"ended after its {evidence.time_limit_s:g} s"
+        return Ending("timeout", reason, "raise time_limit_s, or find out what it waits for")
+    if evidence.stopped_by == "user":
+        return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
+    if evidence.refusal is not None:
+        return ending_of(evidence.refusal)
+    if (why := cancelled_by_slurm(evidence.printed)) is not None:
+        return Ending("interrupted", f"Slurm ended it{f': {why}' if why else ''}", "run it again")
+    if _OOM_BY_SLURM.search(evidence.printed):
+        return Ending("oom", "the memory limit of the Slurm job was reached on a node", SMALLER_ON_THE_HOST)
+    killed = _signals(evidence.printed, evidence.launcher_status)
+    if 9 in killed:
+        return _sigkilled(evidence)
+    if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
+        # The run may have found out by itself.
+        return said if said and ran_out.reason.partition(" (")[0] in said.reason else ran_out
+    # When one rank has died, the launcher ends the others: what they say of it is not the reason.
+    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
+        return said
+    lines = last_lines(evidence.text, 3)
+    how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
+    return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
+
+
+def _sigkilled(evidence: ExitEvidence) -> Ending:
+    nodes = {f" on node {node}": ooms for node, ooms in ooms_of_nodes(evidence.printed).items()}
+    # A node whose own limit was reached, before one that only shares its kernel.
+    by_limit = sorted({"": evidence.ooms, **nodes}.items(), key=lambda item: -item[1].cgroup_limit_hit)
+    for where, ooms in by_limit:
+        if ooms.killed:
+            who = "the host's memory ran out, and its OOM killer"
+            if ooms.cgroup_limit_hit:
+                who = "the cgroup's memory limit was reached, and the kernel"
+            return Ending("oom", f"{who} killed a process{where}", SMALLER_ON_THE_HOST)
+    return Ending("interrupted", "a process was ended by SIGKILL, and not for its memory", "run it again")
+
+
+def _signals(printed: str, launcher_status: int) -> set[int]:
+    """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
+    numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
+    if launcher_status == 128 + signal.SIGKILL:
+        # As a shell, the supervisor and srun pass it on: it was the launcher itself.
+        numbers.add(signal.SIGKILL)
+    return numbers | ({-launcher_status} if launcher_status < 0 else set())
+
+
+def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
+    """What was said last, without the frames of tracebacks and the launcher's chatter."""
+    lines = [line.strip()[:300] for line in without_secrets(text).splitlines() if not _NOISE.search(line)]
+    return lines[-count:]
+
+
+def attempt_of(directory: Path) -> int:
+    try:
+        return int(read_status(directory)["attempt"])
+    except RecordError:
+        return 0
+
+
+def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
+    """Make status.json say how the attempt ended. Nobody else writes it any more: the processes are gone."""
+    if attempt_of(directory) <= attempt_before:
+        RunWriter(directory).close(ending.state, ending.reason, ending.hint)
+        return
+    status = read_status(directory)
+    if (status["state"], status["reason"], status["hint"]) != (ending.state, ending.reason, ending.hint):
+        change_ending(directory, ending.state, ending.reason, ending.hint)
+
+
+def cell_state(directory: Path) -> CellState:
+    if not (directory / "status.json").exists():
+        return CellState("to do")
+    try:
+        status = read_run(directory).status
+    except RecordError as error:
+        return CellState("damaged", str(error), "it is left as it is; --retry replaces it")
+    if status["ended_at"] is None and is_at_work(directory):
+        return CellState("at work", f"since {status['started_at']}")
+    return CellState(status["state"], printable(status["reason"]), printable(status["hint"]))

@@ -1,1 +1,0 @@
-"""One rank of N in this process: its group, and whether this box holds it."""

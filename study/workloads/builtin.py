@@ -1,0 +1,221 @@
+"""The built-in corpora: made from a seed, without a network. The best possible score on each is computed.
+
+Language (stands in for Wikitext): one long walk of an order-1 Markov chain over made-up words. Who knows the chain
+loses its entropy rate, and nobody loses less.
+Reviews (stand in for IMDB): words that carry sentiment agree with the label more often than not; Bayes' rule on their
+count is the best classifier there is.
+
+The seed is a constant and not the run's: runs with different seeds must see the same data, or their spread would mix
+the corpus into what the seed does to training.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from study.workloads.presets import BUILTIN_VOCABULARY_SIZE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SplitName = Literal["train", "eval"]
+
+CORPUS_SEED = 20191004
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = BUILTIN_VOCABULARY_SIZE - len(SPECIAL_TOKENS)
+
+SUCCESSORS_PER_WORD = 8
+WORDS_PER_ROW = 64
+LANGUAGE_ROWS = {"train": 16384, "eval": 2048}
+
+REVIEWS = {"train": 20000, "eval": 5000}
+SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS = 32, 80
+SENTIMENT_SHARE = 0.25
+AGREEMENT = 0.7
+WORDS_PER_SENTIMENT = 24
+
+# One independent stream of random numbers per purpose, so that changing one leaves the others as they are.
+_STREAMS = {"lexicon": 0, "chain": 1, "language-train": 2, "language-eval": 3, "reviews-train": 4, "reviews-eval": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """The best anyone can do: `expected` on average, `oracle` on exactly these evaluation samples."""
+
+    expected_loss: float
+    oracle_eval_loss: float
+    expected_accuracy: float | None = None
+    oracle_eval_accuracy: float | None = None
+
+
+def _stream(purpose: str) -> np.random.Generator:
+    return np.random.default_rng([CORPUS_SEED, _STREAMS[purpose]])
+
+
+@functools.cache
+def lexicon() -> tuple[str, ...]:
+    """Pronounceable words of two syllables; the first are praise, the next blame, the others neutral."""
+    syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
+    picks = _stream("lexicon").permutation(len(syllables) ** 2)[:WORDS]
+    return tuple(syllables[pick // len(syllables)] + syllables[pick % len(syllables)] for pick in picks)
+
+
+def builtin_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
+    """One token per word of the lexicon. `frame` puts [CLS] before and [SEP] after, as BERT's own does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *lexicon()))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if frame:
+        framing = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
+        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=framing)
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+# Language
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovChain:
+    """Which words may follow each word, and how likely."""
+
+    successors: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+
+    @functools.cached_property
+    def transition(self) -> npt.NDArray[np.float64]:
+        """P(next | previous) as a matrix; a successor listed twice gets both its shares."""
+        matrix = np.zeros((len(self.successors), len(self.successors)))
+        np.add.at(matrix, (np.arange(len(matrix))[:, None], self.successors), self.probabilities)
+        return matrix
+
+    @functools.cached_property
+    def stationary(self) -> npt.NDArray[np.float64]:
+        """The share of each word in an endless walk: solves share = share @ transition, shares adding to 1."""
+        size = len(self.transition)
+        equations = self.transition.T - np.eye(size)
+        equations[-1] = 1.0
+        return np.linalg.solve(equations, np.eye(size)[-1])
+
+    @functools.cached_property
+    def surprise(self) -> npt.NDArray[np.float64]:
+        """-log P(next | previous) in nats; infinite where the process never goes."""
+        with np.errstate(divide="ignore"):
+            return -np.log(self.transition)
+
+    @property
+    def entropy_rate(self) -> float:
+        """Nats per word that remain when the process is known."""
+        weighted = np.where(self.transition > 0, self.transition * np.where(self.transition > 0, self.surprise, 0), 0)
+        return float(self.stationary @ weighted.sum(axis=1))
+
+
+@functools.cache
+def language_chain() -> MarkovChain:
+    generator = _stream("chain")
+    # Permutations, so that every word also follows equally many others and none is a dead end.
+    successors = np.stack([generator.permutation(WORDS) for _ in range(SUCCESSORS_PER_WORD)], axis=1)
+    return MarkovChain(successors, generator.dirichlet(np.ones(SUCCESSORS_PER_WORD), size=WORDS))
+
+
+def language_rows(split: SplitName) -> Iterator[str]:
+    """The corpus row by row: one walk, cut into lines."""
+    chain, words = language_chain(), lexicon()
+    successors = chain.successors.tolist()
+    thresholds = np.cumsum(chain.probabilities, axis=1)
+    thresholds[:, -1] = 1.0  # rounding must not leave a draw without a successor
+    bounds = thresholds.tolist()
+    generator = _stream(f"language-{split}")
+    word = int(generator.choice(WORDS, p=chain.stationary))
+    for _ in range(LANGUAGE_ROWS[split]):
+        row = []
+        for draw in generator.random(WORDS_PER_ROW).tolist():
+            row.append(words[word])
+            word = successors[word][bisect.bisect_right(bounds[word], draw)]
+        yield " ".join(row) + "\n"
+
+
+def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
+    """Every position but a block's first is scored, given the word before it: the process depends on no more."""
+    chain = language_chain()
+    words = eval_blocks - len(SPECIAL_TOKENS)
+    realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
+    return Floor(expected_loss=chain.entropy_rate, oracle_eval_loss=realized)
+
+
+# Reviews
+
+
+def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
+    """The first `count` reviews and their labels; asking for more leaves the first ones as they are."""
+    assert count <= REVIEWS[split]
+    words = np.array(lexicon())
+    draws = _stream(f"reviews-{split}").random((count, 2 + 3 * LONGEST_REVIEW_WORDS))
+    labels = (draws[:, 0] < 0.5).astype(np.int64)
+    span = LONGEST_REVIEW_WORDS - SHORTEST_REVIEW_WORDS + 1
+    lengths = SHORTEST_REVIEW_WORDS + (draws[:, 1] * span).astype(np.int64)
+    carries, agrees, which = np.split(draws[:, 2:], 3, axis=1)
+    praise = (agrees < AGREEMENT) == (labels[:, None] == 1)
+    polar = (which * WORDS_PER_SENTIMENT).astype(np.int64) + np.where(praise, 0, WORDS_PER_SENTIMENT)
+    neutral = 2 * WORDS_PER_SENTIMENT + (which * (WORDS - 2 * WORDS_PER_SENTIMENT)).astype(np.int64)
+    written = words[np.where(carries < SENTIMENT_SHARE, polar, neutral)].tolist()
+    texts = [" ".join(row[:length]) for row, length in zip(written, lengths.tolist(), strict=True)]
+    return texts, labels.tolist()
+
+
+def margin_losses(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Bayes' loss where `margins` more words agree with the label than disagree: each is worth log q/(1-q)."""
+    return np.logaddexp(0.0, -margins * math.log(AGREEMENT / (1 - AGREEMENT)))
+
+
+def margin_accuracies(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A tie is a coin toss."""
+    return np.where(margins > 0, 1.0, np.where(margins == 0, 0.5, 0.0))
+
+
+def expected_review_scores(seq_length: int) -> tuple[float, float]:
+    """Bayes' expected loss and accuracy, when [CLS] and [SEP] leave seq_length - 2 words of a review to be seen.
+
+    The margin of a review is a sum of independent words (+1 agrees, -1 disagrees, 0 neutral), so its distribution
+    grows by one convolution per word; the sum over lengths and margins is exact.
+    """
+    word = np.array([SENTIMENT_SHARE * (1 - AGREEMENT), 1 - SENTIMENT_SHARE, SENTIMENT_SHARE * AGREEMENT])
+    seen = [min(length, max(seq_length - 2, 0)) for length in range(SHORTEST_REVIEW_WORDS, LONGEST_REVIEW_WORDS + 1)]
+    distribution, loss, accuracy = np.ones(1), 0.0, 0.0
+    for words in range(max(seen) + 1):
+        margins = np.arange(-words, words + 1)
+        share = seen.count(words) / len(seen)
+        loss += share * float(distribution @ margin_losses(margins))
+        accuracy += share * float(distribution @ margin_accuracies(margins))
+        distribution = np.convolve(distribution, word)
+    return loss, accuracy
+
+
+def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Words that agree with the label minus words that disagree, among those that truncation has left."""
+    words = input_ids - len(SPECIAL_TOKENS)
+    praise = ((words >= 0) & (words < WORDS_PER_SENTIMENT)).sum(axis=1)
+    blame = ((words >= WORDS_PER_SENTIMENT) & (words < 2 * WORDS_PER_SENTIMENT)).sum(axis=1)
+    return np.where(labels == 1, praise - blame, blame - praise)
+
+
+def review_floor(eval_input_ids: npt.NDArray[np.int64], eval_labels: npt.NDArray[np.int64]) -> Floor:
+    expected_loss, expected_accuracy = expected_review_scores(eval_input_ids.shape[1])
+    margins = review_margins(eval_input_ids, eval_labels)
+    return Floor(
+        expected_loss=expected_loss,
+        oracle_eval_loss=float(margin_losses(margins).mean()),
+        expected_accuracy=expected_accuracy,
+        oracle_eval_accuracy=float(margin_accuracies(margins).mean()),
+    )

@@ -1,0 +1,25 @@
+"""Perplexity of a language model: exp of the mean negative log-likelihood per token, in nats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+
+from study.workloads.metrics.in_memory import InMemory
+
+
+class Perplexity(InMemory):
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=__doc__,
+            citation="",
+            inputs_description="predictions: the mean loss of each sample; all samples have equally many tokens.",
+            features=datasets.Features({"predictions": datasets.Value("float64")}),
+        )
+
+    def _compute(self, predictions: Any) -> dict[str, float]:
+        with np.errstate(over="ignore"):  # a hopeless model is infinitely perplexed
+            return {"perplexity": float(np.exp(np.mean(predictions)))}

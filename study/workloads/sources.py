@@ -1,0 +1,179 @@
+"""Raw text by `--data`: from the hub at a pinned revision, a local copy, or built in. None takes another's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from study.config.errors import UserError, first_line
+from study.config.flags import RunConfig
+from study.workloads import builtin
+from study.workloads.hub import PROBE_TIMEOUT_S
+from study.workloads.local import local_reviews, local_rows, read_files
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# The commits of the published parquet files since 2024. Newer data would be another study.
+IMDB, IMDB_REVISION = "stanfordnlp/imdb", "e6281661ce1c48d982bc483cf8a173c1bbeb5d31"
+WIKITEXT, WIKITEXT_REVISION = "Salesforce/wikitext", "b08601e04326c79dfdd32d625aee71d232d685c3"
+IMDB_FILES = {"train": ["plain_text/train-00000-of-00001.parquet"]}
+WIKITEXT_FILES = {
+    "wikitext-2-raw-v1": {"train": ["train-00000-of-00001.parquet"], "eval": ["validation-00000-of-00001.parquet"]},
+    "wikitext-103-raw-v1": {
+        "train": ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"],
+        "eval": ["validation-00000-of-00001.parquet"],
+    },
+}
+# Where the data has no validation split: its first 5%, as in transformers' run_clm.
+HELD_OUT_SHARE = 0.05
+
+Texts = TypeVar("Texts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw(Generic[Texts]):
+    train: Texts
+    eval: Texts
+    provenance: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reviews:
+    texts: list[str]
+    labels: list[int]
+
+
+def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
+    """Labelled reviews, selected as the studied documents did: out of the training split alone."""
+    wanted = {"train": config.train_samples, "eval": config.eval_samples}
+    if config.data == "builtin":
+        train, evaluation = (
+            Reviews(*builtin.reviews(split, _count(wanted[split], builtin.REVIEWS[split], f"--{split}_samples")))
+            for split in ("train", "eval")
+        )
+        return Raw(train, evaluation, {"data": "builtin", "corpus": "reviews", "seed": builtin.CORPUS_SEED})
+    if config.data == "hub":
+        dataset = _hub_dataset(IMDB, IMDB_REVISION, IMDB_FILES["train"], cache_dir)
+        provenance = {"data": "hub", "dataset": IMDB, "revision": IMDB_REVISION}
+    else:
+        dataset = local_reviews(config.data, cache_dir)
+        provenance = {"data": "local", "path": config.data}
+    _check_text(dataset, ("text", "label"), config.data, IMDB)
+    _check_labels(dataset, config.data)
+    if len(dataset) < 5:
+        raise UserError(f"{config.data} holds {len(dataset)} reviews, too few to split 80/20", "use more data")
+    parts = _split_rows(len(dataset))
+    train = _select(dataset, parts["train"], config.train_samples, "--train_samples")
+    evaluation = _select(dataset, parts["test"], config.eval_samples, "--eval_samples")
+    return Raw(train, evaluation, provenance | {"rows": len(dataset)})
+
+
+def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
+    """Wikitext's rows, training and validation split, to be read once and only as far as needed."""
+    if config.data == "builtin":
+        provenance = {"data": "builtin", "corpus": "language", "seed": builtin.CORPUS_SEED}
+        return Raw(builtin.language_rows("train"), builtin.language_rows("eval"), provenance)
+    name = config.dataset_config_name
+    if config.data == "hub":
+        splits = {
+            split: _hub_dataset(WIKITEXT, WIKITEXT_REVISION, [f"{name}/{file}" for file in files], cache_dir)
+            for split, files in WIKITEXT_FILES[name].items()
+        }
+        provenance = {"data": "hub", "dataset": WIKITEXT, "name": name, "revision": WIKITEXT_REVISION}
+    else:
+        splits = local_rows(config.data, name, cache_dir)
+        provenance = {"data": "local", "path": config.data}
+    for dataset in splits.values():
+        _check_text(dataset, ("text",), config.data, WIKITEXT)
+    train, evaluation = splits["train"], splits.get("eval", splits.get("test"))
+    if evaluation is None:
+        held_out = max(1, int(HELD_OUT_SHARE * len(train)))
+        evaluation, train = train.select(range(held_out)), train.select(range(held_out, len(train)))
+        provenance["held_out_rows"] = held_out
+    provenance["rows"] = {"train": len(train), "eval": len(evaluation)}
+    return Raw(_rows(train), _rows(evaluation), provenance)
+
+
+def _rows(dataset: Dataset) -> Iterator[str]:
+    for batch in dataset.iter(batch_size=1000):
+        # The published files hold blank lines as "", Wikitext's raw files as " \n"; a model should see one of them.
+        yield from (text if text.strip() else "" for text in batch["text"])
+
+
+def _split_rows(count: int) -> dict[str, Dataset]:
+    """The documents' own 80/20 split, of row numbers: for the data itself `datasets` would write files beside them."""
+    import datasets
+
+    return datasets.Dataset.from_dict({"row": range(count)}).train_test_split(test_size=0.2, seed=42)
+
+
+def _select(dataset: Dataset, rows: Dataset, samples: int, flag: str) -> Reviews:
+    count = _count(samples, len(rows), flag)
+    chosen = dataset.select(rows.shuffle(seed=42)["row"][:count], keep_in_memory=True)
+    return Reviews(list(chosen["text"]), [int(label) for label in chosen["label"]])
+
+
+def _count(samples: int, available: int, flag: str) -> int:
+    if samples > available:
+        raise UserError(f"{flag} {samples}: the data has {available} reviews", f"use {available} or less, or 0 for all")
+    return samples or available
+
+
+def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Path) -> Dataset:
+    return read_files([_hub_file(repository, revision, file) for file in files], "parquet", cache_dir)
+
+
+def _hub_file(repository: str, revision: str, file: str) -> Path:
+    """One file of the pinned commit, from the cache if it is there.
+
+    Not load_dataset(repository, revision=...): without a network it takes whatever revision it has cached.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    where: dict[str, Any] = {"repo_id": repository, "filename": file, "repo_type": "dataset", "revision": revision}
+    try:
+        return Path(hf_hub_download(**where, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
+        return Path(hf_hub_download(**where))
+    except Exception as error:  # offline mode, name resolution, proxy, HTTP
+        raise UserError(
+            f"--data hub: {repository} at {revision[:12]} is not in the local cache and the hub does not serve it "
+            f"({type(error).__name__}: {first_line(error)})",
+            "use --data builtin, which needs no network, or --data PATH with a local copy",
+        ) from error
+
+
+def _check_text(dataset: Dataset, needed: tuple[str, ...], where: str, schema: str) -> None:
+    fix = f"rename its columns, or give the data in the schema of {schema} on the hub"
+    columns = dataset.column_names
+    if not set(needed) <= set(columns):
+        raise UserError(f"--data {where} has the columns {', '.join(columns)}; needed: {', '.join(needed)}", fix)
+    kind = _type_of(dataset, "text")
+    if kind not in ("string", "large_string") or dataset.data.column("text").null_count:
+        raise UserError(f"--data {where} has a `text` column of {kind} with gaps or of another type", fix)
+    try:
+        dataset.data.column("text").validate(full=True)
+    except ValueError as error:
+        raise UserError(
+            f"--data {where} has text that is not UTF-8 ({first_line(error)})", "save it as UTF-8"
+        ) from error
+
+
+def _check_labels(dataset: Dataset, where: str) -> None:
+    kind = _type_of(dataset, "label")
+    labels = dataset.unique("label") if kind.startswith(("int", "uint")) else [kind]
+    if not set(labels) <= {0, 1}:
+        shown = ", ".join(map(repr, sorted(labels, key=repr)[:5]))
+        raise UserError(f"--data {where} has a `label` column of {shown}", "label reviews 0 (bad) or 1 (good)")
+
+
+def _type_of(dataset: Dataset, column: str) -> str:
+    feature = dataset.features[column]
+    return str(getattr(feature, "dtype", feature))
