@@ -20,7 +20,7 @@ from study.claims import command as claims
 from study.config.errors import UserError, brief, first_line
 from study.config.flags import Parser
 from study.host.folders import check_process
-from study.predictor.validation import own as validation
+from study.predictor.validation import nearest as validation
 from study.records.outcome import Terminated
 from study.releases import bisect as releases
 from study.releases import verify

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from study.predictor.validation.measured import impossible, predicted_step_s
-from study.predictor.validation.own import distance, nearest, told
+from study.predictor.validation.nearest import distance, nearest, told
 from study.predictor.validation.published import published_rows
 
 ROWS = published_rows()

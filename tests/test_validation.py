@@ -223,7 +223,10 @@ def test_the_notebook_of_predictions_runs_with_one_source(tmp_path: Path) -> Non
 @pytest.mark.parametrize("arguments", [[], ["nothing"]])
 def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "study.report.pages.prediction", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-m", "study.report.pages.prediction", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
     )
     assert answer.returncode == 2
     assert "fit|report" in answer.stderr
