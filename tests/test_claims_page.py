@@ -23,9 +23,9 @@ from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
 from study.claims.ledger import LEDGER, ClaimFinding, read_ledger
-from study.claims.page import strip, write_page
 from study.claims.published import derivation
 from study.claims.sceptic import facts, order_text, orders
+from study.claims.show import strip, write_page
 from study.claims.verdicts import Figure, Region
 from study.cli import main
 from study.config.errors import UserError

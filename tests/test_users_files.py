@@ -298,7 +298,7 @@ def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and
 LEFT = """
 import os, sys
 from pathlib import Path
-from study.host.swap import swap_folder
+from study.host.folders import swap_folder
 held = swap_folder(Path(sys.argv[1]))
 folder = held.__enter__()
 (folder / "zero_stage_3").mkdir()

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 def _page(options: argparse.Namespace) -> int:
     if options.action or options.json:
         raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
-    from study.claims.page import write_page
+    from study.claims.show import write_page
 
     write_page(options.page)
     print(options.page)
