@@ -45,6 +45,7 @@ quality: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/house.py --check
 
 # The tables of the README and of docs/ from the records in reports/; then what they say of claims.
 readme: install
