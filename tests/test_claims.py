@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from study.advisor import engine_keys
 from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
@@ -552,18 +551,6 @@ def test_what_waits_for_a_gpu_is_judged_as_soon_as_its_suites_have_run(tmp_path:
     for check in waiting:
         before = check.find(Evidence(tmp_path / "made"))
         assert (before.answer, before.sentence.endswith(f"it needs {check.needs}")) == ("not judged", True)
-
-
-@pytest.mark.long
-def test_an_engine_key_is_given_to_the_engine_and_read_back() -> None:
-    probes = {probe.name: probe for probe in engine_keys.PROBES}
-    refused = engine_keys.run(probes["aio true"])
-    assert (refused["figures"], refused["error"]) == (
-        {"as_said": [0]}, "AttributeError: 'bool' object has no attribute 'get'"
-    )  # fmt: skip
-    other = dataclasses.replace(probes["overlap_comm"], reads={"zero.overlap_comm": False})
-    assert engine_keys.run(probes["overlap_comm"])["figures"] == {"as_said": [1]}
-    assert engine_keys.run(other)["figures"] == {"as_said": [0]}
 
 
 def test_without_any_record_verdicts_fall_back_to_arithmetic(made: Board, tmp_path: Path) -> None:

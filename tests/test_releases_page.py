@@ -9,10 +9,9 @@ import pytest
 
 from study.host.stacks import release_order
 from study.records.frames import Records, read_parquet
-from study.releases.bare import read_rows
 from study.releases.causes import PACKAGES, read_causes
 from study.releases.stacks import ReleaseCell, release_cells
-from study.report.pages.releases import BARE, PAGE, REPORT, page
+from study.report.pages.releases import BARE, PAGE, REPORT, page, read_rows
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from study.virtual.records import Summary, held, known, rank_state_bytes, settin
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
-# Made by study/advisor/engine_keys.py.
+# Made by study/advisor/engine_keys.py, which is in the history up to 7ff8d96.
 KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
@@ -163,7 +163,7 @@ class Evidence:
             probes = json.loads(file.read_text(encoding="utf-8"))["probes"]
             return {str(probe["name"]): {key: dict(probe)[key] for key in ("said", "figures")} for probe in probes}
         except (ValueError, KeyError, TypeError) as error:
-            fix = "make it again: python -m study.advisor.engine_keys"
+            fix = f"restore it: git checkout {file}"
             raise UserError(f"{file} is not readable ({type(error).__name__}: {error})", fix) from None
 
 

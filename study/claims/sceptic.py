@@ -26,7 +26,7 @@ from study.config.yaml_sections import read_own
 
 ENGINE_KEYS = "engine_keys"
 # Reports of other records, and what makes these anew.
-NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys"}
+NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys of commit 7ff8d96"}
 
 
 def made(evidence: Evidence, report: str) -> pd.DataFrame:
