@@ -19,8 +19,7 @@ from study.advisor.advise import (
     usual_precision,
 )
 from study.advisor.advise_files import Files, write_files
-from study.advisor.advise_rules import Rule, because, rules
-from study.advisor.advise_words import ONE_RANK_NOTE, changes, count_text, how_sure, unchecked, worth_trying
+from study.advisor.advise_words import ONE_RANK_NOTE, because, changes, count_text, how_sure, unchecked, worth_trying
 from study.advisor.predict_command import CHUNKED_LOSS, known_optimizer
 from study.config.errors import UserError
 from study.host.folders import folder_argument
@@ -52,7 +51,6 @@ class _Told:
     # Faster, and not as sure to fit.
     riskier: Option | None
     others: list[str]
-    guides: list[Rule]
     nearest: list[str]
     files: Files | None
 
@@ -89,7 +87,7 @@ def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
     near = list(nearest(best.request)) if nearest and best else []
-    told = _Told(worth_trying(advice), list(changes(advice)), rules(advice), near, files)
+    told = _Told(worth_trying(advice), list(changes(advice)), near, files)
     if options.json:
         print(json.dumps(_document(advice, told), indent=2))
     else:
@@ -129,7 +127,6 @@ def _document(advice: Advice, told: _Told) -> dict[str, Any]:
         "chunked_loss": question.chunked_loss,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
         "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
-        "guides": [dataclasses.asdict(rule) for rule in told.guides],
         "strategies": [_row(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
@@ -188,10 +185,6 @@ def _page(advice: Advice, told: _Told) -> Iterator[str]:
         if question.shape.lora_rank:
             yield LORA_NOTE
     yield from told.others
-    for rule in told.guides:
-        yield f"{rule.document}, {rule.says}: {rule.choice}" + (
-            f", which misleads here: {rule.misleads}" * bool(rule.misleads)
-        )
     yield from told.nearest
     if told.files is not None and best is not None:
         files = told.files

@@ -17,7 +17,16 @@ from study.advisor.advise import (
     error_of_time,
 )
 from study.host.memory import GIB
-from study.predictor.time import device_bytes, excess_bytes, left_share, slowest_offload, usable_bytes
+from study.predictor.memory import predict_memory
+from study.predictor.time import (
+    device_bytes,
+    excess_bytes,
+    fits,
+    left_share,
+    predict_time,
+    slowest_offload,
+    usable_bytes,
+)
 
 ONE_RANK_NOTE = (
     "an engine for one GPU: nothing is sharded, but its weights are 16 bits with fp32 masters of what is trained, where"
@@ -27,6 +36,12 @@ ONE_RANK_NOTE = (
 _OF_A_SAMPLE = ("logits", "activations", "attention", "context")
 _FAR_BEHIND = 0.5
 _WORTH_TELLING = 0.05
+# What a part of a step's time is, where it is what makes a choice slower.
+_PARTS = {
+    "compute": "computing",
+    "communication_exposed": "waiting for communication", "offload": "moving state from and to the host",
+    "cpu_adam": "the optimizer on the host", "nvme": "the drive",
+}  # fmt: skip
 
 
 def count_text(parameters: int) -> str:
@@ -167,3 +182,19 @@ def changes(advice: Advice) -> Iterator[str]:
                 yield f"with {label} it may not fit"
         elif still is None or not still.is_sure or still.tokens_per_s < (1 - _WORTH_TELLING) * there.best.tokens_per_s:
             yield f"with {label} it would be {there.best.name}"
+
+
+def because(option: Option, best: Option) -> str:
+    """By what it would do with the same micro-batch and checkpointing: what strategies differ in by themselves."""
+    ours, box = best.request, best.request.box
+    size, again = ours.micro_batch, ours.gradient_checkpointing
+    same = dataclasses.replace(
+        option.request, micro_batch=size, accumulation=ours.accumulation, gradient_checkpointing=again
+    )
+    if not fits(predict_memory(same), box, at_upper_end=best.is_sure):
+        return f": {size} a rank {'with' if again else 'without'} checkpointing, as {best.name} trains, does not fit"
+    assert best.time is not None
+    time, bests = predict_time(same), best.time
+    part = max(_PARTS, key=lambda name: time.parts[name] - bests.parts[name])
+    its, other = (f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests))
+    return f": trained as {best.name} is, {_PARTS[part]} takes {its} of its step, and {other} of {best.name}'s"
