@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install study test test-long test-gpu quality readme claims releases prediction bench clean
+.PHONY: install study test test-fast test-long test-gpu quality readme claims releases prediction bench clean
 
 install: .venv/installed
 
@@ -31,8 +31,12 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long and not gpu and not alone"
+	$(BIN)/python -m pytest $(FLAGS) -n 2 --dist loadfile -m "not long and not gpu and not alone"
 	$(BIN)/python -m pytest $$(grep -lw "mark.alone" tests/test_*.py) -m "alone and not long and not gpu"
+
+# The inner loop: what starts no ranks.
+test-fast: install
+	$(BIN)/python -m pytest $(FLAGS) -n 2 --dist loadfile -m "not engine and not long and not gpu and not alone"
 
 test-long: install
 	$(BIN)/python -m pytest -m long

@@ -33,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 
 
+# What starts ranks (tests/forked.py, engines.py, runs.py, sweeps.py): tests of a module that has one of these use engines.
+_STARTS_RANKS = {"fork_ranks", "fork_script", "launch", "start", "train", "trained", "run", "RunFactory"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
+            item.add_marker(pytest.mark.engine)
+
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside other tests two threads wait for each other's core, and a test that trains in this process takes minutes.
     torch.set_num_threads(1)

@@ -23,6 +23,8 @@ from study.advisor.doctor import Check, strategies, tools
 from study.config.strategies import STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS
 from study.host.operators import toolkit_version
 
+pytestmark = pytest.mark.engine
+
 SECRET = "hf_thisIsNobodysToken"
 STATES = {"ok", "missing", "none"}
 

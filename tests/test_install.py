@@ -9,14 +9,20 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from engines import FAKE_GPU, ROOT
 from study.advisor.doctor import INSTALL_ALL
 from study.host.environment import torch_for_driver
 from study.host.stacks import VERIFIED, pair_fix
+
+pytestmark = pytest.mark.engine
 
 # Without the index, the cache and the constraints of whoever runs the tests.
 NO_PIP = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
@@ -107,6 +113,21 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
     assert result.returncode == 0, result.stderr
     found = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
     assert found == {"torch": f"{pins['torch']}+cu129"}
+
+
+@pytest.mark.parametrize("python", ["3.10.0", "3.11.2", "3.12.0"])
+def test_what_is_pinned_for_a_python_takes_that_python(python: str) -> None:
+    """Debian's own 3.11.2 was told of a release that wants 3.11.5."""
+    meant = {"python_version": python.rsplit(".", 1)[0], "python_full_version": python}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    installed = {canonicalize_name(each.name): each.metadata["Requires-Python"] for each in metadata.distributions()}
+    wanted = {
+        pin.name: installed[canonicalize_name(pin.name)] for pin in pins
+        if canonicalize_name(pin.name) in installed and (pin.marker is None or pin.marker.evaluate(meant))
+    }  # fmt: skip
+    assert len(wanted) > 100
+    assert {name: asks for name, asks in wanted.items() if asks and python not in SpecifierSet(asks)} == {}
 
 
 def test_an_environment_that_came_without_pip_is_made_anew(tmp_path: Path) -> None:

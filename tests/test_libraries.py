@@ -14,6 +14,8 @@ import pytest
 from engines import ROOT
 from study.host.imports import importing
 
+pytestmark = pytest.mark.engine
+
 SHOWN = """
 import gc, sys
 from study.host.imports import import_libraries

@@ -3,8 +3,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -438,3 +441,44 @@ def test_what_was_asked_for_is_not_fitted_to_the_machines(tmp_path: Path) -> Non
     own = launched_with(own_file(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
     assert Launch(own, 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) == 4
     assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) is None
+
+
+ADDED = """\
+import json, sys
+from study.advisor.advise import AdviceRequest, candidates
+from study.config.strategies import STUDIED_STRATEGIES, read_strategy
+from study.predictor.boxes import box_of
+from study.predictor.shape import model_shape
+from study.report.plots.canvas import STRATEGIES
+print(json.dumps([
+    read_strategy("zero2_small").zero_stage, "zero2_small" in STUDIED_STRATEGIES, STRATEGIES["zero2_small"].colour,
+    "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), box_of("8xH100"), 1024, "bf16")),
+]))
+"""
+
+
+def test_a_strategy_is_added_by_its_files_and_one_row(tmp_path: Path) -> None:
+    for folder in ("study", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    configs = tmp_path / "accelerate_configs"
+    document = yaml.safe_load((configs / "zero2.yaml").read_text())
+    document["deepspeed_config"]["deepspeed_config_file"] = "accelerate_configs/deepspeed/zero2_small.json"
+    (configs / "zero2_small.yaml").write_text(yaml.safe_dump(document))
+    settings = json.loads((configs / "deepspeed" / "zero2.json").read_text())
+    settings["zero_optimization"]["reduce_bucket_size"] = 1000
+    (configs / "deepspeed" / "zero2_small.json").write_text(json.dumps(settings))
+    digest = digest_of(asked_of_files(document, settings))
+    registry = tmp_path / "study" / "config" / "registry.py"
+    row = f'    "zero2_small": Registered("{digest}", "named", 16, "#123456", "o", SOLID),\n'
+    registry.write_text(registry.read_text().replace("}  # fmt: skip", f"{row}}}  # fmt: skip"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    assert json.loads(said.stdout) == [2, False, "#123456", True]
+    command = [
+        "accelerate", "launch", "--config_file", "accelerate_configs/zero2_small.yaml", "study/train.py", "--task",
+        "gpt-wikitext", "--scale", "laptop", "--max_steps", "2", "--train_samples", "64", "--eval_samples", "2",
+        "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=300)
+    engine = json.loads((tmp_path / "run" / "engine.json").read_text())
+    assert (engine["strategy"], engine["buckets"]["reduce_bucket_size"]) == ("zero2_small", 1000)

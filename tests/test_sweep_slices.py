@@ -25,6 +25,8 @@ from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
 from sweeps import TINY
 from synthetic_records import write_run
 
+pytestmark = pytest.mark.engine
+
 CPU_BOX = Box((), 16.0)
 SEED_FIRST: list[dict[str, object]] = [{"suite": "wide", "only": ["seed=2"]}, {"suite": "narrow"}, {"suite": "wide"}]
 

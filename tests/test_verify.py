@@ -20,6 +20,8 @@ from study.releases.verdict import ROUNDING, Trace, Verdict, judge, tolerance_of
 from study.releases.verify import BY_LUCK, VerifyRow, _answer, _is_fine, _refuse_another_stack, _unverified
 from synthetic_records import write_run
 
+pytestmark = pytest.mark.engine
+
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
 # Two ranks, gpt-wikitext, four micro-steps, of DeepSpeed 0.19.8, which trains as one process does.

@@ -9,7 +9,8 @@ from typing import Any
 
 from study.config.errors import UserError
 from study.config.flags import Precision
-from study.config.strategies import STUDIED_STRATEGIES, WITH_COPIES, Strategy, read_strategy
+from study.config.registry import REGISTRY
+from study.config.strategies import WITH_COPIES, Strategy, read_strategy
 from study.host.memory import GIB
 from study.predictor.activations import has_fused
 from study.predictor.memory import predict_memory
@@ -76,10 +77,8 @@ LARGEST_MICRO_BATCH = 512
 AS_FAST = 0.05
 # Of rented machines: 1 TiB beside eight GPUs. Many have twice as much, and some half.
 USUAL_HOST_GIB_OF_A_GPU = 128
-SIMPLEST_FIRST = (
-    "single", "ddp", "zero0", "zero1", "zero2", "fsdp2", "zero3", "hsdp", "zero3_hpz", "zero2_cpu",
-    "zero3_cpu_optimizer", "zero3_cpu", "zero3_cpu_nvme", "zero3_nvme_optimizer", "zero3_nvme",
-)  # fmt: skip
+_SIMPLICITY = {name: row.simplicity for name, row in REGISTRY.items() if row.simplicity is not None}
+SIMPLEST_FIRST = sorted(_SIMPLICITY, key=_SIMPLICITY.__getitem__)
 # What a micro-batch makes of a question.
 Asked = Callable[[int], tuple[Request, Memory]]
 
@@ -224,7 +223,7 @@ def candidates(question: AdviceRequest) -> list[str]:
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
         # On one machine a copy in each part of it only holds more.
         left_out |= set(WITH_COPIES)
-    return [name for name in (*STUDIED_STRATEGIES, *WITH_COPIES) if name not in left_out]
+    return [name for name in _SIMPLICITY if name not in left_out]
 
 
 def precision_under(strategy: Strategy, precision: str) -> Precision:

@@ -30,6 +30,7 @@ from study.config.names import (
     override,
     parse_overrides,
 )
+from study.config.registry import REGISTRY
 
 
 def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,18 +109,12 @@ def team_of(asked: Mapping[str, Any]) -> Team | None:
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
-# What `strategy: all` means in a suite. The set stays as it is, so that a suite's reports stay comparable.
-STUDIED_STRATEGIES = (
-    "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu_optimizer", "zero3_cpu",
-    "zero3_nvme_optimizer", "zero3_nvme", "zero3_cpu_nvme", "fsdp2",
-)  # fmt: skip
-# Those that a suite names one by one. They hold more than one copy, each within a part of the ranks.
-WITH_COPIES = ("hsdp", "zero3_hpz")
-# Whose ranks work on the same samples together.
-WITH_TEAMS = ("tp", "cp", "ulysses_zero1", "ulysses_zero2", "ulysses_zero3", "zero1_tp", "zero2_tp", "zero3_tp")
+STRATEGY_NAMES = tuple(REGISTRY)
+STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind == "studied")
+WITH_COPIES = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
+WITH_TEAMS = tuple(name for name, row in REGISTRY.items() if row.kind == "groups")
 # Two copies, and two ranks for each.
 LEAST_RANKS_WITH_COPIES = 4
-STRATEGY_NAMES = (*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS)
 # A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
 KEEPS_PARTS = "activation_checkpointing.partition_activations"
 # deepspeed/runtime/zero/offload_config.py: buffers that parameters on NVMe go through, and the elements of each.

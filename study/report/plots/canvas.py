@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
+from study.config.registry import REGISTRY
 from study.records.frames import Records, real
 from study.records.statistics import SHOWN_BELOW
 from study.records.workloads import strategy_order
@@ -42,32 +43,7 @@ class Style(NamedTuple):
         return self.points | {"linestyle": self.dash}
 
 
-STRATEGIES: Mapping[str, Style] = {
-    "single": Style("#000000", "o", SOLID),
-    "ddp": Style("#767676", "s", SOLID),
-    "zero0": Style("#2b98ff", "^", SOLID),
-    "zero1": Style("#0a35b3", "v", (0, (6, 1.5))),
-    "zero2": Style("#018228", "D", SOLID),
-    "zero3": Style("#db3502", "P", SOLID),
-    "zero2_cpu": Style("#6e9a78", "d", (0, (3, 1.5))),
-    "zero3_cpu_optimizer": Style("#c58b1a", "<", (0, (3, 1.5))),
-    "zero3_cpu": Style("#704731", ">", (0, (4, 1.5, 1, 1.5))),
-    "zero3_nvme_optimizer": Style("#e557bb", "p", (0, (1, 1.2))),
-    "zero3_nvme": Style("#9c1179", "h", (0, (5, 1.5, 1, 1.5, 1, 1.5))),
-    "zero3_cpu_nvme": Style("#b328da", "*", (0, (2, 2))),
-    "fsdp2": Style("#3e1665", "X", (0, (8, 2))),
-    "hsdp": Style("#183c3c", "H", (0, (8, 2, 1, 2))),
-    "zero3_hpz": Style("#6d1404", "8", (0, (5, 1))),
-    # With teams: the colour of what a strategy is without them.
-    "tp": Style("#767676", "4", (0, (2, 1, 6, 1))),
-    "cp": Style("#3e1665", "+", (0, (4, 1, 2, 1))),
-    "ulysses_zero1": Style("#0a35b3", "1", (0, (2, 1, 6, 1))),
-    "ulysses_zero2": Style("#018228", "2", (0, (2, 1, 6, 1))),
-    "ulysses_zero3": Style("#db3502", "3", (0, (2, 1, 6, 1))),
-    "zero1_tp": Style("#0a35b3", "_", (0, (1, 1, 3, 1))),
-    "zero2_tp": Style("#018228", "x", (0, (1, 1, 3, 1))),
-    "zero3_tp": Style("#db3502", "|", (0, (1, 1, 3, 1))),
-}
+STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.dash)) for name, row in REGISTRY.items()}
 UNKNOWN = Style("#767676", "o", (0, (1, 2)))
 
 
