@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{refusal.problem}: {refusal.fix}") from None
 
 
-# What starts ranks (tests/forked.py, engines.py, runs.py, sweeps.py): tests of a module that has one of these use engines.
+# What starts ranks, of tests/forked.py, engines.py, runs.py and sweeps.py: a module that imports one uses engines.
 _STARTS_RANKS = {"fork_ranks", "fork_script", "launch", "start", "train", "trained", "run", "RunFactory"}
 
 
