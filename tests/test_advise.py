@@ -442,6 +442,7 @@ def test_what_keeps_the_next_one_behind_is_told(capsys: pytest.CaptureFixture[st
     assert "trained as" not in capsys.readouterr().out.split("next best")[1].splitlines()[0]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "name",
     [
