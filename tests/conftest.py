@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 from runs import run_of
 from study.config.errors import UserError
 from study.host.folders import cache_directory
+from study.host.memory import GIB, can_lock
 from study.host.operators import use_own_build
 from study.releases.causes import read_causes
 
@@ -41,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
             item.add_marker(pytest.mark.engine)
+    if not can_lock(2 * GIB):
+        why = pytest.mark.skip(reason="this user may not lock the memory that strategies on NVMe need (ulimit -l)")
+        runs = (item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("engine"))
+        for item in runs:
+            if "nvme" in item.name + inspect.getsource(item.function):
+                item.add_marker(why)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
