@@ -56,7 +56,7 @@ class Launches:
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def nvme_launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     box = tmp_path_factory.mktemp("box")
     drive = box / "drive"
     for name in ("kept", "failing", "zero-study-swap-holiday"):
@@ -77,33 +77,33 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
         return Launches(drive, dict(zip(folders, pool.map(train, folders), strict=True)), alike, alone, failing)
 
 
-def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(launches):
-    assert read_run(launches.drive / "run").state == "ok"
+def test_a_record_on_the_drive_that_its_run_swapped_to_is_there_when_the_run_has_ended(nvme_launches):
+    assert read_run(nvme_launches.drive / "run").state == "ok"
 
 
-def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(launches):
-    for folder in (*launches.alike, launches.alone):
-        assert launches.results[folder].returncode == 0, launches.results[folder].stderr[-3000:]
-    expected = [row["loss"] for row in read_run(launches.alone).steps]
+def test_runs_with_folders_of_one_name_share_no_swap_files_and_train_as_if_alone(nvme_launches):
+    for folder in (*nvme_launches.alike, nvme_launches.alone):
+        assert nvme_launches.results[folder].returncode == 0, nvme_launches.results[folder].stderr[-3000:]
+    expected = [row["loss"] for row in read_run(nvme_launches.alone).steps]
     swapped_to = set()
-    for record in map(read_run, launches.alike):
+    for record in map(read_run, nvme_launches.alike):
         assert [row["loss"] for row in record.steps] == pytest.approx(expected, rel=1e-5)
         swapped_to.add(Path(record.engine["nvme_path"]))
     assert len(swapped_to) == 2
-    assert {path.parent for path in swapped_to} == {launches.drive}
+    assert {path.parent for path in swapped_to} == {nvme_launches.drive}
 
 
-def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(launches):
-    assert launches.results[launches.failing].returncode != 0
-    assert "swapped no optimizer" in read_status(launches.failing)["reason"]
-    assert contents(launches.drive / "failing") == {"photo.jpg": PHOTO}
+def test_a_run_that_fails_leaves_the_folder_on_the_drive_that_is_named_as_its_own(nvme_launches):
+    assert nvme_launches.results[nvme_launches.failing].returncode != 0
+    assert "swapped no optimizer" in read_status(nvme_launches.failing)["reason"]
+    assert contents(nvme_launches.drive / "failing") == {"photo.jpg": PHOTO}
 
 
-def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(launches):
+def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(nvme_launches):
     kept = {"kept", "failing", "zero-study-swap-holiday"}
-    assert {path.name for path in launches.drive.iterdir()} == {*kept, "run"}
+    assert {path.name for path in nvme_launches.drive.iterdir()} == {*kept, "run"}
     for name in kept:
-        assert contents(launches.drive / name) == {"photo.jpg": PHOTO}
+        assert contents(nvme_launches.drive / name) == {"photo.jpg": PHOTO}
 
 
 def test_a_folder_with_somebody_s_status_json_is_not_overwritten(tmp_path):
