@@ -154,6 +154,14 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
         assert_is_one_line(result.stderr, ("folder in which this was started",), "change to one")
 
 
+def test_threads_that_are_no_number_are_refused_before_accelerate_reads_them() -> None:
+    for words in (["-m", "study.cli", "status", "laptop"], ["study/train.py", "--help"]):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "abc"}
+        result = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert result.returncode == 2
+        assert_is_one_line(result.stderr, ("OMP_NUM_THREADS is 'abc', which is no number",), "unset it, or set it to")
+
+
 CONSOLE = """
 import os, pathlib, sys
 from study.host.folders import check_process

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pwd
+import re
 import shutil
 import sys
 import tempfile
@@ -156,6 +157,9 @@ def check_process() -> None:
         raise UserError(
             f"the folder in which this was started is not there ({error.strerror})", "change to one that is"
         ) from None
+    # Accelerate reads it as a number, and would end in a traceback.
+    if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
+        raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, which is no number", "unset it, or set it to one")
 
 
 _MARKER = "made-by-zero-study.lock"
