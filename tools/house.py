@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Lines of Python. Raise one in a commit of its own line that says why; lower it where a room became smaller.
 BUDGETS = {
-    "config": 1_400,
+    "config": 1_450,
     "records": 2_850,
     "host": 1_500,
     "workloads": 2_050,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 150,
     "cli": 150,
     "__init__": 50,
-    "tests": 22_650,
+    "tests": 22_700,
 }
 
 
