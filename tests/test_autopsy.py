@@ -163,6 +163,18 @@ def test_a_folder_that_is_no_autopsys_is_refused_and_left_alone(
     assert "thesis.txt" in capsys.readouterr().err
 
 
+def test_a_folder_that_has_got_the_name_of_a_renamed_one_is_left_alone(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "mine", tmp_path / "moved"
+
+    def rename(_line: str) -> None:
+        folder.rename(moved)
+        (folder / SESSIONS).mkdir(parents=True)
+
+    with open_folder(folder, TINY) as lock, pytest.raises(UserError, match="was renamed or removed while"):
+        run_sessions(folder, lock, TINY, [], rename)
+    assert list((folder / SESSIONS).iterdir()) == []
+
+
 def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
     open_folder(tmp_path, SCALES["a100"]).release()
     with pytest.raises(UserError, match="another scale"):
@@ -184,8 +196,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
              "0-gate-given-with-a-launchers-environment")  # fmt: skip
     sessions = [each for each in plan(TINY, (1,)) if each.id in names]
     assert len(sessions) == len(names)
-    with open_folder(folder, TINY):
-        assert run_sessions(folder, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
+    with open_folder(folder, TINY) as lock:
+        assert run_sessions(folder, lock, dataclasses.replace(TINY, lanes=1), sessions, lambda _line: None) == 0
     return read_sessions(folder)
 
 

@@ -20,6 +20,7 @@ from study import cli
 from study.host.box import Box, matmul_rates
 from study.host.folders import COMPILES
 from study.records.directory import RunWriter, read_json, read_run, read_status, write_json
+from study.records.outcome import Ending
 from study.records.schema import State
 from study.sweep.execute import run_cells
 from study.sweep.launch import clean_environment
@@ -408,3 +409,19 @@ def test_start_up_is_at_most_half_as_long_again_as_the_bare_libraries(tmp_path):
     floor = sum(floors) / len(floors)
     print(f"{per_cell:.2f} s per cell, floor {floor:.2f} s: {per_cell / floor:.2f}x")
     assert per_cell <= 1.5 * floor
+
+
+def test_a_sweep_whose_folder_was_renamed_stops_before_its_next_cell(tmp_path, monkeypatch, capsys):
+    suite = write_suite(tmp_path, {"strategy": ["single"], "seed": [1, 2]})
+    cells, root, moved = plan_cells(read_suite(suite), Box((), 16.0)), tmp_path / "runs", tmp_path / "moved"
+
+    def renamed(sweep: Any, cell: Any, order: int) -> Ending:
+        root.rename(moved)
+        root.mkdir()
+        return Ending("ok", "")
+
+    monkeypatch.setattr("study.sweep.execute.Sweep.run_cell", renamed)
+    sweep = run_cells(cells, root, Box((), 16.0))
+    assert (len(cells), sweep.stopped, sweep.finished) == (2, True, 1)
+    assert "was renamed or removed while this sweep ran" in "".join(capsys.readouterr())
+    assert list(root.iterdir()) == []

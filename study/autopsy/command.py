@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> int:
         scale = SCALES[options.scale]
         check_box(scale)
         folder = options.runs or (RUNS if scale.name == "laptop" else RUNS.with_name(f"autopsy-{scale.name}"))
-        with open_folder(folder, scale):
-            failed = run_sessions(folder, scale, plan(scale), lambda line: print(line, flush=True), options.retry)
+        with open_folder(folder, scale) as lock:
+            failed = run_sessions(folder, lock, scale, plan(scale), lambda line: print(line, flush=True), options.retry)
         print(f"to see it: study autopsy report{'' if folder == RUNS else f' --runs {folder}'}")
         return 1 if failed else 0
     with extra("report"):

@@ -147,9 +147,10 @@ class Lane:
 
 
 def run_sessions(
-    folder: Path, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None], retry: bool = False
-) -> int:
-    """Returns how many of them did not end ok."""
+    folder: Path, lock: FileLock, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None],
+    retry: bool = False,
+) -> int:  # fmt: skip
+    """In the folder that is locked. Returns how many of them did not end ok."""
     left = missing(folder, sessions, retry)
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, min(scale.lanes, len(cores)))
@@ -163,7 +164,7 @@ def run_sessions(
     work.mkdir()
     lanes = [Lane(scale, cores[place] if scale.threads else -1, work) for place in range(count)]
     threads = [
-        threading.Thread(target=_work, args=(lane, todo, folder, progress, count), daemon=True) for lane in lanes
+        threading.Thread(target=_work, args=(lane, todo, folder, lock, progress, count), daemon=True) for lane in lanes
     ]
     for thread in threads:
         thread.start()
@@ -174,13 +175,18 @@ def run_sessions(
         progress.stopped = True
         for lane in lanes:
             lane.end()
-        shutil.rmtree(work, ignore_errors=True)
+        if is_in_place := lock.is_in_place():
+            shutil.rmtree(work, ignore_errors=True)
+    if not is_in_place:
+        raise UserError(f"{folder} was renamed or removed while its sessions ran", "put it back, and run it again")
     if progress.lost:
         raise UserError(f"sessions cannot start here ({progress.lost})", "ask: study doctor")
     return progress.failed
 
 
-def _work(lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, progress: _Progress, lanes: int) -> None:
+def _work(
+    lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, lock: FileLock, progress: _Progress, lanes: int
+) -> None:
     while True:
         try:
             session = todo.get_nowait()
@@ -191,8 +197,8 @@ def _work(lane: Lane, todo: queue.SimpleQueue[Session], folder: Path, progress: 
         except LaneLost as loss:
             progress.lost = str(loss)
             return
-        if progress.stopped:
-            # Ended from here: no answer of its own.
+        if progress.stopped or not lock.is_in_place():
+            # Ended from here: no answer of its own. Or another folder has this name by now.
             return
         about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
         settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}

@@ -63,6 +63,7 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         """
         # Not inheritable, as every descriptor that Python opens: a program that is started does not hold the lock.
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        self._file = file.absolute()
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
         _open_descriptors.add(self._descriptor)
         deadline = time.monotonic() + patience_s
@@ -87,6 +88,13 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         except BlockingIOError:
             return False
         return True
+
+    def is_in_place(self) -> bool:
+        """Whether its path still names the locked file: a folder that is renamed takes the lock along."""
+        try:
+            return os.path.samestat(self._file.stat(), os.fstat(self._descriptor))
+        except OSError:
+            return False
 
     def release(self) -> None:
         if self._descriptor in _open_descriptors:

@@ -17,7 +17,14 @@ from study.host.folders import folder_named, remove_left_folders
 from study.host.slurm import is_array_task, is_in_job, refuse_unshared, this_job
 from study.host.stacks import stacks
 from study.records.directory import utc_now
-from study.records.lock import Held, digest_of_host, refuse_files_of_others, refuse_folder_at_work, take_folder
+from study.records.lock import (
+    FileLock,
+    Held,
+    digest_of_host,
+    refuse_files_of_others,
+    refuse_folder_at_work,
+    take_folder,
+)
 from study.records.outcome import Ending, raising_on
 from study.sweep.cell import Cell
 from study.sweep.forks import ForkServer
@@ -53,7 +60,7 @@ def run_cells(
     what they hold and take, they may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-    with only_sweep(root):
+    with only_sweep(root) as lock:
         ended = end_leftovers(root)
         if (job := this_job()) is not None:
             refuse_unshared(job, root)
@@ -66,7 +73,7 @@ def run_cells(
         ):
             if ended:
                 progress.say(f"notice: ended {ended} processes that an earlier sweep had left")
-            sweep = Sweep(root, box, progress, retry, deadline, only_computes)
+            sweep = Sweep(root, lock, box, progress, retry, deadline, only_computes)
             try:
                 sweep.run(to_do)
             except Stopped as why:
@@ -76,7 +83,8 @@ def run_cells(
                 sweep.forks.close()
             # The user knows by now that the disk is full.
             with suppress(OSError):
-                note_searches(cells, root)
+                if lock.is_in_place():
+                    note_searches(cells, root)
             sweep.left = len(to_do) - sweep.finished
             if sweep.left:
                 what = "cells and searches" if any(isinstance(item, Search) for item in cells) else "cells"
@@ -90,6 +98,7 @@ class Sweep:
     """One call of `run_cells`, and what it did."""
 
     root: Path
+    lock: FileLock
     box: Box
     progress: SweepProgress
     retry: bool
@@ -108,6 +117,8 @@ class Sweep:
         for item in to_do:
             ran_before = len(ran)
             for cell in runs_left(item, self.root, self.retry):
+                if not self.lock.is_in_place():
+                    raise Stopped(f"{self.root} was renamed or removed while this sweep ran: put it back to go on")
                 if cell.id in ran:  # as some search's probe
                     continue
                 if self._is_too_late_for(cell):
