@@ -18,6 +18,8 @@ from study.predictor.request import Attention, Hardware, Memory, ModelShape, Req
 from study.predictor.state import FP32_BYTES, SMALLEST_SWAPPED_BYTES, unswapped
 from study.predictor.time import excess_bytes, fits, predict_time, slowest_offload, why
 
+# The settings that a strategy is tried with: its own, fitted to the model and the box.
+
 # Elements: 16-bit buckets of 100 MB keep a network busy.
 _SMALL_BUCKET = 50_000_000
 # What is live and kept for reuse where memory is short, in layers.
@@ -43,7 +45,7 @@ def fitted(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Str
         if (of_a_copy := strategy.ranks_of_a_copy(box.ranks, box.gpus_per_node)) is not None:
             base = _with(base, zero_hpz_partition_size=of_a_copy)
         live = _LAYERS_LIVE * layer
-        # A second copy is read only where parameters are let go of and gathered again.
+        # A second copy is read only where parameters are released and gathered again.
         if of_a_copy is None or live >= shape.parameters:
             yield base
         if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:

@@ -1,4 +1,4 @@
-"""The checks that need neither torch nor DeepSpeed: versions, compilers, memory and limits."""
+"""`study doctor`: runs the checks, prints a line for each, and ends with 1 when something needed is missing."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from study.host.slurm import Node, allocated_box, ask_nodes, is_in_job, this_job
 from study.host.stacks import BUILDS_DEEPSPEED, VERIFIED, package_version, pair_fix, unverified_pair
 from study.records.outcome import MORE_SHARED_MEMORY
 from study.releases.causes import PACKAGES, known_faults
+
+# The checks that need neither torch nor DeepSpeed: versions, compilers, memory and limits.
 
 INSTALL = "make -B install"
 INSTALL_ALL = (
@@ -237,6 +239,8 @@ def _needs(strategy: Strategy, on_gpu: bool) -> list[str]:
     return needs
 
 
+# Inside a Slurm job: its nodes, what lies between them, and whether each finds what a run needs.
+
 _SHARE = "start from a folder that all nodes share"
 _BUILD = "srun --ntasks-per-node=1 python -m study.host.operators"
 
@@ -262,7 +266,7 @@ def cluster() -> list[Check]:
     return [
         Check("slurm", "ok", f"job {job.id} has {len(nodes)} nodes; each run is one step over them"),
         Check("nodes", "ok", _each(nodes, _has)),
-        Check("interconnect", "ok", _each(nodes, lambda node: ", ".join(node.networks) or "no link is told")),
+        Check("interconnect", "ok", _each(nodes, lambda node: ", ".join(node.networks) or "no link is known")),
         *(_shared(what, folder, blind[folder]) for what, folder in (("repository", REPOSITORY), ("runs", runs))),
         _cache(blind[cache_directory()]),
         _everywhere("operators of nodes", nodes, lambda node: node.operators, _BUILD),

@@ -1,4 +1,4 @@
-"""The questions that people bring to forums about a file of settings, answered for this one in bytes."""
+"""What each setting of a user's file costs one rank of N."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cost(case: ConfigCase, key: str, says: str, device: float = 0, host: float 
 
 
 def _stage(case: ConfigCase) -> list[Cost]:
-    # Where offloads move it to is told with them.
+    # The offloads' own lines say where it goes.
     state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
     each = (size / count for size in (state.params_device, state.grads_device, state.optimizer_device))
     says = (
@@ -170,6 +170,8 @@ _RULES: tuple[Callable[[ConfigCase], list[Cost]], ...] = (
     _offloaded_parameters,
 )
 
+
+# The questions that people bring to forums about a file of settings, answered for this one in bytes.
 
 _MOST_RANKS = 1024
 # A part that does not fall to two thirds on twice as many ranks is not shared among them.

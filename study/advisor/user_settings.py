@@ -16,6 +16,8 @@ from study.config.errors import UserError, brief, first_line
 from study.config.yaml_sections import read_own, written_out
 from study.host.folders import folder_named
 
+# A user's file as text: a JSON or YAML mapping that says nothing twice, or one clear line of what is wrong with it.
+
 _LARGEST_FILE_BYTES = 1_000_000
 _MOST_VALUES = 10_000
 

@@ -1,139 +1,23 @@
-"""transformers' Trainer with the study's samples, evaluation and record hooked in; its loop is untouched."""
+"""The same run through transformers' Trainer: its loop, its accumulation and its engine set-up, the study's record.
+
+accelerate launch --config_file accelerate_configs/zero3.yaml study/baselines/hf_trainer.py
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch
-from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from typing import TYPE_CHECKING
 
 from study.baselines import refuse_what_only_the_study_does
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.launched import Launch
-from study.engine import setup as engine
-from study.engine.audit import audit
-from study.engine.optimizer import SkippedSteps
-from study.metrics import Meters
 from study.run.exit import exit_status_of
 from study.run.open import OpenRun, open_run
-from study.run.steps import StepLog, evaluate
 
-
-class RecordedTrainer(Trainer):
-    """Takes each step's samples in the study's order, and keeps what the step leaves behind."""
-
-    # Of the step that is under way.
-    step_losses: list[torch.Tensor]
-    step_batches: list[dict[str, torch.Tensor]]
-    step_grad_norm: Any
-
-    def __init__(self, run: OpenRun, model: PreTrainedModel, arguments: TrainingArguments, meters: Meters):
-        self.run, self.meters = run, meters
-        config = run.config
-        # One group: by default the Trainer takes biases and norms out of the weight decay, which the study does not.
-        adamw = {"params": list(model.parameters()), "lr": config.learning_rate, "weight_decay": config.weight_decay}
-        super().__init__(
-            model=model,
-            args=arguments,
-            train_dataset=run.data.train,
-            optimizer_cls_and_kwargs=(torch.optim.AdamW, adamw | {"fused": True}),
-            callbacks=[StepRecorder(self)],
-        )
-        self.remove_callback(PrinterCallback)
-        self.log_rows = StepLog(run, self.accelerator)
-        self.evaluation: dict[str, float | None] = {}
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's micro-batches of all steps, as one epoch."""
-        train = self.run.data.train
-        micro_batches = [part for step in self.run.step_numbers for part in self.run.indices(step)]
-        pinned = self.args.dataloader_pin_memory and torch.cuda.is_available()
-        return DataLoader(train, batch_sampler=micro_batches, collate_fn=lambda batch: batch, pin_memory=pinned)
-
-    def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(*arguments, **options)
-        # A fused step leaves itself out where gradients are not finite, and the Trainer's schedule would not know:
-        # without this torch's GradScaler does not call it then.
-        optimizer._step_supports_amp_scaling = False
-        return optimizer
-
-    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
-        """A step's batches move before its first forward pass, as the Trainer's own loader does it."""
-        self.step_batches, items = super().get_batch_samples(*arguments)
-        return [send_to_device(batch, self.args.device) for batch in self.step_batches], items
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        self.step_losses.append(loss)
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        self.step_grad_norm = super()._get_grad_norm(model, grad_norm)
-        return self.step_grad_norm
-
-
-class StepRecorder(TrainerCallback):
-    """The study's meters and rows, at the moments where study/train.py has them."""
-
-    def __init__(self, trainer: RecordedTrainer):
-        self.trainer = trainer
-        self.run = trainer.run
-        self.progress: Any = None
-        self.metered: AbstractContextManager[None] | None = None
-        self.learning_rate = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, run = self.trainer, self.run
-        plan = run.plan
-        if run.launch.strategy.deepspeed is None:
-            # The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there.
-            plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
-        live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
-        run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
-        self.progress = run.console.progress(run.total_steps, 0)
-        engine.forget_first_step(trainer.model_wrapped)
-        # Called by no other hook before the first step, and DeepSpeed's engine is there by now.
-        self.skips = SkippedSteps(trainer.accelerator)
-        run.loop_starts()
-        trainer.model_wrapped.train()
-        trainer.meters.start(trainer.model_wrapped, trainer.optimizer)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        self.learning_rate = objects["lr_scheduler"].get_last_lr()[0]
-        self.trainer.step_losses, self.trainer.step_grad_norm = [], None
-        self.metered = self.trainer.meters.step(state.global_step + 1)
-        self.metered.__enter__()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, run, step = self.trainer, self.run, state.global_step
-        assert self.metered is not None
-        self.metered.__exit__(None, None, None)
-        log = trainer.log_rows
-        # The Trainer's losses are shares of the step's mean.
-        loss = torch.stack(trainer.step_losses).sum()
-        skipped = self.skips.last_was_skipped()
-        log.add(step, loss, self.learning_rate, trainer.step_grad_norm, trainer.step_batches, skipped)
-        if run.flushes_after(step):
-            with trainer.meters.paused():
-                log.flush(dict(trainer.meters.flush()))
-                self.progress.show(step, log.last_loss, log.tokens_per_s, trainer.meters.peak_gib())
-        if run.evaluates_after(step):
-            with trainer.meters.interruption("eval"):
-                trainer.evaluation = evaluate(run, trainer.accelerator, trainer.model_wrapped)
-            run.write_evaluation(step, trainer.evaluation)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """All steps are one epoch, and they are done."""
-        self.trainer.meters.finish()
-        self.progress.close()
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 def refuse(config: RunConfig, launch: Launch) -> None:
@@ -209,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         from transformers import set_seed
 
+        from study.baselines.recorded_trainer import RecordedTrainer
         from study.engine import setup as engine
         from study.engine.audit import audit_end, check_compute_dtype
         from study.metrics import Meters

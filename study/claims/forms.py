@@ -1,4 +1,4 @@
-"""The forms that judge by records: of virtual ranks, of real runs, of probes and of the listing's sessions."""
+"""Every form of check, and what the words of a check may be."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from study.predictor.floor import KINDS, StateBytes, papers_state_bytes, papers_
 from study.records.statistics import interval
 from study.virtual.records import AS_SHIPPED, Summary
 
+# A form of check: it makes one figure of a claim's own numbers, or of records. Ledger entries fill it in.
+
 
 class Form(NamedTuple):
     kind: Kind
@@ -36,6 +38,8 @@ def form(kind: Kind) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]
 
     return register
 
+
+# The forms that need no record: what a document's own numbers come to, and what it says of itself.
 
 GB = 1e9
 MIXED = "bf16-engine"
@@ -139,6 +143,9 @@ def formula_bytes(parameters: float, figure: str, stage: int, ranks: int) -> flo
     if figure not in KINDS:
         raise NotJudged(f"the paper has no formula for {figure}")
     return parameters * KINDS[figure][0] / split_by(figure, stage, ranks)
+
+
+# The forms that judge by records: of virtual ranks, of real runs, of probes and of the listing's sessions.
 
 
 @form("virtual")

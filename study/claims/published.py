@@ -20,6 +20,8 @@ from study.predictor.hardware import known_devices
 from study.predictor.shape import shape_of_preset
 from study.workloads.presets import find_preset
 
+# The arithmetic behind a figure that comes from no record, with its numbers, as a reader would write it down.
+
 _FORMS = {
     "stated": "{value}",
     "ratio": "{of} / {to}",

@@ -24,6 +24,8 @@ from study.claims.ledger import LEDGER
 from study.config.strategies import REPOSITORY
 from study.config.yaml_sections import read_own
 
+# How records were made, in the columns of runs: also of sessions of the listing, and of probes of the engine.
+
 ENGINE_KEYS = "engine_keys"
 # Reports of other records, and what makes these anew.
 NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys of commit 7ff8d96"}

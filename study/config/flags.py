@@ -20,6 +20,8 @@ from typing import Any, Literal
 from study.config.errors import UserError, brief
 from study.config.names import parse_overrides
 
+# What a flag is by default where that depends on others. `paper` repeats what the studied documents did.
+
 # What a model or a virtual run has its own value for; what nothing changes stands beside its flag.
 _EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10, "warmup_ratio": 0.0}
 _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
@@ -78,6 +80,8 @@ def _virtual_values(asked: dict[str, Any], scale: str, accelerator_visible: bool
         **({"seq_length": 16} if scale == "laptop" else {}),
     }  # fmt: skip
 
+
+# Which values a run's flags may have. None of this needs torch, so a wrong value is refused at once.
 
 LARGEST_WORLD = 1024
 # Up to here every whole number is a float, which a table or a plot may make of it.

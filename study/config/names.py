@@ -131,6 +131,9 @@ def name_of(asked: Mapping[str, Any], file: Path | None = None) -> str:
     return f"{own}-{digest}"
 
 
+# `--engine_override a.b=5e6`: read, and set in DeepSpeed's settings.
+
+
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """`a.b=5e6` lines as a mapping from dotted key to value."""
     parsed: dict[str, Any] = {}

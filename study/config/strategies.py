@@ -32,6 +32,8 @@ from study.config.names import (
 )
 from study.config.registry import REGISTRY
 
+# Options of a run that DeepSpeed takes as settings, and that no strategy's file says.
+
 
 def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Whole sections, to put in place of those in `settings`."""
@@ -42,6 +44,9 @@ def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[
         # DeepSpeed refuses Muon beside it.
         found["zero_optimization"] = {**settings["zero_optimization"], "reduce_scatter": False}
     return found
+
+
+# The files of accelerate_configs/, read and refused where they are none.
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -81,6 +86,8 @@ def read_deepspeed_json(file: Path) -> dict[str, Any]:
             )
     return document
 
+
+# Ranks that work on the same samples together. To all other strategies a rank is alone with its samples.
 
 # What the ranks of a team divide among themselves: the tensors of each layer, or the tokens of each sample, which
 # attention then brings together by all-to-all (sequence) or by passing keys and values around (context).

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+# What a rank computes of its team's samples: the one seam between the loop and strategies that divide a sample.
+
+
 @contextmanager
 def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """The model's inputs on its device, for a forward and a backward pass within the block.
@@ -28,9 +31,6 @@ def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterat
     Where each rank has all of its samples, or shares whole samples with its team, that is all of the micro-batch.
     """
     from accelerate.utils import send_to_device
-
-    from study.engine import context_parallel as context
-    from study.engine import ulysses as sequence
 
     inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
     if context.divides(accelerator):

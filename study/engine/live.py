@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+# More than one copy of the state, each within a part of the ranks: refused where it cannot be, else read back.
+
+
 def check_copies(config: RunConfig, launch: Launch, gpus: int) -> None:
     """The copies and the ranks of each must be the job's."""
     strategy, ranks, of_a_copy = launch.strategy.overridden(config), launch.world_size, launch.ranks_of_a_copy(config)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 # torch's own defaults: DeepSpeed makes the scaler of its stage 0 under autocast with these, and nothing changes them.
 _INITIAL_POWER, _WINDOW, _FACTOR = 16, 2000, 2.0
+# The loss scale of fp16: one rule for every engine, read back from each, and the steps that it leaves out.
+# A step whose gradients are not finite is left out, halves the scale and does not advance the schedule; after so many
+# good steps in a row the scale doubles. torch's GradScaler and DeepSpeed's scalers all do this, with other defaults.
+
 # Hysteresis is how many bad steps it takes to halve the scale.
 LOSS_SCALER = {"initial_scale": 2.0**_INITIAL_POWER, "factor": _FACTOR, "window": _WINDOW, "hysteresis": 1}
 # Of DeepSpeed's settings.

@@ -1,6 +1,8 @@
-"""Can this box hold one virtual rank? Estimated before anything is allocated, since a host that runs full kills others.
+"""The process group of a virtual rank: everything is sent, and nothing arrives.
 
-Rough, and on the safe side. What a rank really takes is measured by running it.
+PyTorch's fake backend takes every collective and returns at once. A gather is filled with copies of this rank's own
+part, all other buffers keep what they held. So what a rank allocates and sends is real, and what it computes on is not.
+Without a GPU real ranks talk over gloo, which allocates as well. Here the same memory is held for as long as gloo does.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from study.config.strategies import Strategy
 from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES, host_memory, locked_bytes
 from study.workloads.architecture import Shape, shape_of
 from study.workloads.presets import LARGEST_LAYERS, find_preset
+
+# Can this box hold one virtual rank? Estimated before anything is allocated, since a host that runs full kills others.
+# Rough, and on the safe side. What a rank really takes is measured by running it.
 
 # What is left to the rest of the box.
 USABLE_SHARE = 0.85

@@ -1,4 +1,4 @@
-"""The processor and the GPUs: how many there are, and each rank's share."""
+"""environment.json: on what a run ran. Versions, devices, the commit; never a token, a user or a host name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from study.host.box import driver_cuda, driver_version, visible_gpus
 from study.host.imports import importing
 from study.host.memory import LARGEST_KEPT_BYTES, available_cores
 from study.host.stacks import describe_stack, package_version
+
+# The processor and the GPUs: how many there are, and each rank's share.
 
 # malloc.h's numbers for these.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

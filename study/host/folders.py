@@ -138,6 +138,9 @@ def refuse_unwritable(folder: Path, what: str, fix: str) -> None:
         raise UserError(f"{what} is not writable ({error.strerror})", fix) from None
 
 
+# What a command needs of its own process before it does anything: three streams, and a folder to stand in.
+
+
 def check_process() -> None:
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -161,6 +164,10 @@ def check_process() -> None:
     if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
         raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, which is no number", "unset it, or set it to one")
 
+
+# The folders that NVMe strategies swap into: each process makes one of its own, and deletes that one alone.
+# The folder that a user names may hold whatever it holds. What is deleted there has this project's prefix and marker,
+# and nobody alive holds the marker's lock.
 
 _MARKER = "made-by-zero-study.lock"
 

@@ -19,6 +19,8 @@ import psutil
 from study.config.errors import UserError
 from study.config.strategies import Strategy
 
+# What Linux lets this process have: the files of its control group (version 1 or 2), and of those above that one.
+
 
 def cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Its own cgroup of this controller and those above it, as far as they can be seen. `root` has `proc` and `sys`."""

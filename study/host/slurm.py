@@ -121,6 +121,8 @@ def run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
     return answer.stdout
 
 
+# What the nodes of a Slurm job have together, each asked by a step over all of them.
+
 # A cold file system may take its time to show Python on the last node.
 _PATIENCE_S = 180
 _MARK = "zero-study: node "

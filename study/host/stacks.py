@@ -22,6 +22,10 @@ from study.host.folders import cache_directory
 from study.records.directory import read_json
 from study.records.schema import RecordError
 
+# Which releases are installed, and which of Accelerate and DeepSpeed train together as DDP does.
+# Some pairs divide the gradients of an accumulated step twice, or drop micro-batches, and say nothing: losses move, and
+# nothing else shows it. So a pair counts once the suite `equivalence` has passed on it, with accumulation.
+
 # Accelerate, DeepSpeed. pyproject.toml admits these and no others.
 VERIFIED = (("1.15.0", "0.19.8"),)
 # Where it is 1, another pair runs all the same, and its records say so.

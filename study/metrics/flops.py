@@ -1,4 +1,4 @@
-"""What public estimators say: Accelerate's and DeepSpeed's own functions, called with the figures they ask for.
+"""A model's FLOPs counted from its shapes; and, as a program, what Accelerate's and DeepSpeed's estimators say.
 
     python -m study.metrics.flops < requests.json
 

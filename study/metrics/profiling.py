@@ -26,6 +26,7 @@ from study.config.flags import RunConfig
 from study.metrics.clock import warmup_steps
 from study.records.schema import PROFILE_CATEGORIES
 
+# The operator that launched a kernel says what it is for. Compiled code has none: then the kernel's name has to do.
 # What lies inside one of these belongs to it, whatever it does there.
 _REGIONS = (
     ("collectives", re.compile(r"^(c10d|_c10d_functional(_autograd)?)::|^record_param_comms$|^nccl|^gloo:")),

@@ -11,6 +11,10 @@ import dataclasses
 from study.predictor.request import ModelShape, Request
 from study.predictor.shape import INFIX
 
+# Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py.
+# All products of the model, forward and backward, at the full sequence length: causal masking saves nothing in this
+# count, and recomputation adds nothing to it. Hardware FLOPs add what gradient checkpointing computes again.
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:

@@ -33,6 +33,9 @@ from study.predictor.state import (
 STAGE0_BUCKET = 500_000_000
 
 
+# Moments of a backward pass and of the step after it: what a rank holds of gradients and of the engine's buffers.
+
+
 class Moment(NamedTuple):
     """While the gradient of a tensor comes, or of a layer; `step`: after the backward pass."""
 
@@ -60,6 +63,9 @@ def torch_step(request: Request, elements: float, buffers: float, small: float =
     grads = elements * (weight + (stepped if stepped != weight else 0))
     made = request.step_copies * elements * stepped
     return Moment(BEFORE, float(grads), buffers + made, step=True, small=small)
+
+
+# FSDP2's gathers, gradients and copies in a backward pass: torch's order, _fsdp_param_group.py of torch 2.13.
 
 
 def accumulated_bytes(request: Request) -> float:
@@ -135,6 +141,11 @@ def fsdp_moments(request: Request) -> Iterator[Moment]:
 # of all weights, flat as ranks send them to each other where they have shards. Why so many is not known: with
 # one heap for all threads (MALLOC_ARENA_MAX=1) there were more. Of a model of 204 MiB there were none.
 GAPS, COPIES = 0.54, 8.4
+
+
+# What the C library keeps of the blocks that a process without a GPU frees.
+# Runs tell it to, for the sake of their times (study/host/environment.py). Blocks of 32 MiB and more always go back; of
+# smaller ones it keeps what there ever was, with gaps between.
 
 
 def kept_by_c_library(size: float) -> float:

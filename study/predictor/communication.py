@@ -23,6 +23,8 @@ from study.predictor.state import (
     weight_bytes,
 )
 
+# How long a collective takes on a box: measured tables, interpolated, since no one latency and bandwidth fit them.
+
 Collective = Literal["all_reduce", "all_gather", "reduce", "reduce_scatter"]
 
 # NVLink's figure of the device whose table is used, GB/s: others are scaled by their own links.
@@ -87,6 +89,8 @@ def _interpolated(table: Mapping[float, float], place: float) -> float:
 def _tables() -> dict[str, Any]:
     return dict(read_own(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
+
+# Seconds that ranks talk in an optimizer step: what hides behind computing, and what is waited for.
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 

@@ -78,6 +78,8 @@ def least_device_bytes(state: StateBytes, parameters: int, activations: float) -
     return always + max(activations, parameters * state.grads_device)
 
 
+# What the ZeRO paper says (Rajbhandari et al., SC20, sections 3 and 7 and Table 1), as its formulas.
+
 # Bytes of a parameter, the optimizer's being fp32 weights, momentum and variance (the paper's K); and the first stage
 # that splits them.
 KINDS = {"params": (2, 3), "grads": (2, 2), "optimizer": (12, 1)}

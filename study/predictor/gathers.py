@@ -18,6 +18,9 @@ from study.predictor.request import ModelShape, Request
 from study.predictor.shape import INFIX
 from study.predictor.state import BEFORE, EngineSettings, Piece, kept_whole, makes_whole, pieces_of, weight_bytes
 
+# The modules of each family as they are called: stage 3 gathers ahead at every one of them, also where it has no
+# parameters of its own.
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:

@@ -19,6 +19,11 @@ from study.host.folders import folder_named
 from study.predictor.request import ModelShape, Tensor
 from study.workloads.presets import PRESETS, Preset, find_preset, refuse_depth
 
+# LoRA's adapters as further tensors of a shape, and all else of it frozen: as study/workloads/architecture.py makes
+# them.
+# peft's "all-linear" puts two matrices beside every linear layer, A (rank x in) and B (out x rank), in the weights'
+# type. The output layer of a language model has none, and a classifier's new one is trained whole.
+
 INFIX = ".lora_"
 _NO_LINEAR = (
     "wte",

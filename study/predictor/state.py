@@ -20,6 +20,9 @@ from study.predictor.request import ModelShape, Request, same_for_any_micro_batc
 SMALLEST_SWAPPED_BYTES, SWAP_ALIGNMENT_BYTES = 2**20, 1024
 
 
+# What DeepSpeed makes of a strategy's JSON: each setting that costs bytes, with the engine's own default for it.
+
+
 @dataclasses.dataclass(frozen=True)
 class Offload:
     device: str

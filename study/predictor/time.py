@@ -10,7 +10,7 @@ from typing import Any
 
 from study.config.yaml_sections import read_own
 from study.host.memory import GIB
-from study.predictor import activations as flops
+from study.predictor import activations
 from study.predictor.activations import computing_bytes, is_fused
 from study.predictor.communication import exchange_of
 from study.predictor.floor import state_bytes
@@ -195,8 +195,8 @@ def predict_time(request: Request, memory: Memory | None = None, constants: Cons
         parts=parts,
         step_s=_validated(request, "step_s", total),
         tokens_per_s_per_gpu=_validated(request, "tokens", step.tokens * pieces / total),
-        mfu=None if of_step is None else flops.model_flops(request) / of_step,
-        hfu=None if of_step is None else flops.hardware_flops(request) / of_step,
+        mfu=None if of_step is None else activations.model_flops(request) / of_step,
+        hfu=None if of_step is None else activations.hardware_flops(request) / of_step,
         notes=_notes(request, memory),
     )
 
@@ -237,7 +237,7 @@ def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
 def _layers_forward_s(step: _Step) -> float:
     matrices = sum(
         each.count * _product_s(step, step.tokens, each.inner, each.out)
-        for each in (*flops.products(step.request.shape), *flops.adapter_products(step.request.shape))
+        for each in (*activations.products(step.request.shape), *activations.adapter_products(step.request.shape))
         if each.in_layer
     )
     return matrices + _attention_s(step) + _elementwise_s(step, 1 / 3)
@@ -250,7 +250,10 @@ def _forward_s(step: _Step) -> float:
 def _backward_s(step: _Step) -> float:
     """Each product of the forward pass has two, of a frozen matrix one; what is computed again comes first."""
     matrices, shape = 0.0, step.request.shape
-    for is_frozen, found in ((bool(shape.lora_rank), flops.products(shape)), (False, flops.adapter_products(shape))):
+    for is_frozen, found in (
+        (bool(shape.lora_rank), activations.products(shape)),
+        (False, activations.adapter_products(shape)),
+    ):
         for each in found:
             if each.in_layer:
                 of_weights = 0.0 if is_frozen else _product_s(step, each.out, step.tokens, each.inner)
@@ -267,15 +270,15 @@ def _backward_s(step: _Step) -> float:
 
 def _head_s(step: _Step, products: int) -> float:
     shape = step.request.shape
-    outer = [each for each in flops.products(shape) if not each.in_layer]
-    classifier = flops.head_flops(shape) * step.request.micro_batch / step.rate
+    outer = [each for each in activations.products(shape) if not each.in_layer]
+    classifier = activations.head_flops(shape) * step.request.micro_batch / step.rate
     return products * (classifier + sum(_product_s(step, step.tokens, each.inner, each.out) for each in outer))
 
 
 def _attention_s(step: _Step) -> float:
     """Forward, of all layers."""
     request, shape = step.request, step.request.shape
-    done = flops.attention_flops(shape, request.sequence_length) * request.micro_batch
+    done = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
     if not is_fused(request):
         scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
         moved = scores * _loose_bytes(step) * _SCORE_PASSES / 3
@@ -295,7 +298,7 @@ def _elementwise_s(step: _Step, share: float) -> float:
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
     constants = step.constants
     more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
-    matrices = flops.adapter_products(shape)
+    matrices = activations.adapter_products(shape)
     # A and B by turns: A takes what the layer takes, and B puts out what it puts out. They are counted pass by pass;
     # the rest is what a fused kernel would move, and the constant what eager kernels move for it.
     beside = sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN

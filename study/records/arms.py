@@ -158,6 +158,8 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     return table[kept]
 
 
+# Speed beside the baseline, where one workload ran with several batches or one task with several models.
+
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

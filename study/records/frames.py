@@ -52,6 +52,9 @@ class UniqueRuns:
     output_dir: str | None
 
 
+# Each run once: a copy of a record is left out, and so are two records of one run that say different things.
+
+
 def each_once(found: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
     """The runs to keep, each with a name of its own and a repeat of its own, and why others are left out."""
     refused: list[str] = []

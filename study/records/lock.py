@@ -115,6 +115,8 @@ def _let_go_in_a_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
+# The folder that a run works in: that it is no one else's, and that one run at a time is at work there.
+
 LOCK_NAME = ".zero-study-run.lock"
 CHECKPOINTS = "checkpoints"
 # A run may swap to the very folder that it writes to.

@@ -20,6 +20,8 @@ from study.records.directory import Run, read_json
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError, SearchAxis
 from study.records.virtual_summary import MOMENTS
 
+# What a sweep noted beside a run: what it was to be, the searches that it answers, and how fast the box is.
+
 _STACK = re.compile(r"[\w.-]{1,40}")
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 

@@ -307,6 +307,8 @@ def percent(share: float, signed: bool = False) -> str:
     return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
 
 
+# When losses may be called equal, and how many seeds it takes to see a change.
+
 # A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
 LOSS_MARGIN = 0.0012
 # How far apart neighbouring bf16 numbers are. Two engines compute logits that differ by one such step, which is no

@@ -212,10 +212,11 @@ class Matrix:
         single = self._cell("single", plain, 1)
         ddp = [self._cell("ddp", plain, steps) for steps in MICRO_STEPS if plain == "fp32" or steps > 1]
         self._run([single, *ddp])
+        alone = trace_at(self.root / single.id)
         if precision not in self.tolerances:
             repeats = [trace_at(self.root / cell.id) for cell in ddp]
-            self.tolerances[precision] = tolerance_of(precision, trace_at(self.root / single.id), repeats)
-        return trace_at(self.root / single.id), self.tolerances[precision]
+            self.tolerances[precision] = tolerance_of(precision, alone, repeats)
+        return alone, self.tolerances[precision]
 
     def _cell(self, strategy: str, precision: Precision, micro_steps: int) -> Cell:
         ranks = 1 if strategy == "single" else self.ranks

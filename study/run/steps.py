@@ -107,6 +107,11 @@ class StepLog:
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
 
 
+# Evaluation whose result does not depend on how many ranks share it.
+# Every rank makes the same number of equal forward passes (a sharded engine hangs otherwise), so the last batches are
+# padded with repeats; a loss per sample lets the repeats weigh nothing.
+
+
 def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
     """Loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others."""
     import torch

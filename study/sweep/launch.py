@@ -31,6 +31,10 @@ from study.sweep.forks import ForkServer
 from study.sweep.step import supervised
 from study.sweep.verdict import ExitEvidence, StoppedBy, attempt_of, conclude, judge
 
+# One sweep per directory, and nothing left of the one before.
+# The lock is the kernel's, so it dies with its holder. The processes of a run carry the directory in their environment:
+# should a sweep and the supervisor of its run both be killed, the next sweep finds what they left and ends it.
+
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
 _PATIENCE_S = 20.0

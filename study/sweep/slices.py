@@ -19,6 +19,7 @@ from study.sweep.plan import chosen_of, plan_cells
 from study.sweep.search import Search, example_of
 from study.sweep.suite_file import Grid, Ladder, Override, Requirements, SliceOf, Suite, find_suite, read_suite
 
+# A rehearsal: the same grids and commands with tiny models, once each, in a folder of its own.
 # What a larger value of the suite becomes: six steps are the fewest that leave a step time behind, and on more than
 # two ranks a tiny model's shards in bf16 are too small for DeepSpeed to swap.
 _AT_MOST = {

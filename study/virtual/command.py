@@ -36,6 +36,8 @@ from study.sweep.launch import only_sweep, run_cell
 from study.virtual.lines import extrapolate
 from study.workloads.presets import FAMILY_OF_TASK, Family, Preset, find_model, find_preset
 
+# What `study virtual` is asked for, as cells that study/sweep can start.
+
 TIME_LIMIT_S = 3600.0
 # bf16 is what the papers call mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed has it under
 # the name bf16-engine; autocast over fp32 weights, which study/train.py calls bf16, is bf16-autocast here.
@@ -173,6 +175,8 @@ def _depths(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(f"{text} does not rise")
     return first, second, third
 
+
+# A virtual rank's figures as lines for a terminal.
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 LEGEND = """\

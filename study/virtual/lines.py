@@ -18,6 +18,8 @@ from study.records.schema import PEAKS as PEAKS_OF_PHASES
 from study.records.schema import STATE_PLACES
 from study.records.virtual_summary import MOMENTS, PEAKS, Extrapolation, RankSummary
 
+# Model sizes from which on an engine works in another way, as with a full bucket: a line over layers bends there.
+
 # A line's figures by their names in study/virtual/lines.py, or patterns of these.
 STEP_TIMES = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
 _MEMORY = (*PEAKS, "phase.*")

@@ -182,6 +182,8 @@ def made_by(summary: Summary) -> dict[str, str]:
 
 
 STRONG, WEAK, PLANNED = "strong", "weak", "planned"
+# Runs that are alike but for the number of their machines; virtual ones have no time, and the rest of it.
+
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
     "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",

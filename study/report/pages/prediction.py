@@ -16,11 +16,10 @@ from IPython.display import HTML, display
 
 from study.config.errors import RunFailed, UserError, extra
 from study.config.strategies import REPOSITORY, from_root
-from study.predictor import time as intervals
-from study.predictor.validation import own as saving
+from study.predictor.time import FILE as INTERVALS_FILE
 from study.predictor.validation.league import standings
 from study.predictor.validation.measured import Measured, impossible, score
-from study.predictor.validation.own import ALL_STATE, SENT, own_rows
+from study.predictor.validation.own import ALL_STATE, SENT, own_rows, saving_table
 from study.predictor.validation.own import compared as own_compared
 from study.predictor.validation.own import table as own_table
 from study.predictor.validation.published import published_rows, refused_sources, sources
@@ -279,7 +278,7 @@ def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def write(folder: Path = FOLDER, intervals_file: Path = intervals.FILE) -> None:
+def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
     rows = all_rows()
     frame = scores_frame(rows)
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,7 +301,7 @@ def summary(frame: pd.DataFrame, folder: Path) -> str:
         "## Fits, or runs out of memory", table_markdown(fits(frame)),
         "## Beside other estimators", table_markdown(league(folder)),
         "## State and traffic of own records", table_markdown(own_table()),
-        "## Host memory while a checkpoint is saved", table_markdown(saving.saving_table()),
+        "## Host memory while a checkpoint is saved", table_markdown(saving_table()),
         "## By source", table_markdown(by(frame, "source")),
         "## By strategy", table_markdown(by(frame, "strategy")),
         "## By device", table_markdown(by(frame, "device")),

@@ -25,6 +25,8 @@ from study.report.plots.releases import KINDS, clipped, lettered
 from study.report.questions.releases import QUESTION, avoid_table
 from study.report.site.page import markdown_text, table_markdown
 
+# The bare control on the page of releases: which of its callers come to what a plain loop does, by stack.
+
 NOT_RUN = "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 INSTALLED = "installed"
@@ -104,6 +106,8 @@ def is_right(row: Row) -> bool | None:
 def _control_sign(row: Row) -> str:
     return {True: "=", False: "!", None: "x"}[is_right(row)]
 
+
+# What a user of a release sees: the losses and the first norm of every run that is another than one process's.
 
 _SHOWN = 3
 _LOSSES_HEAD = """## Losses and norms

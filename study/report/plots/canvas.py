@@ -21,6 +21,11 @@ from study.records.frames import Records, real
 from study.records.statistics import SHOWN_BELOW
 from study.records.workloads import strategy_order
 
+# How a strategy looks, the same in every figure, table and page.
+# No two colours come close to each other for a reader with protanopia, deuteranopia or tritanopia, and each strategy
+# has a marker of its own, so that a figure reads in black and white as well. A strategy with teams has the colour of
+# the one under it, and another line. A test measures all three.
+
 # A dash pattern as matplotlib takes it: the offset, then lengths of ink and gap.
 Dash = tuple[int, tuple[float, ...]]
 SOLID: Dash = (0, ())

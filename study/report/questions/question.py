@@ -1,4 +1,4 @@
-"""How figures become cells and parts of a sentence."""
+"""What every file of this folder defines: one question of a reader, and all that a report says to it."""
 
 from __future__ import annotations
 
