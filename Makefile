@@ -1,31 +1,32 @@
 # make study: install, run the laptop study, build its report.   make test: the test suite.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python tools/install.py --quiet
 
 .PHONY: install study test test-fast test-long test-gpu quality readme claims releases prediction bench clean
 
 install: .venv/installed
 
-# torch comes first and alone: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
+# torch comes first: DeepSpeed's build looks for it. A driver for CUDA 12 wants another build of it than PyPI's:
 # make install -B TORCH_INDEX=https://download.pytorch.org/whl/cu129
 # That index lacks most of what is pinned, so it goes beside PyPI; of one release pip takes the build with a local version.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make install PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	@# One that a Python too old or without ensurepip has begun is made anew; any other keeps what was added to it.
 	.venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt numpy
+	$(INSTALL) -c constraints.txt pip setuptools wheel ninja numpy
+	$(INSTALL) -c constraints.txt $(if $(TORCH_INDEX),--upgrade --extra-index-url $(TORCH_INDEX)) torch
 	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
-	DS_IGNORE_CUDA_DETECTION=1 $(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
+	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
 	$(BIN)/python -m study.host.operators
 	touch $@
 
-# A run that failed is a row of the report, so the report is built; the exit status is that of the runs. It goes beside
-# the runs: reports/ holds what is in git.
+# The first page comes when every strategy has run once on both tasks, the whole one after all seeds. A run that failed is
+# a row of the report; the exit status is that of the runs. It goes beside the runs: reports/ holds what is in git.
 study: install
-	@$(BIN)/study run laptop; status=$$?; if [ $$status -lt 2 ]; then \
-	  $(BIN)/study report laptop --output runs/laptop/report || status=$$?; fi; exit $$status
+	@set -f; for only in "--only seed=42 --only *-r1" ""; do \
+	  $(BIN)/study run laptop $$only; status=$$?; [ $$status -lt 2 ] || exit $$status; \
+	  $(BIN)/study report laptop --output runs/laptop/report || exit $$?; done; exit $$status
 
 # Two files at a time, since half of what a test does is start-up on one core. Then what measures time
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.

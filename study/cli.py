@@ -12,15 +12,14 @@ from functools import partial
 from typing import NamedTuple
 
 from study.advisor import advise_command as advise
-from study.advisor import doctor
-from study.advisor import explain_command as explain
+from study.advisor import doctor, explain
 from study.advisor import predict_command as predict
-from study.autopsy import command as autopsy
+from study.autopsy import run as autopsy
 from study.claims import command as claims
 from study.config.errors import UserError, brief, first_line
 from study.config.flags import Parser
 from study.host.folders import check_process
-from study.predictor.validation import nearest as validation
+from study.predictor import validation
 from study.records.outcome import Terminated
 from study.releases import bisect as releases
 from study.releases import verify
@@ -52,19 +51,24 @@ COMMANDS = {
         sweep.weights,
     ),
     "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
-    "virtual": Command("what one rank of N holds and sends", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "predict": Command("what a strategy would hold, send and take", predict.add_arguments, predict.run, predict.EPILOG),
+    "virtual": Command("memory and communication of one rank of N", virtual.add_arguments, virtual.run, virtual.EPILOG),
+    "predict": Command(
+        "memory, communication and step time of a strategy, without running it",
+        predict.add_arguments,
+        predict.run,
+        predict.EPILOG,
+    ),
     "advise": Command(
         "which strategy for a model on a box",
         advise.add_arguments,
-        partial(advise.run, nearest=validation.told),
+        partial(advise.run, nearest=validation.describe_nearest),
         advise.EPILOG,
     ),
-    "explain": Command("what a user's settings cost and do", explain.add_arguments, explain.run, explain.EPILOG),
+    "explain": Command("cost and effect of a user's settings", explain.add_arguments, explain.run, explain.EPILOG),
     "report": Command(
         "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
     ),
-    "claims": Command("what holds of the published claims", claims.add_arguments, claims.run),
+    "claims": Command("verdicts on the published claims", claims.add_arguments, claims.run),
     "autopsy": Command(
         "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
@@ -112,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """What is still to be printed has nowhere to go, and the interpreter would try once more at its end."""
+    """Drop output that has no reader left; the interpreter would try once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,8 +1,8 @@
-"""The launched script: one run from its request to its end, readable top to bottom. It knows nothing of ZeRO.
+"""The launched script: one run from its request to its end, readable top to bottom, and independent of ZeRO.
 
     accelerate launch --config_file accelerate_configs/zero3.yaml study/train.py
 
-Which strategy runs is decided by the launched file alone, so the loop below is provably the same for every arm.
+Which strategy runs is decided by the launched file alone, so the loop below is provably the same for every strategy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.run.open import open_run
 
 if TYPE_CHECKING:
@@ -31,14 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.engine.audit import audit, audit_end
         from study.engine.optimizer import SkippedSteps, make_optimizer
         from study.metrics import Meters
-        from study.run.checkpoint import load_checkpoint, save_checkpoint
+        from study.run.checkpoint import save_checkpoint
+        from study.run.resume import load_checkpoint
         from study.run.steps import StepLog, evaluate
-        from study.workloads import load_data
         from study.workloads.initial import load_initial_model, materialize_initial_weights
+        from study.workloads.tasks import load_data
 
         config, launch = run.config, run.launch
 
-        # Data and initial weights that cannot be had are refused too. The weights are one set for every arm, made
+        # Missing data and initial weights are refused too. The weights are one set for every strategy, made
         # before the Accelerator: under an active stage-3 configuration transformers would shard them.
         data = load_data(config, run.cache, run.own_samples)
         initial = None if launch.virtual else materialize_initial_weights(config, run.cache)
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             learning_rate = schedule.get_last_lr()[0]
             with meters.step(step):
                 loss, grad_norm = train_step(accelerator, model, optimizer, micro_batches, config.max_grad_norm)
-                # Left out by the engine, because its gradients were not finite: the schedule waits.
+                # Skipped by the engine, because its gradients were not finite: the schedule waits.
                 skipped = skips.last_was_skipped()
                 if not skipped:
                     schedule.step()
@@ -112,20 +113,20 @@ def train_step(
     micro_batches: list[dict[str, torch.Tensor]],
     max_grad_norm: float,
 ) -> tuple[torch.Tensor, Any]:
-    """One optimizer step over this rank's micro-batches; returns this rank's mean loss and the gradient norm."""
+    """Take one optimizer step over this rank's micro-batches; return this rank's mean loss and the gradient norm."""
     import torch
 
-    from study.engine.groups import own_part
+    from study.engine.sequence_parallel import own_tokens
 
     losses = []
     grad_norm = None
     for micro_batch in micro_batches:
-        with accelerator.accumulate(model), own_part(accelerator, micro_batch) as inputs:
+        with accelerator.accumulate(model), own_tokens(accelerator, micro_batch) as inputs:
             loss = model(**inputs).loss
-            # Scales by the accumulation steps where the engine does not; doing it here too would be once too often.
+            # Divides by the accumulation steps where the engine does not; dividing here too would be once too often.
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                # DeepSpeed clips by itself. Accelerate would make a number of its norm, and wait for the GPU to do so.
+                # DeepSpeed clips by itself. Accelerate would turn its norm into a number, and synchronize for it.
                 if wrapped := getattr(accelerator, "deepspeed_engine_wrapped", None):
                     grad_norm = wrapped.engine.get_global_grad_norm()
                 else:
@@ -137,6 +138,6 @@ def train_step(
 
 
 if __name__ == "__main__":
-    # Everything is closed by then. The interpreter's own teardown is left out: in it, threads of the engine's native
-    # libraries now and then abort a run that has finished ("terminate called without an active exception").
+    # Everything is closed by then. The interpreter's own teardown is skipped: in it, threads of the engine's native
+    # libraries sometimes abort a run that has finished ("terminate called without an active exception").
     os._exit(exit_status_of(main))

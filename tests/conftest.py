@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from study.host.operators import use_own_build
 from study.releases.causes import read_causes
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from study.metrics import Meters
 
 __all__ = ["run_of"]
@@ -105,3 +108,19 @@ def _train_compiled(
         after(step)
     meters.finish()
     return used, graphs
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium, headless, driven by playwright."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # A container's root has no sandbox of its own to give.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=found, args=arguments)
+        yield running
+        running.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from study.config.strategies import WITH_COPIES
+from study.config.strategies import WITH_REPLICAS
 
 # What each name means: the ZeRO stage, where the optimizer's state lives and where the parameters live.
 STRATEGIES: dict[str, tuple[int | None, str | None, str | None]] = {
@@ -64,7 +64,7 @@ _AIO = {
 
 
 def ranks_of(name: str) -> int:
-    return 1 if name == "single" else 4 if name in WITH_COPIES else 2
+    return 1 if name == "single" else 4 if name in WITH_REPLICAS else 2
 
 
 def wanted_yaml(name: str) -> dict[str, Any]:

@@ -41,9 +41,15 @@ def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] 
     return file
 
 
+def write_files(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 @functools.cache
 def shipped() -> dict[str, Suite]:
-    """Those in study/suites/ by name. Collecting asks for them, so a process reads them once."""
+    """Return the suites of study/suites/ by name, read once per process."""
     return {file.stem: read_suite(file) for file in sorted(SUITE_DIRECTORY.glob("*.yaml"))}
 
 
@@ -52,7 +58,7 @@ def gpu_suites() -> list[str]:
 
 
 def gpu_suites_with_cells() -> list[str]:
-    """The others hold searches alone."""
+    """Return the GPU suites that are more than searches."""
     return [name for name in gpu_suites() if any(grid.ladder is None for grid in shipped()[name].grids)]
 
 

@@ -14,8 +14,8 @@ from study.config.flags import RunConfig, resolved
 from study.config.strategies import REPOSITORY, STUDIED_STRATEGIES, read_strategy
 from study.records.directory import seal
 from study.records.schema import SEAL
-from study.report.plots.canvas import Drawing
-from study.report.questions.question import Answer
+from study.report.canvas import Drawing
+from study.report.document import Answer
 
 GIB = 2**30
 PARAMETERS = 2_500_000
@@ -266,18 +266,18 @@ def _measurements(
 
 
 __all__ = [
-    "PARAMETERS", "REPOSITORY", "as_never_started", "seal_anew", "state_bytes", "told", "with_steps", "without_seal",
-    "write_run", "write_study",
+    "PARAMETERS", "REPOSITORY", "answered", "as_never_started", "seal_anew", "state_bytes", "with_steps",
+    "without_seal", "write_run", "write_study",
 ]  # fmt: skip
 
 
-def told(answer: Answer | None) -> Answer:
-    """Of records that do answer a question."""
+def answered(answer: Answer | None) -> Answer:
+    """Return the answer, which must be there."""
     assert answer is not None
     return answer
 
 
 def only(drawings: list[Drawing]) -> Drawing:
-    """The one drawing that there is; anything else fails."""
+    """Return the one drawing; any other number fails."""
     (drawing,) = drawings
     return drawing

@@ -56,8 +56,10 @@ TINY = dataclasses.replace(
 )
 
 
-# -------------------------------------------------------------------------------------------------------- the design
-def test_no_switch_and_no_pair_is_mixed_up_with_another_one() -> None:
+# The design
+
+
+def test_no_switch_and_no_pair_is_confounded_with_another_one() -> None:
     assert len(FACTORIAL) == 16
     assert {PRINTED, AA} <= set(FACTORIAL)
     assert CORRECTED not in FACTORIAL
@@ -85,7 +87,9 @@ def test_the_switches_feed_claims_that_the_ledger_has() -> None:
     assert {claim for switch in SWITCHES for claim in switch.claims} <= claims
 
 
-# ---------------------------------------------------------------------------------------------------- what it computes
+# What it computes
+
+
 def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...]] | None = None) -> pd.DataFrame:
     """Rows of sessions whose ZeRO arm has exp(gap) times the standard arm's figure, in every response."""
     cells = kinds or {"factorial": FACTORIAL, "corrected": (CORRECTED,), "aa": (AA,)}
@@ -115,18 +119,11 @@ def test_planted_effects_are_found_and_those_of_the_order_are_not_blamed_on_it()
     assert found["W"].p == pytest.approx(5 * 2 / 2**8)
     # Over both orders what carried weights do cancels.
     assert math.log(found["W"].average.center) == pytest.approx(0, abs=0.002)
-    shares = {
-        letter: float(part.mean()) for letter, part in model(gaps(synthetic(planted), LOSS.name)).shares().items()
-    }
-    assert shares["W"] == pytest.approx(0.15, abs=0.002)
-    assert shares["O"] == pytest.approx(0.15, abs=0.002)
-
-
-def test_the_shares_lead_from_the_listing_to_both_orders_corrected() -> None:
     made = model(gaps(synthetic(planted), LOSS.name))
-    assert made.printed().mean() + sum(part.mean() for part in made.shares().values()) == pytest.approx(
-        made.corrected().mean()
-    )
+    shares = {letter: float(part.mean()) for letter, part in made.shares().items()}
+    assert (shares["W"], shares["O"]) == (pytest.approx(0.15, abs=0.002), pytest.approx(0.15, abs=0.002))
+    # The shares lead from the listing to both orders corrected.
+    assert made.printed().mean() + sum(shares.values()) == pytest.approx(made.corrected().mean())
     assert made.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
 
 
@@ -144,7 +141,9 @@ def test_a_wide_effect_decides_nothing_and_eight_signs_have_their_exact_p() -> N
     assert sign_flip_p(np.array([1.0, -1.0])) == 1
 
 
-# ------------------------------------------------------------------------------------------------- folders and requests
+# Folders and requests
+
+
 def test_finished_sessions_are_kept_and_cut_off_ones_are_not(tmp_path: Path) -> None:
     sessions = plan(TINY, (1,))
     (tmp_path / SESSIONS).mkdir()
@@ -182,12 +181,14 @@ def test_sessions_of_another_scale_are_not_mixed_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_a100s_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_a100_scale_is_refused_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autopsy", "run", "--scale", "a100"]) == 2
     assert "no GPU is here" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------- real sessions
+# Real sessions
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The listing, the corrected protocol, ZeRO first in one process with carried weights, and a refused dictionary."""
@@ -263,7 +264,9 @@ def test_a_process_that_is_killed_is_a_row_as_well(tmp_path: Path) -> None:
         lane.end()
 
 
-# ------------------------------------------------------------------------------------------------- the committed page
+# The committed page
+
+
 def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path) -> None:
     shutil.copy(COMMITTED / FILE, tmp_path / FILE)
     output = tmp_path

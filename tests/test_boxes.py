@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pynvml
@@ -11,12 +10,13 @@ import pytest
 import torch
 
 from study.config.errors import Unsupported
-from study.engine.setup import tell_what_is_free
-from study.host.box import free_gpu_bytes, this_box
+from study.engine.setup import replace_available_memory
+from study.host.box import free_gpu_bytes, gpu_processes, this_box
 from study.host.environment import refuse_useless_gpus, torch_for_driver
 from study.host.memory import available_cores
 from study.metrics.clock import handle_of
 from study.metrics.memory import MemoryMeter
+from sweeps import write_files
 
 GIB = 2**30
 FIRST, SECOND = "GPU-8a56e0b1-0000-4000-8000-000000000001", "GPU-95c1f2a7-0000-4000-8000-000000000002"
@@ -87,7 +87,7 @@ def test_deepspeed_learns_what_is_free_however_a_gpu_is_named_and_within_the_cap
     if not visible.isdigit():
         with pytest.raises(ValueError, match="invalid literal for int"):
             accelerator.available_memory(0)
-    tell_what_is_free(accelerator, cap_gib)
+    replace_available_memory(accelerator, cap_gib)
     assert accelerator.available_memory(0) == expected_gib * GIB
 
 
@@ -99,15 +99,10 @@ def test_gpus_that_this_torch_cannot_use_are_refused_with_the_build_for_their_dr
     assert "2 GPUs are here" in refusal.value.problem
     assert "the driver 550.54.15 runs CUDA 12.4" in refusal.value.problem
     assert "https://download.pytorch.org/whl/cu129" in refusal.value.fix
+    for runs, says in {"11.8": "update the driver", "12.0": "cu129", "13.0": "torch==2.13.0"}.items():
+        assert says in torch_for_driver(runs, "2.13.0+cu130")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     refuse_useless_gpus()
-
-
-@pytest.mark.parametrize(
-    ("runs", "says"), [("11.8", "update the driver"), ("12.0", "cu129"), ("13.0", "torch==2.13.0")]
-)
-def test_a_driver_is_named_the_torch_that_it_can_run(runs, says):
-    assert says in torch_for_driver(runs, "2.13.0+cu130")
 
 
 @pytest.mark.parametrize(
@@ -155,24 +150,19 @@ def test_a_driver_that_stops_answering_ends_no_run(two_gpus, monkeypatch):
         ({"proc/self/cgroup": "0::/job/a\n", "sys/fs/cgroup/job/cpu.max": "50000 100000\n"}, 1),
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 64),
         (
-            {
-                "proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n",
-                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000\n",
-                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
+            {"proc/self/cgroup": "5:memory:/job\n4:cpu,cpuacct:/job\n",
+             "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "400000\n",
+             "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"},
             4,
         ),
         ({}, 64),
     ],
-)
+)  # fmt: skip
 def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypatch, files, expected):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, files)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert available_cores(Path(tmp_path)) == expected
+    assert available_cores(tmp_path) == expected
 
 
 def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_gpus, monkeypatch):
@@ -181,3 +171,11 @@ def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_
     assert len(this_box().gpu_memory_gib) == 1
     assert free_gpu_bytes(0) == FREE_GIB[SLICE] * GIB
     assert free_gpu_bytes(1) is None
+
+
+def test_a_driver_that_refuses_to_list_processes_ends_no_sweep(monkeypatch):
+    # Without nvmlInit, or of no GPU, NVML itself refuses.
+    monkeypatch.setattr("study.host.box.visible_gpus", lambda: [None])
+    with pytest.raises(pynvml.NVMLError):
+        pynvml.nvmlDeviceGetComputeRunningProcesses(None)
+    assert gpu_processes() == []

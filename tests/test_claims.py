@@ -21,7 +21,7 @@ import pytest
 from study.claims.board import REPORTS, Board, JudgedClaim, board, judge
 from study.claims.evidence import Evidence
 from study.claims.forms import FORMS
-from study.claims.ledger import LEDGER, ClaimCheck, read_ledger
+from study.claims.ledger import LEDGER, read_ledger
 from study.claims.page import PAGE, page
 from study.claims.verdicts import Figure, Part, Region, Verdict, combine
 from study.cli import main
@@ -29,8 +29,8 @@ from study.config.errors import UserError
 from study.host.box import Box
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.sweep.cell import Cell
-from study.sweep.notes import append_attempt, note_searches
-from study.sweep.slices import plan_suite
+from study.sweep.execute import append_attempt, note_searches
+from study.sweep.plan import plan_suite
 from synthetic_records import write_run
 
 ANSWERS = ("holds", "fails", "inside noise", "disputed", "not judged")
@@ -51,14 +51,6 @@ def of(made: Board, claim: str) -> JudgedClaim:
     return found
 
 
-def with_numbers(judged: JudgedClaim, place: int, **numbers: object) -> str:
-    """The verdict with other numbers in one check."""
-    checks = list(judged.claim.checks)
-    checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
-    return judge(dataclasses.replace(judged.claim, checks=tuple(checks)), Evidence(REPORTS)).verdict
-
-
-# ------------------------------------------------------------------------------------------------ figures and verdicts
 def test_one_check_less_never_makes_a_verdict_say_more() -> None:
     for parts in itertools.chain.from_iterable(itertools.product(PARTS, repeat=n) for n in (1, 2, 3)):
         before = combine(parts)
@@ -108,31 +100,6 @@ def test_an_interval_that_spans_the_claim_never_holds_and_a_moved_one_does() -> 
     assert Region(high=1).judge(Figure(math.nan)) == "not judged"
 
 
-@pytest.mark.parametrize(
-    ("claim", "place", "numbers", "before", "after"),
-    [
-        ("S0-04", 0, {"to": 50}, "partly", "partly"),
-        ("S0-06", 0, {"tokens_per_s": 3943}, "contradicted", "partly"),
-        ("S0-10", 2, {"after": 26.6}, "partly", "supported"),
-        ("S0-11", 0, {"parameters_b": 4.9}, "partly", "partly"),
-        ("S1-03", 1, {"strategy": "zero3"}, "partly", "supported"),
-        ("S1-05", 0, {"of": 15.2}, "contradicted", "untestable"),
-        ("S1-15", 0, {"parameters_b": 5}, "contradicted", "partly"),
-        ("S2-07", 0, {"value": 2}, "contradicted", "supported"),
-    ],
-)
-def test_moved_inputs_move_the_verdict(
-    made: Board, claim: str, place: int, numbers: dict[str, object], before: str, after: str
-) -> None:
-    judged = of(made, claim)
-    assert judged.verdict == before
-    assert with_numbers(judged, place, **numbers) == after
-    answer = judged.findings[place].answer
-    checks = dataclasses.replace(judged.claim.checks[place], numbers={**judged.claim.checks[place].numbers, **numbers})
-    assert checks.find(Evidence(REPORTS)).answer not in (answer, "not judged")
-
-
-# ---------------------------------------------------------------------------------------------------------- the ledger
 def test_every_claim_has_its_number_and_a_verdict(made: Board) -> None:
     numbers = {"S0": 17, "S1": 30, "S2": 17, "S3": 12, "Z0": 6}
     assert [each.claim.id for each in made.judged] == [
@@ -143,21 +110,6 @@ def test_every_claim_has_its_number_and_a_verdict(made: Board) -> None:
     assert len(rest) >= 45
     for each in made.judged:
         assert each.sentence.strip(". ")
-
-
-def test_what_is_decided_by_arithmetic_alone(made: Board) -> None:
-    verdicts = {each.claim.id: each.verdict for each in made.judged}
-    assert {name: verdicts[name] for name in ("S0-02", "S0-06", "S1-06", "S1-11", "S1-22", "S2-07", "S3-01")} == {
-        "S0-02": "partly", "S0-06": "contradicted", "S1-06": "contradicted", "S1-11": "partly",
-        "S1-22": "contradicted", "S2-07": "contradicted", "S3-01": "partly",
-    }  # fmt: skip
-    figures = [finding.figure.value for finding in of(made, "S0-06").findings if finding.figure]
-    assert [round(value) for value in figures] == [278, 263, 218]
-    solved = of(made, "S0-02").findings[3].figure
-    assert solved is not None
-    # Put back, the solution gives the peaks: 76 GB, and 45 where an eighth of the sharded part is left.
-    sharded = solved.value * 9.24
-    assert 76 - sharded * 7 / 8 == pytest.approx(45)
 
 
 def test_figures_that_rest_on_records_name_them(made: Board) -> None:
@@ -171,207 +123,6 @@ def test_figures_that_rest_on_records_name_them(made: Board) -> None:
                 assert finding.figure.records
                 assert set(finding.figure.records) <= known
                 assert finding.figure.n
-
-
-def minimal(**changes: str) -> str:
-    claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
-             "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
-             "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
-    lines = "\n".join(f"    {key}: {value}" for key, value in claim.items() if value)
-    return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: []\n"
-
-
-def checks(text: str) -> str:
-    return minimal(checks=f"[{{shows: it, {text}}}]")
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "said"),
-    [
-        (minimal(sayz="so"), 12, "unknown key 'sayz'"),
-        (minimal(says=""), 5, "says is missing"),
-        (minimal(id="S1-01"), 5, "of no document"),
-        (minimal(id="S0-1"), 5, "write it as S0-01"),
-        (minimal(checks=""), 5, "checks are none"),
-        (minimal(settle="{command: study doctor, box: any}"), 11, "minutes is missing"),
-        (minimal(says="[so]"), 7, "write text"),
-        (checks("form: guess, at_most: 1"), 10, "form is 'guess'"),
-        (checks("form: ratio, of: 1, at_most: 1"), 10, "to is missing"),
-        (checks("form: ratio, of: one, to: 2, at_most: 1"), 10, "write a number"),
-        (checks("form: ratio, of: .nan, to: 2, at_most: 1"), 10, "write a number"),
-        (checks("form: ratio, of: true, to: 2, at_most: 1"), 10, "write a number"),
-        (checks("form: ratio, of: 1, to: 2, away: 3, at_most: 1"), 10, "unknown key 'away'"),
-        (checks("form: ratio, of: 1, to: 2"), 10, "must be is unclear"),
-        (checks("form: ratio, of: 1, to: 2, about: 3"), 10, "must be is unclear"),
-        (checks("form: ratio, of: 1, to: 2, at_least: 3, at_most: 1"), 10, "both"),
-        (checks("form: ratio, of: 1, to: 2, at_most: 1, against: S9-09"), 10, "name a claim"),
-        (checks("form: ratio, of: 1, to: 2, at_most: 1, necessary: 1"), 10, "true or false"),
-        (checks("form: state_gb, parameters_b: 1, strategy: zero4, gpus: 8, at_most: 1"), 10, "zero4"),
-        (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8.5, at_most: 1"), 10, "whole number"),
-        (checks("form: ratio, of: 1, to: 0, at_most: 1"), 10, "divide by zero"),
-        (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 0, at_most: 1"), 10, "divide by zero"),
-        (checks("form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, precision: int8, at_most: 1"), 10, "int8"),
-        (
-            checks(
-                "form: paired, report: laptop, task: t, strategy: zero1, over: ddp, figure: speed, least_pairs: 3,"
-                " at_most: 1"
-            ),
-            10,
-            "speed",
-        ),
-        (
-            checks("form: counted, report: laptop, task: t, strategy: zero1, over: ddp, figure: stat, at_most: 1"),
-            10,
-            "stat",
-        ),
-        (checks("form: virtual, report: r, model: m, strategy: zero1, ranks: 8, figure: stat, at_most: 1"), 10, "stat"),
-        (checks("form: virtual_furthest, report: r, model: m, printed: 4 x, at_most: 1"), 10, "4 x"),
-        (checks("form: missing, needs: more, at_most: 1"), 10, "judges no figure"),
-        (
-            checks(
-                "form: paired, report: r, task: t, strategy: zero1, over: ddp, figure: eval_loss_final,"
-                " least_pairs: 3, where: size=1, at_most: 1"
-            ),
-            10,
-            "size=1",
-        ),
-        (
-            checks(
-                "form: growth, report: r, task: t, strategy: zero1, over: ddp, figure: host_peak_rss_gib, along: time,"
-                " levels: 2, least_pairs: 3, at_most: 1"
-            ),
-            10,
-            "time",
-        ),
-        (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
-        (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 12, "the sides"),
-        (minimal(settle=""), 5, "settle is missing"),
-        (minimal() + "claims: []\n", 13, "claims is there twice"),
-    ],
-)
-def test_a_ledger_that_is_not_understood_is_refused_with_its_line(
-    tmp_path: Path, text: str, line: int, said: str
-) -> None:
-    file = tmp_path / "ledger.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError) as refused:
-        read_ledger(file)
-    assert said in str(refused.value)
-    assert f"{file}:{line}:" in refused.value.problem
-
-
-def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "ledger.yaml"
-    file.write_text(minimal())
-    (only,) = board(ledger=read_ledger(file)).judged
-    assert (only.verdict, only.sentence) == ("supported", "It: 0.5; the claim needs at most 1.")
-
-
-# --------------------------------------------------------------------------------------------------------- the records
-def seeded(noise: float = 0.001, changed: Callable[[pd.DataFrame], None] | None = None) -> Records:
-    """The committed laptop records with three seeds of each arm, and times and losses that scatter a little."""
-    records = read_parquet(REPORTS / "laptop")
-    one = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
-    draw = np.random.default_rng(0)
-    copies = []
-    for seed in (42, 43, 44):
-        copy = one.assign(seed=seed, repeat=1, run=one["run"] + f"-seed{seed}")
-        copy["step_time_s_median"] *= 1 + noise * draw.standard_normal(len(copy))
-        copy[["eval_loss_final", "train_loss_final"]] *= 1 + 0.02 * (seed - 43)
-        copies.append(copy)
-    runs = pd.concat(copies, ignore_index=True)
-    if changed:
-        changed(runs)
-    return Records(runs.astype(records.runs.dtypes), records.steps)
-
-
-def judged_with(records: Records, *claims: str) -> dict[str, str]:
-    evidence = Evidence(REPORTS).instead("laptop", records)
-    return {claim.id: judge(claim, evidence).verdict for claim in read_ledger().claims if claim.id in claims}
-
-
-def scale(strategy: str, figure: str, factor: float) -> Callable[[pd.DataFrame], None]:
-    def change(runs: pd.DataFrame) -> None:
-        runs.loc[runs["strategy"] == strategy, figure] *= factor
-
-    return change
-
-
-def test_equal_losses_over_seeds_support_the_claim_and_one_that_is_off_does_not() -> None:
-    assert judged_with(seeded(), "S3-03") == {"S3-03": "supported"}
-    assert judged_with(seeded(changed=scale("zero3", "train_loss_final", 1.01)), "S3-03") == {"S3-03": "partly"}
-
-    def all_off(runs: pd.DataFrame) -> None:
-        for stage in ("zero1", "zero2", "zero3"):
-            scale(stage, "train_loss_final", 0.99)(runs)
-
-    assert judged_with(seeded(changed=all_off), "S3-03") == {"S3-03": "contradicted"}
-
-
-def test_a_measured_verdict_shows_its_interval_and_its_pairs() -> None:
-    evidence = Evidence(REPORTS).instead("laptop", seeded(0.01))
-    (claim,) = [claim for claim in read_ledger().claims if claim.id == "S3-04"]
-    judged = judge(claim, evidence)
-    first = judged.document()["checks"][0]
-    low, high = first["interval"]
-    assert low < first["figure"] < high
-    assert judged.document()["n"] == 3
-    assert "], n = 3 (gpt-tiny on 2 ranks" in judged.sentence
-    assert len(judged.document()["records"]) == 6
-
-
-def test_fewer_seeds_than_the_ledger_asks_for_decide_nothing() -> None:
-    records = seeded()
-    two = Records(records.runs[records.runs["seed"] < 44].reset_index(drop=True), records.steps)
-    assert judged_with(records, "S3-03", "S3-04") == {"S3-03": "supported", "S3-04": "partly"}
-    assert judged_with(two, "S3-03", "S3-04") == {"S3-03": "inconclusive", "S3-04": "inconclusive"}
-
-
-def test_a_time_within_noise_decides_nothing() -> None:
-    def as_fast(runs: pd.DataFrame) -> None:
-        times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
-        mine = runs["strategy"] == "zero1"
-        runs.loc[mine, "step_time_s_median"] = [
-            times[workload, seed] * {42: 0.9, 43: 1.0, 44: 1.1}[seed]
-            for workload, seed in runs.loc[mine, ["workload_key", "seed"]].itertuples(index=False)
-        ]
-
-    assert judged_with(seeded(changed=as_fast), "S3-04") == {"S3-04": "inside noise"}
-    # At another scale than the claim's, so never more than partly.
-    assert judged_with(seeded(changed=scale("zero1", "step_time_s_median", 0.5)), "S3-04") == {"S3-04": "partly"}
-    assert judged_with(seeded(changed=scale("zero1", "step_time_s_median", 2)), "S3-04") == {"S3-04": "partly"}
-
-
-def test_gradients_that_differ_at_one_step_are_seen(made: Board) -> None:
-    records = read_parquet(REPORTS / "laptop")
-    found = of(made, "S2-09").findings[0]
-    assert found.answer == "fails"
-    assert found.figure is not None
-    steps = records.steps.copy()
-    steps.loc[steps["run"] == found.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05
-    evidence = Evidence(REPORTS).instead("laptop", Records(records.runs, steps))
-    assert judge(of(made, "S2-09").claim, evidence).findings[0].answer == "holds"
-
-
-def test_runs_on_other_numbers_of_ranks_are_no_pair() -> None:
-    def moved(runs: pd.DataFrame) -> None:
-        runs.loc[runs["strategy"] == "zero3", "world_size"] = 4
-
-    assert judged_with(seeded(changed=moved), "S3-03") == {"S3-03": "partly"}
-
-
-def test_confounded_and_failed_runs_judge_nothing() -> None:
-    def confound(runs: pd.DataFrame) -> None:
-        runs.loc[runs["strategy"] == "zero3", "confounded_loss"] = "other samples"
-
-    assert judged_with(seeded(changed=confound), "S3-03") == {"S3-03": "partly"}
-
-    def fail(runs: pd.DataFrame) -> None:
-        runs["status_state"] = "failed"
-
-    assert judged_with(seeded(changed=fail), "S3-03", "S3-02", "S1-28") == {
-        "S1-28": "inconclusive", "S3-02": "partly", "S3-03": "inconclusive",
-    }  # fmt: skip
 
 
 def test_a_changed_record_changes_the_verdict(made: Board) -> None:
@@ -419,103 +170,6 @@ def test_no_record_less_makes_a_verdict_say_more(report: str) -> None:
             assert after.sentence
 
 
-def test_no_probe_of_the_engine_less_makes_a_verdict_say_more(made: Board, tmp_path: Path) -> None:
-    document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
-    claims = [each for each in made.judged if any(check.form == "probed" for check in each.claim.checks)]
-    assert {each.claim.id for each in claims} == {"S1-24", "S1-29", "S3-10", "S3-11"}
-    (tmp_path / "engine_keys").mkdir()
-    for name in {check.numbers["probe"] for each in claims for check in each.claim.checks if check.form == "probed"}:
-        probes = [probe for probe in document["probes"] if probe["name"] != name]
-        (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
-        for each in claims:
-            after = judge(each.claim, Evidence(tmp_path))
-            assert STRENGTH[after.verdict] <= STRENGTH[each.verdict], (name, each.claim.id)
-            assert after.sentence
-
-
-# ------------------------------------------------------------------------------- runs that differ in what a check names
-def planted(figure: str, of: Callable[[pd.Series], float]) -> Evidence:
-    """The committed records with one figure made anew from the settings of each run."""
-    records = read_parquet(REPORTS / "claims")
-    runs = records.runs.copy()
-    runs[figure] = runs.apply(of, axis=1)
-    return Evidence(REPORTS).instead("claims", Records(runs.astype(records.runs.dtypes), records.steps))
-
-
-def wobble(run: pd.Series) -> float:
-    return 1 + 0.001 * int(np.random.default_rng(zlib.crc32(run["run"].encode())).integers(-5, 6))
-
-
-@pytest.mark.parametrize("slope", [-0.3, 0.0, 0.2])
-def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, slope: float) -> None:
-    evidence = planted(
-        "tokens_per_s",
-        lambda run: 5e8 / run["model_parameters"] * wobble(run)
-        * (1 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope),
-    )  # fmt: skip
-    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
-    found = check.find(evidence)
-    assert found.figure is not None
-    # Two speeds that wobble by 0.5 % at each end of sizes that lie a factor of five apart.
-    assert found.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
-    assert found.figure.n == 3
-    assert found.answer == {-0.3: "fails", 0.0: "inside noise", 0.2: "holds"}[slope]
-
-
-@pytest.mark.parametrize(("share", "answer"), [(1.0, "holds"), (0.5, "fails")])
-def test_a_stage_that_split_activations_would_be_seen(made: Board, share: float, answer: str) -> None:
-    evidence = planted(
-        "host_peak_rss_gib",
-        lambda run: 0.5 * wobble(run) + run["seq_length"] / 512 * (share if run["strategy"] == "zero3" else 1),
-    )
-    assert of(made, "S3-05").claim.checks[2].find(evidence).answer == answer
-
-
-def test_a_loss_that_depends_on_its_micro_batches_would_be_seen(made: Board) -> None:
-    def drifts(run: pd.Series) -> float:
-        return float(run["train_loss_final"]) * (1.01 if run["micro_batch_size"] == 1 else 1)
-
-    assert {each.answer for each in of(made, "S3-07").findings} == {"holds"}
-    after = judge(of(made, "S3-07").claim, planted("train_loss_final", drifts))
-    assert after.verdict == "contradicted"
-
-
-def test_two_settings_are_compared_only_where_nothing_else_differs(made: Board) -> None:
-    (check, *_) = of(made, "S3-07").claim.checks
-    assert check.find(Evidence(REPORTS)).answer == "holds"
-    for column, value in (("learning_rate", 0.5), ("initial_weights_sha256", "0" * 64), ("torch_version", "1.0")):
-
-        def other(run: pd.Series, column: str = column, value: object = value) -> object:
-            return value if run["micro_batch_size"] == 1 else run[column]
-
-        records = read_parquet(REPORTS / "claims")
-        runs = records.runs.assign(**{column: records.runs.apply(other, axis=1)}).astype(records.runs.dtypes)
-        found = check.find(Evidence(REPORTS).instead("claims", Records(runs, records.steps)))
-        assert found.answer == "not judged"
-        assert "no fair pair" in found.sentence
-
-
-def test_an_unfair_partner_takes_no_other_pair_of_its_seed_with_it(made: Board) -> None:
-    (check, *_) = of(made, "S3-07").claim.checks
-    records = read_parquet(REPORTS / "claims")
-    others = records.runs[records.runs["micro_batch_size"] == 8]
-    others = others.assign(run=others["run"] + "-other", learning_rate=0.5).astype(records.runs.dtypes)
-    more = Records(pd.concat([records.runs, others], ignore_index=True), records.steps)
-    found, before = check.find(Evidence(REPORTS).instead("claims", more)), check.find(Evidence(REPORTS))
-    assert found.figure is not None
-    assert found.figure == before.figure
-
-
-def test_a_seed_that_lacks_one_size_has_no_slope(made: Board) -> None:
-    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
-    assert check.find(Evidence(REPORTS)).answer != "not judged"
-    records = read_parquet(REPORTS / "claims")
-    gone = (records.runs["model_name_or_path"] == "gpt-tiny-14layers") & (records.runs["seed"] == 43)
-    less = Records(records.runs[~gone].reset_index(drop=True), records.steps)
-    assert check.find(Evidence(REPORTS).instead("claims", less)).answer == "not judged"
-
-
-# ------------------------------------------------------------------------------------------- what a GPU is to decide
 PARAMETERS = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
 
 
@@ -564,7 +218,6 @@ def test_without_any_record_verdicts_fall_back_to_arithmetic(made: Board, tmp_pa
     assert "there are no records of paper_table1" in of(bare, "S1-02").sentence
 
 
-# --------------------------------------------------------------------------------------------------- command and page
 def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
     code = (
         "import sys; from study.cli import main; status = main(['claims', '--json']);"
@@ -581,37 +234,8 @@ def test_the_command_prints_one_document_in_time_and_without_torch() -> None:
             "contradicts", "settle", "rests_on"} <= first.keys()  # fmt: skip
 
 
-def test_the_command_prints_a_scoreboard_and_a_line_per_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["claims"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["document", "supported", "contradicted", "partly", "inside", "noise", "inconclusive",
-                                "untestable", "claims"]  # fmt: skip
-    assert [line.split()[0] for line in lines[1:7]] == ["S0", "S1", "S2", "S3", "Z0", "all"]
-    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == len(read_ledger().claims)
-
-
 def test_the_page_is_made_of_the_ledger_and_the_records(made: Board) -> None:
     assert PAGE.read_text(encoding="utf-8") == page(made), "run `make claims`"
-
-
-def test_the_ledger_says_claims_in_its_own_words() -> None:
-    assert LEDGER.is_file()
-    claims = read_ledger().claims
-    assert len({claim.says for claim in claims}) == len(claims)
-    assert all(claim.says.endswith(".") and len(claim.says) < 300 for claim in claims)
-
-
-def test_contradictions_name_the_other_side_alone(made: Board) -> None:
-    assert [ids for ids, _ in made.contradictions_of("Z0-04")] == ["S0-07"]
-    assert [ids for ids, _ in made.contradictions_of("S0-07")] == ["Z0-04, Z0-05"]
-    assert [ids for ids, _ in made.contradictions_of("S1-06")] == ["S0-11", "itself"]
-
-
-def test_a_virtual_rank_that_was_measured_whole_rests_on_one_run(made: Board) -> None:
-    whole, line = of(made, "Z0-06").findings[3].figure, of(made, "Z0-06").findings[1].figure
-    assert whole is not None
-    assert line is not None
-    assert (whole.n, line.n) == (1, 3)
 
 
 def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:
@@ -622,9 +246,292 @@ def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:
         assert each.verdict not in ("supported", "contradicted")
 
 
-def test_a_check_that_is_not_there_yet_says_what_it_needs() -> None:
-    check = ClaimCheck("missing", "the peak", {"needs": "a GPU"}, Region())
-    found = check.find(Evidence(REPORTS))
-    assert (found.answer, found.sentence) == (
-        "not judged", "The peak: no record here can judge it yet: it needs a GPU"
-    )  # fmt: skip
+def test_the_command_prints_a_scoreboard_and_a_line_per_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["claims"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:7]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
+    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == len(read_ledger().claims)
+
+
+def test_contradictions_name_the_other_claims_only(made: Board) -> None:
+    named = {claim: [ids for ids, _ in made.contradictions_of(claim)] for claim in ("Z0-04", "S0-07", "S1-06")}
+    assert named == {"Z0-04": ["S0-07"], "S0-07": ["Z0-04, Z0-05"], "S1-06": ["S0-11", "itself"]}
+
+
+def test_a_virtual_rank_measured_with_all_its_layers_rests_on_one_run(made: Board) -> None:
+    figures = [finding.figure for finding in of(made, "Z0-06").findings]
+    assert [figure and figure.n for figure in (figures[3], figures[1])] == [1, 3]
+
+
+# Changed ledgers
+
+
+@pytest.mark.parametrize(
+    ("claim", "place", "numbers", "before", "after"),
+    [
+        ("S0-04", 0, {"to": 50}, "partly", "partly"),
+        ("S0-06", 0, {"tokens_per_s": 3943}, "contradicted", "partly"),
+        ("S0-10", 2, {"after": 26.6}, "partly", "supported"),
+        ("S0-11", 0, {"parameters_b": 4.9}, "partly", "partly"),
+        ("S1-03", 1, {"strategy": "zero3"}, "partly", "supported"),
+        ("S1-05", 0, {"of": 15.2}, "contradicted", "untestable"),
+        ("S1-15", 0, {"parameters_b": 5}, "contradicted", "partly"),
+        ("S2-07", 0, {"value": 2}, "contradicted", "supported"),
+    ],
+)
+def test_changed_numbers_change_the_answer(
+    made: Board, claim: str, place: int, numbers: dict[str, object], before: str, after: str
+) -> None:
+    judged = of(made, claim)
+    checks = list(judged.claim.checks)
+    checks[place] = dataclasses.replace(checks[place], numbers={**checks[place].numbers, **numbers})
+    changed = judge(dataclasses.replace(judged.claim, checks=tuple(checks)), Evidence(REPORTS))
+    assert (judged.verdict, changed.verdict) == (before, after)
+    assert changed.findings[place].answer not in (judged.findings[place].answer, "not judged")
+
+
+def minimal(**changes: str) -> str:
+    claim = {"id": "S0-01", "place": "there", "says": "so", "holds_if": "so", "falls_if": "not so",
+             "checks": "[{form: ratio, shows: it, of: 1, to: 2, at_most: 1}]",
+             "settle": "{command: study doctor, minutes: 1, box: any}"} | changes  # fmt: skip
+    lines = "\n".join(f"    {key}: {value}" for key, value in claim.items() if value)
+    return f"documents:\n  - {{code: S0, title: a, scale: b}}\nclaims:\n  -\n{lines}\ncontradictions: []\n"
+
+
+def test_the_smallest_ledger_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.yaml"
+    file.write_text(minimal())
+    (only,) = board(ledger=read_ledger(file)).judged
+    assert (only.verdict, only.sentence) == ("supported", "It: 0.5; the claim needs at most 1.")
+
+
+RATIO = "form: ratio, of: 1, to: 2"
+STATE = "form: state_gb, parameters_b: 1, strategy: zero3, gpus: 8, at_most: 1"
+PAIRED = ("form: paired, report: r, task: t, strategy: zero1, over: ddp, figure: eval_loss_final, least_pairs: 3,"
+          " at_most: 1")  # fmt: skip
+CORRECTION = minimal() + 'corrections: [{date: "2026-11-21", claim: S0-01, what: a, why: b}]\n'
+REFUSED = [
+    (minimal(sayz="so"), 12, "unknown key 'sayz'"),
+    (minimal(says=""), 5, "says is missing"),
+    (minimal(id="S1-01"), 5, "of no document"),
+    (minimal(id="S0-1"), 5, "id is 'S0-1'"),
+    (minimal(checks=""), 5, "checks are none"),
+    (minimal(settle="{command: study doctor, box: any}"), 11, "minutes is missing"),
+    (minimal(settle=""), 5, "settle is missing"),
+    (minimal(says="[so]"), 7, "valid string"),
+    (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
+    (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 12, "between is"),
+    (minimal() + "claims: []\n", 13, "claims is there twice"),
+    (minimal() + "front_page: [S9-01]\n", 13, "front_page names 'S9-01'"),
+    (CORRECTION.replace("2026-11-21", "2026"), 13, "date is '2026'"),
+    (CORRECTION.replace("S0-01, what", "S9-01, what"), 13, "claim names 'S9-01'"),
+]
+# Each is the one check of a claim.
+REFUSED_CHECKS = [
+    ("form: guess, at_most: 1", "form is 'guess'"),
+    ("form: ratio, of: 1, at_most: 1", "to is missing"),
+    ("form: ratio, of: .nan, to: 2, at_most: 1", "finite number"),
+    ("form: ratio, of: true, to: 2, at_most: 1", "valid number"),
+    ("form: ratio, of: 1, to: 0, at_most: 1", "divide by zero"),
+    (f"{RATIO}, away: 3, at_most: 1", "unknown key 'away'"),
+    (RATIO, "must be is unclear"),
+    (f"{RATIO}, about: 3", "must be is unclear"),
+    (f"{RATIO}, at_most: one", "write a number"),
+    (f"{RATIO}, at_least: 3, at_most: 1", "both"),
+    (f"{RATIO}, at_most: 1, against: S9-09", "against names 'S9-09'"),
+    (f"{RATIO}, at_most: 1, necessary: 1", "valid boolean"),
+    (STATE.replace("zero3", "zero4"), "zero4"),
+    (STATE.replace("gpus: 8", "gpus: 8.5"), "valid integer"),
+    (f"{STATE}, precision: int8", "int8"),
+    (PAIRED.replace("eval_loss_final", "speed"), "speed"),
+    (f"{PAIRED}, where: size=1", "size=1"),
+    ("form: missing, needs: more, at_most: 1", "judges no figure"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [*REFUSED, *((minimal(checks=f"[{{shows: it, {check}}}]"), 10, words) for check, words in REFUSED_CHECKS)],
+    ids=[words for *_, words in (*REFUSED, *REFUSED_CHECKS)],
+)
+def test_a_malformed_ledger_is_refused_with_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    file = tmp_path / "ledger.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_ledger(file)
+    assert words in str(refused.value)
+    assert f"{file}:{line}:" in refused.value.problem
+
+
+# Changed records
+
+Change = Callable[[pd.DataFrame], pd.DataFrame]
+
+
+def changed(report: str, change: Change, records: Records | None = None) -> Evidence:
+    """The committed records with other runs in one report."""
+    before = records or read_parquet(REPORTS / report)
+    runs = change(before.runs.copy()).reset_index(drop=True).astype(before.runs.dtypes)
+    return Evidence(REPORTS).instead(report, Records(runs, before.steps))
+
+
+def column(name: str, value: Callable[[pd.Series], object]) -> Change:
+    """Compute one column anew from the settings of each run."""
+    return lambda runs: runs.assign(**{name: runs.apply(value, axis=1)})
+
+
+def multiplied(name: str, factor: float, *strategies: str) -> Change:
+    return column(name, lambda run: run[name] * (factor if run["strategy"] in strategies else 1))
+
+
+def where(strategy: str, name: str, value: object) -> Change:
+    return column(name, lambda run: value if run["strategy"].startswith(strategy) else run[name])
+
+
+def first_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs[runs["seed"] < 44]
+
+
+def as_fast(runs: pd.DataFrame) -> pd.DataFrame:
+    times = runs[runs["strategy"] == "ddp"].set_index(["workload_key", "seed"])["step_time_s_median"]
+    of_seed = {42: 0.9, 43: 1.0, 44: 1.1}
+    return column("step_time_s_median", lambda run: run["step_time_s_median"] if run["strategy"] != "zero1" else
+                  times[run["workload_key"], run["seed"]] * of_seed[run["seed"]])(runs)  # fmt: skip
+
+
+def seeded(noise: float = 0.001) -> Records:
+    """The committed laptop records with three seeds of each arm, and times and losses that scatter a little."""
+    records = read_parquet(REPORTS / "laptop")
+    one = records.runs.sort_values(["seed", "repeat"]).groupby(["workload_key", "arm"], sort=False).head(1)
+    draw = np.random.default_rng(0)
+    copies = []
+    for seed in (42, 43, 44):
+        copy = one.assign(seed=seed, repeat=1, run=one["run"] + f"-seed{seed}")
+        copy["step_time_s_median"] *= 1 + noise * draw.standard_normal(len(copy))
+        copy[["eval_loss_final", "train_loss_final"]] *= 1 + 0.02 * (seed - 43)
+        copies.append(copy)
+    return Records(pd.concat(copies, ignore_index=True).astype(records.runs.dtypes), records.steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdicts"),
+    [
+        (lambda runs: runs, {"S3-03": "supported", "S3-04": "partly"}),
+        (multiplied("train_loss_final", 1.01, "zero3"), {"S3-03": "partly"}),
+        (multiplied("train_loss_final", 0.99, "zero1", "zero2", "zero3"), {"S3-03": "contradicted"}),
+        (as_fast, {"S3-04": "inside noise"}),
+        # At another scale than the claim's, so never more than partly.
+        (multiplied("step_time_s_median", 0.5, "zero1"), {"S3-04": "partly"}),
+        (multiplied("step_time_s_median", 2, "zero1"), {"S3-04": "partly"}),
+        # Runs on other numbers of ranks are no pair, and confounded or failed ones judge nothing.
+        (where("zero3", "world_size", 4), {"S3-03": "partly"}),
+        (where("zero3", "confounded_loss", "other samples"), {"S3-03": "partly"}),
+        (where("", "status_state", "failed"), {"S1-28": "inconclusive", "S3-02": "partly", "S3-03": "inconclusive"}),
+        # Fewer seeds than the ledger asks for.
+        (first_seeds, {"S3-03": "inconclusive", "S3-04": "inconclusive"}),
+    ],
+)
+def test_a_verdict_follows_the_runs(made: Board, change: Change, verdicts: dict[str, str]) -> None:
+    evidence = changed("laptop", change, seeded())
+    assert {claim: judge(of(made, claim).claim, evidence).verdict for claim in verdicts} == verdicts
+
+
+def test_a_measured_verdict_shows_its_interval_and_its_pairs(made: Board) -> None:
+    judged = judge(of(made, "S3-04").claim, Evidence(REPORTS).instead("laptop", seeded(0.01)))
+    document = judged.document()
+    low, high = document["checks"][0]["interval"]
+    assert low < document["checks"][0]["figure"] < high
+    assert (document["n"], len(document["records"])) == (3, 6)
+    assert "], n = 3 (gpt-tiny on 2 ranks" in judged.sentence
+
+
+def wobble(run: pd.Series) -> float:
+    return 1 + 0.001 * int(np.random.default_rng(zlib.crc32(run["run"].encode())).integers(-5, 6))
+
+
+def host_peak(share: float) -> Change:
+    """Peaks that grow with the sequence length, under stage 3 by this share."""
+    return column("host_peak_rss_gib", lambda run: 0.5 * wobble(run) + run["seq_length"] / 512
+                  * (share if run["strategy"] == "zero3" else 1))  # fmt: skip
+
+
+def of_smallest_micro_batch(name: str, value: Callable[[pd.Series], object]) -> Change:
+    return column(name, lambda run: value(run) if run["micro_batch_size"] == 1 else run[name])
+
+
+def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs[(runs["model_name_or_path"] != "gpt-tiny-14layers") | (runs["seed"] != 43)]
+
+
+@pytest.mark.parametrize(
+    ("claim", "form", "change", "answer"),
+    [
+        # A stage that sharded activations, and a loss that depends on the micro-batches, would be seen.
+        ("S3-05", "growth", host_peak(1), "holds"),
+        ("S3-05", "growth", host_peak(0.5), "fails"),
+        ("S3-07", "paired", lambda runs: runs, "holds"),
+        ("S3-07", "paired",
+         of_smallest_micro_batch("train_loss_final", lambda run: 1.01 * run["train_loss_final"]), "fails"),
+        # Two settings are compared only where nothing else differs.
+        ("S3-07", "paired", of_smallest_micro_batch("learning_rate", lambda _: 0.5), "not judged"),
+        ("S3-07", "paired", of_smallest_micro_batch("initial_weights_sha256", lambda _: "0" * 64), "not judged"),
+        ("S3-07", "paired", of_smallest_micro_batch("torch_version", lambda _: "1.0"), "not judged"),
+        # A seed that lacks one size has no slope.
+        ("S2-02", "ratio_slope", without_one_size, "not judged"),
+    ],
+)  # fmt: skip
+def test_an_answer_follows_the_runs(made: Board, claim: str, form: str, change: Change, answer: str) -> None:
+    judged = judge(of(made, claim).claim, changed("claims", change))
+    found = [finding for check, finding in zip(judged.claim.checks, judged.findings, strict=True) if check.form == form]
+    found = found[-1:] if claim == "S3-05" else found
+    assert {finding.answer for finding in found} == {answer}
+    if form == "paired" and answer == "not judged":
+        assert "no fair pair" in found[0].sentence
+
+
+@pytest.mark.parametrize(("slope", "answer"), [(-0.3, "fails"), (0.0, "inside noise"), (0.2, "holds")])
+def test_the_slope_of_a_ratio_over_sizes_is_the_one_that_is_there(made: Board, slope: float, answer: str) -> None:
+    def speed(run: pd.Series) -> float:
+        ratio = 1.0 if run["strategy"] == "single" else 0.8 * run["model_parameters"] ** slope
+        return float(5e8 / run["model_parameters"] * wobble(run) * ratio)
+
+    check = next(each for each in of(made, "S2-02").claim.checks if each.form == "ratio_slope")
+    found = check.find(changed("claims", column("tokens_per_s", speed)))
+    assert found.figure is not None
+    # Two speeds that wobble by 0.5 % at each end of sizes that lie a factor of five apart.
+    assert found.figure.value == pytest.approx(slope, abs=4 * 0.005 / np.log(5))
+    assert (found.figure.n, found.answer) == (3, answer)
+
+
+def test_an_unfair_partner_removes_no_other_pair_of_its_seed(made: Board) -> None:
+    def more(runs: pd.DataFrame) -> pd.DataFrame:
+        others = runs[runs["micro_batch_size"] == 8]
+        return pd.concat([runs, others.assign(run=others["run"] + "-other", learning_rate=0.5)])
+
+    before = of(made, "S3-07").findings[0].figure
+    assert before is not None
+    assert of(made, "S3-07").claim.checks[0].find(changed("claims", more)).figure == before
+
+
+def test_gradients_that_differ_at_one_step_are_seen(made: Board) -> None:
+    records, (found, *_) = read_parquet(REPORTS / "laptop"), of(made, "S2-09").findings
+    assert (found.answer, found.figure is None) == ("fails", False)
+    steps = records.steps.copy()
+    steps.loc[steps["run"] == found.figure.records[-1].removeprefix("laptop/"), "grad_norm"] *= 1.05  # type: ignore[union-attr]
+    evidence = Evidence(REPORTS).instead("laptop", Records(records.runs, steps))
+    assert judge(of(made, "S2-09").claim, evidence).findings[0].answer == "holds"
+
+
+def test_no_probe_of_the_engine_less_makes_a_verdict_say_more(made: Board, tmp_path: Path) -> None:
+    document = json.loads((REPORTS / "engine_keys" / "keys.json").read_text(encoding="utf-8"))
+    probed = {each.claim.id: {check.numbers["probe"] for check in each.claim.checks if check.form == "probed"}
+              for each in made.judged}  # fmt: skip
+    assert {claim for claim, probes in probed.items() if probes} == {"S1-24", "S1-29", "S3-10", "S3-11"}
+    (tmp_path / "engine_keys").mkdir()
+    for name in set().union(*probed.values()):
+        probes = [probe for probe in document["probes"] if probe["name"] != name]
+        (tmp_path / "engine_keys" / "keys.json").write_text(json.dumps({"probes": probes}))
+        for each in (of(made, claim) for claim, probes in probed.items() if probes):
+            after = judge(each.claim, Evidence(tmp_path))
+            assert STRENGTH[after.verdict] <= STRENGTH[each.verdict], (name, each.claim.id)
+            assert after.sentence

@@ -16,7 +16,7 @@ from transformers import SchedulerType
 from study.config import flags as config_module
 from study.config.errors import UserError
 from study.config.flags import RunConfig, parse_command_line, resolved
-from study.config.names import parse_overrides
+from study.config.names import override, parse_overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_OF_THE_DESIGN = {
@@ -40,7 +40,7 @@ OTHER_VALUES: dict[str, tuple[Any, bool]] = {
     "nvme_path": ("elsewhere", False), "output_dir": ("elsewhere", False), "overwrite_output_dir": (True, False),
     "resume_from_checkpoint": ("latest", False), "report_to": ("tensorboard", False),
     "profile_steps": (3, True), "virtual_world_size": (8, True), "virtual_rank": (3, True),
-    "team_size": (2, True), "optimizer": ("muon", True), "bf16_states": (True, True), "peft": ("lora", True),
+    "group_size": (2, True), "optimizer": ("muon", True), "bf16_states": (True, True), "peft": ("lora", True),
     "lora_rank": (4, True), "lora_alpha": (4, True),
 }  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_schedule_that_can_be_asked_for_is_one_transformers_has() -> None:
 @pytest.mark.parametrize("scale", ["paper", "laptop"])
 def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None:
     optional = {"tokenizer_name", "per_device_train_batch_size", "device_memory_cap_gib", "output_dir"}
-    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "team_size"}
+    optional |= {"resume_from_checkpoint", "virtual_world_size", "virtual_rank", "group_size"}
     config = resolved(RunConfig(task=task, scale=scale), accelerator_visible=False)
     unresolved = {key for key, value in dataclasses.asdict(config).items() if value is None}
     assert unresolved == optional
@@ -152,8 +152,7 @@ def test_every_default_is_resolved_at_every_scale(task: Any, scale: Any) -> None
 
 
 def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
-    assert resolved(RunConfig(), accelerator_visible=True).scale == "paper"
-    assert resolved(RunConfig(), accelerator_visible=False).scale == "laptop"
+    assert [resolved(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
 
 
 def test_paper_is_what_the_studied_documents_did() -> None:
@@ -186,7 +185,7 @@ def test_a_batch_divides_or_is_refused_with_a_fix_that_works(world_size: int, mi
             for change in changes:
                 dataclasses.replace(config, **change).batch_plan(world_size)
         else:
-            cut = plan.teams * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
+            cut = plan.groups * plan.per_device_train_batch_size * plan.gradient_accumulation_steps
             assert cut == plan.global_batch_size == batch
             assert micro in (None, plan.per_device_train_batch_size)
     assert refused or (world_size, micro or 1) == (1, 1)
@@ -235,6 +234,11 @@ def test_the_run_id_changes_with_what_changes_the_run_and_with_nothing_else(fiel
     assert getattr(config, field) != value
     changed = dataclasses.replace(config, **{field: value})
     assert (changed.run_id("zero3", 2) != config.run_id("zero3", 2)) is is_identity
+
+
+def test_a_renamed_flag_is_read_under_its_old_name_and_renames_no_run() -> None:
+    config = resolved(parse_command_line(["--scale=laptop", "--team_size=4"]), accelerator_visible=False)
+    assert (config.group_size, config.run_id("tp", 4)) == (4, "bert-imdb-bert-tiny-tp-4x-e443afbd")
 
 
 def test_the_run_id_names_the_strategy_and_the_world_and_no_folder() -> None:
@@ -310,6 +314,12 @@ def test_an_override_that_says_nothing_or_two_things_is_refused(overrides: list[
 
 def test_overrides_that_share_a_beginning_are_two_keys() -> None:
     assert parse_overrides(["a.bc=1", "a.b=2"]) == {"a.bc": 1, "a.b": 2}
+
+
+def test_an_override_leaves_the_settings_that_it_is_given() -> None:
+    given = {"zero_optimization": {"stage": 2}}
+    assert override(given, ["zero_optimization.stage=3"]) == {"zero_optimization": {"stage": 3}}
+    assert given == {"zero_optimization": {"stage": 2}}
 
 
 def test_no_field_is_dead() -> None:

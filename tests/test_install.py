@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -29,12 +30,12 @@ NO_PIP = {name: value for name, value in os.environ.items() if not name.startswi
 
 
 def recipe(word: str, *variables: str) -> tuple[dict[str, str], list[str]]:
-    """Of the line of `make install` with this word: the variables that it sets, and what it asks of pip."""
+    """Return the variables and the arguments of the line of `make install` with this word."""
     made = subprocess.run(
         ["make", "-nB", "install", *variables], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    (line,) = (line for line in made.splitlines() if " pip install " in line and word in shlex.split(line))
-    return asked(line)
+    (line,) = (line for line in made.splitlines() if " tools/install.py " in line and word in shlex.split(line))
+    return asked(line.replace("tools/install.py", "-m pip install"))
 
 
 def asked(line: str) -> tuple[dict[str, str], list[str]]:
@@ -80,7 +81,7 @@ def wheel(index: Path, name: str, version: str, needs: str = "") -> None:
     (folder / "index.html").write_text(links)
 
 
-@pytest.mark.parametrize("line", ["make install", "the doctor's"])
+@pytest.mark.parametrize("line", ["make install", "make install, by uv", "the doctor's"])
 def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_path: Path) -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
     pypi, other = tmp_path / "pypi", tmp_path / "other"
@@ -89,7 +90,7 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
     wheel(pypi, "sympy", pins["sympy"])
     # PyTorch's own has some release of each package that torch needs.
     wheel(other, "sympy", "1.13.3")
-    if line == "make install":
+    if line.startswith("make install"):
         _, words = recipe("torch", f"TORCH_INDEX={other.as_uri()}")
         assert "constraints.txt" in words
     else:
@@ -102,15 +103,24 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
     for file in pypi.glob("*/*.whl"):
         (packages,) = earlier.glob("lib/*/site-packages")
         zipfile.ZipFile(file).extractall(packages)
+    python, settings = earlier / "bin" / "python", {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": pypi.as_uri()}
+    if line == "make install, by uv":
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"], env=NO_PIP | settings, capture_output=True, text=True
+        ).stdout
+        settings = runpy.run_path(str(ROOT / "tools" / "install.py"))["settings_for_uv"](listed)
+        command: list[str | Path] = ["uv", "pip", "install", "--python", python, "--dry-run", *words[3:]]
+        command.remove("--quiet")
+    else:
+        command = ["pip", "--python", python, *words[2:], "--dry-run", "--report", report]
     result = subprocess.run(
-        [
-            sys.executable, "-m", "pip", "--python", earlier / "bin" / "python", *words[2:], "--dry-run", "--report",
-            report,
-        ],
-        cwd=ROOT, env=NO_PIP | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": pypi.as_uri()},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-m", *command], cwd=ROOT, env=NO_PIP | settings, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
+    if command[0] == "uv":
+        assert f"+ torch=={pins['torch']}+cu129" in result.stderr
+        assert "sympy==1.13.3" not in result.stderr
+        return
     found = {one["metadata"]["name"]: one["metadata"]["version"] for one in json.loads(report.read_text())["install"]}
     assert found == {"torch": f"{pins['torch']}+cu129"}
 

@@ -1,4 +1,4 @@
-"""What a run imports before it starts, and that it costs no more than it must."""
+"""Which libraries a run imports before it starts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from pathlib import Path
 import pytest
 
 from engines import ROOT
-from study.host.imports import importing
+from study.host.stacks import importing
 
 pytestmark = pytest.mark.engine
 
-SHOWN = """
+IMPORT = """
 import gc, sys
-from study.host.imports import import_libraries
+from study.host.stacks import import_libraries
 from study.config.strategies import read_strategy
-import_libraries(read_strategy(sys.argv[1]))
-from transformers import GPT2LMHeadModel
-import evaluate
-print(sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None}), gc.isenabled())
+import_libraries(read_strategy("{strategy}"))
 """
 
 
-def test_collection_rests_while_libraries_are_imported_and_only_then():
+def run_python(strategy: str, code: str, *path: Path) -> str:
+    """Import a run's libraries, with the folders first on Python's path; then run the code."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))}
+    command = [sys.executable, "-c", IMPORT.format(strategy=strategy) + code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_collection_rests_while_libraries_are_imported_and_only_then() -> None:
     assert gc.isenabled()
     with importing():
         assert not gc.isenabled()
@@ -39,11 +43,14 @@ def test_collection_rests_while_libraries_are_imported_and_only_then():
 
 
 @pytest.mark.parametrize(("strategy", "with_deepspeed"), [("ddp", False), ("zero2", True)])
-def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy, with_deepspeed):
-    result = subprocess.run(
-        [sys.executable, "-c", SHOWN, strategy], capture_output=True, text=True, timeout=120, check=True
+def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy: str, with_deepspeed: bool) -> None:
+    printed = run_python(
+        strategy,
+        "from transformers import GPT2LMHeadModel\nimport evaluate\n"
+        "print(sorted({name.partition('.')[0] for name, module in sys.modules.items() if module is not None}))\n"
+        "print(gc.isenabled())",
     )
-    packages, collects = result.stdout.splitlines()[-1].rsplit(" ", 1)
+    packages, collects = printed.splitlines()[-2:]
     assert collects == "True"
     assert "'transformers'" in packages
     assert ("'deepspeed'" in packages) is with_deepspeed
@@ -51,30 +58,16 @@ def test_a_run_imports_its_own_engine_and_nothing_of_the_reports(strategy, with_
     assert "'matplotlib'" not in packages
 
 
-def test_scikit_learn_finds_the_scipy_that_it_is_built_on(tmp_path):
-    """Some versions of transformers import it with their generation code, wherever they find it."""
-    (tmp_path / "sklearn").mkdir()
-    (tmp_path / "sklearn/__init__.py").write_text("")
-    (tmp_path / "sklearn/metrics.py").write_text("import scipy.sparse\n")
-    code = (
-        "from study.host.imports import import_libraries\nfrom study.config.strategies import read_strategy\n"
-        "import_libraries(read_strategy('single'))\nimport sklearn.metrics"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120, check=True)
-
-
-def test_a_torchvision_of_another_torch_is_left_alone(tmp_path: Path) -> None:
-    """As where a notebook's torch was replaced: it raises, and transformers imports it wherever it is."""
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+def test_optional_libraries_are_neither_hidden_from_each_other_nor_in_the_way(tmp_path: Path) -> None:
+    """scikit-learn finds its scipy; a torchvision of another torch raises, and transformers would import it."""
+    for package, text in (
+        ("sklearn", ""), ("torchvision", "raise RuntimeError('operator torchvision::nms is missing')"),
+    ):  # fmt: skip
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+    (tmp_path / "sklearn" / "metrics.py").write_text("import scipy.sparse\n")
     metadata = tmp_path / "torchvision-0.25.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.25.0\n")
-    code = (
-        "from study.host.imports import import_libraries; from study.config.strategies import read_strategy;"
-        " import_libraries(read_strategy('ddp')); import transformers; transformers.BertForSequenceClassification;"
-        " transformers.Trainer"
-    )
-    found = os.pathsep.join([str(tmp_path), str(ROOT)])
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": found}, check=True, timeout=120)
+    models = "import transformers; transformers.BertForSequenceClassification; transformers.Trainer"
+    run_python("ddp", f"import sklearn.metrics\n{models}", tmp_path)

@@ -18,11 +18,11 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from engines import ROOT, launch
-from runs import FLAGS, RunFactory
+from runs import FLAGS, RunFactory, losses
 from study.config.errors import Unsupported, UserError
 from study.config.launched import Launch, this_launch
 from study.config.strategies import read_strategy
-from study.records.directory import Run, read_json, read_run
+from study.records.directory import read_json, read_run
 from study.records.outcome import Ending
 from study.run import machines
 from study.run.checks import check_devices
@@ -48,10 +48,14 @@ def start(tmp_path: Path, machine: int, port: int, strategy: str, *flags: str) -
     )
 
 
-def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[str, ...]) -> list[tuple[int, str]]:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[str, ...]) -> list[tuple[int, str]]:
+    port = free_port()
     launchers = [start(tmp_path, machine, port, strategy, *flags) for machine, flags in enumerate((first, second))]
     try:
         printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
@@ -65,37 +69,29 @@ def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[
     return [(launcher.returncode, text) for launcher, text in zip(launchers, printed, strict=True)]
 
 
-def assert_same_training(found: Run, expected: Run) -> None:
-    for key in ("loss", "lr", "samples_hash"):
-        values, others = ([row[key] for row in run.steps] for run in (found, expected))
-        assert values == (pytest.approx(others, rel=1e-6) if key == "loss" else others)
-    assert found.engine["world_size"] == 2
-    assert found.engine["initial_weights_sha256"] == expected.engine["initial_weights_sha256"]
-    assert len(found.memory["ranks"]) == 2
-
-
-def test_two_machines_that_share_nothing_train_as_one_does(tmp_path: Path, run_of: RunFactory) -> None:
-    (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--output_dir", "runs/of_my_own"))
+@pytest.mark.parametrize(
+    ("strategy", "shares_folder"), [("ddp", False), pytest.param("zero3", True, marks=pytest.mark.long)]
+)
+def test_two_machines_train_as_one_does(strategy: str, shares_folder: bool, tmp_path: Path, run_of: RunFactory) -> None:
+    shared = tmp_path / "shared"
+    flags = [("--output_dir", str(shared))] * 2 if shares_folder else [(), ("--output_dir", "runs/of_my_own")]
+    (status, first), (other_status, second) = on_two(tmp_path, strategy, *flags)
     assert (status, other_status) == (0, 0), first + second
-    (folder,) = (tmp_path / "machine0" / "runs").iterdir()
-    run = read_run(folder)
-    assert_same_training(run, run_of("ddp", *GPT))
-    # The record is rank 0's, and it knows the other machine.
+    (folder,) = [shared] if shares_folder else (tmp_path / "machine0" / "runs").iterdir()
+    run, expected = read_run(folder), run_of(strategy, *GPT)
+    assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
+    for key in ("lr", "samples_hash"):
+        assert [row[key] for row in run.steps] == [row[key] for row in expected.steps]
+    assert (run.engine["world_size"], len(run.memory["ranks"])) == (2, 2)
+    assert run.engine["initial_weights_sha256"] == expected.engine["initial_weights_sha256"]
+    # The record is rank 0's, and it has the other machine.
     assert [machine.keys() >= {"cpu", "devices"} for machine in run.environment["other_machines"]] == [True]
     assert not (tmp_path / "machine1" / "runs").exists()
-    assert "rank 0's machine says how the run goes on" in second
+    assert "rank 0's machine shows the run's progress" in second
 
 
 @pytest.mark.long
-def test_two_machines_with_one_folder_train_under_stage_3(tmp_path: Path, run_of: RunFactory) -> None:
-    shared = ("--output_dir", str(tmp_path / "shared"))
-    (status, first), (other_status, second) = on_two(tmp_path, "zero3", shared, shared)
-    assert (status, other_status) == (0, 0), first + second
-    assert_same_training(read_run(tmp_path / "shared"), run_of("zero3", *GPT))
-
-
-@pytest.mark.long
-def test_what_one_machine_finds_wrong_both_say_at_once_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_refusal_of_one_machine_is_printed_on_both_and_leaves_nothing(tmp_path: Path) -> None:
     (status, first), (other_status, second) = on_two(tmp_path, "ddp", (), ("--learning_rate", "0.5"))
     assert 0 not in (status, other_status)
     for printed in (first, second):
@@ -105,7 +101,7 @@ def test_what_one_machine_finds_wrong_both_say_at_once_and_nothing_is_left(tmp_p
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
-    """What each rank's work returns or raises: a process for each, on a machine of its own."""
+    """Return what each rank's work returns or raises, in a process for each, as if on a machine of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -124,7 +120,7 @@ def gather(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> l
         try:
             answers[rank].put(works[rank]())
         except UserError as refusal:
-            machines.tell_refusal(refusal)
+            machines.publish_refusal(refusal)
             answers[rank].put(refusal.to_json())
             machines.wait_until_heard()
 
@@ -152,7 +148,7 @@ def refuse(*_: Any) -> None:
     raise Unsupported("the folder is not here", "share it")
 
 
-def test_ranks_that_agree_all_begin_and_the_first_knows_the_machines_of_the_others(monkeypatch) -> None:
+def test_ranks_that_agree_all_begin_and_the_main_process_has_the_other_machines(monkeypatch) -> None:
     agreed = {"the initial weights' digest": "a", "--seed": 1, "nested": {"tuple": (1, 2)}}
     found = gather(monkeypatch, [as_main(agreed), as_other(agreed, "x"), as_other(agreed, "y")])
     assert found == [[{"cpu": "x"}, {"cpu": "y"}], None, None]
@@ -172,7 +168,7 @@ def test_ranks_that_agree_all_begin_and_the_first_knows_the_machines_of_the_othe
     ],
     ids=["other weights", "another folder", "the first", "the second"],
 )  # fmt: skip
-def test_what_one_rank_refuses_all_hear(ranks: list[Any], problem: str, who: int, monkeypatch) -> None:
+def test_a_refusal_of_one_rank_reaches_all(ranks: list[Any], problem: str, who: int, monkeypatch) -> None:
     found = gather(monkeypatch, ranks)
     expected = [problem if rank == who else f"rank {who}, on another machine: {problem}" for rank in range(3)]
     assert [said["problem"] for said in found] == expected
@@ -180,9 +176,7 @@ def test_what_one_rank_refuses_all_hear(ranks: list[Any], problem: str, who: int
 
 
 def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setattr(machines, "_CONNECT_S", 1)
 
     def alone() -> None:
@@ -193,7 +187,7 @@ def test_a_rank_whose_main_process_has_left_does_not_wait_for_it(monkeypatch) ->
     assert found["problem"] == "the main process has left before this run began"
 
 
-def test_the_record_tells_of_the_rank_that_failed_first(monkeypatch) -> None:
+def test_the_ending_is_that_of_the_rank_that_failed_first(monkeypatch) -> None:
     def fail(after_s: float, ending: Ending) -> Callable[[], Ending]:
         def late() -> Ending:
             time.sleep(after_s)
@@ -216,29 +210,35 @@ def test_the_command_for_fewer_gpus_is_for_all_machines(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shell", "names"),
+    "shell",
     [
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "unset ACCELERATE_USE_FSDP FSDP_VERSION"),
-        ({"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old.json"}, "unset ACCELERATE_DEEPSPEED_CONFIG_FILE"),
-        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "unset FSDP_RESHARD_AFTER_FORWARD"),
-        ({"ACCELERATE_USE_CPU": "1"}, "unset ACCELERATE_USE_CPU"),
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "old.json"},
+        {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"ACCELERATE_USE_CPU": "1"},
     ],
-)
-def test_what_a_shell_still_holds_of_another_launch_is_refused(shell: dict[str, str], names: str) -> None:
+)  # fmt: skip
+def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, str]) -> None:
     launched = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert this_launch(launched, shell={"HOME": "/root"}).strategy.name == "ddp"
-    with pytest.raises(UserError, match="not by the launched file") as refusal:
-        this_launch(launched | shell, shell=shell)
-    assert names in refusal.value.fix
-    # Nobody launched this: what is there is left over, too.
-    with pytest.raises(UserError, match="not by the launched file"):
-        this_launch(shell, shell=shell)
+    # Without a launcher they are left over, too.
+    for environment in (launched | shell, shell):
+        with pytest.raises(UserError, match="not by the launched file") as refusal:
+            this_launch(environment, shell=shell)
+        assert f"unset {' '.join(shell)}" in refusal.value.fix
 
 
-def test_what_the_launcher_was_started_with_is_seen_behind_what_it_sets(
+@pytest.mark.parametrize(
+    "left", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}]
+)
+def test_a_rank_that_no_launcher_set_is_refused(left: dict[str, str]) -> None:
+    with pytest.raises(UserError) as refusal:
+        this_launch(left, shell=left)
+    assert next(iter(left)) in refusal.value.problem
+
+
+def test_a_variable_left_over_is_found_behind_what_the_launcher_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher gives its ranks a copy of its environment, and what was left over stands there with the rest."""
+    """The launcher gives its ranks a copy of its environment, with what was left over in it."""
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
     result = launch("fsdp2", "study/train.py", *FLAGS, *GPT, "--output_dir", str(tmp_path / "run"))
     assert result.returncode != 0
@@ -247,36 +247,14 @@ def test_what_the_launcher_was_started_with_is_seen_behind_what_it_sets(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "left",
-    [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}],
-    ids=["rank", "local rank", "world", "MPI", "no number"],
-)
-def test_a_place_that_no_launcher_gave_is_refused_in_one_line(left: dict[str, str], tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "study/train.py", *GPT, "--output_dir", str(tmp_path / "run")], cwd=ROOT, check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | left, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1
-    assert next(iter(left)) in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A real one, of 24 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
-        pytest.skip("nobody but root may mount a disk here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def fill(disk: Path, left_bytes: int) -> None:
-    (disk / "filler").write_bytes(b"x" * (shutil.disk_usage(disk).free - left_bytes))
+        pytest.skip("only root may mount a disk here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.long
@@ -286,7 +264,7 @@ def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> N
     checkpoints = [*command, "--checkpointing_steps", "4"]
     early = subprocess.run(checkpoints, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert early.returncode == 2
-    assert f"--output_dir {small_disk}/run has 24 MiB free, and a record with a checkpoint takes" in early.stderr
+    assert f"--output_dir {small_disk}/run has 24 MiB free, and a record with a checkpoint needs" in early.stderr
 
     long = [*command, "--max_steps", "100000", "--eval_steps", "0", "--logging_steps", "1"]
     with subprocess.Popen(long, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE) as running:
@@ -295,7 +273,7 @@ def test_a_full_disk_is_named_before_a_run_and_at_its_end(small_disk: Path) -> N
             assert running.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        fill(small_disk, left_bytes=0)
+        (small_disk / "filler").write_bytes(b"x" * shutil.disk_usage(small_disk).free)
         _, printed = running.communicate(timeout=120)
     assert running.returncode == 1
     status = read_json(small_disk / "run" / "status.json")

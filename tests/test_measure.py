@@ -20,13 +20,14 @@ from engines import printed_json
 from forked import fork_ranks
 from probes import measured_steps
 from runs import trained
-from study.metrics import Meters, matmul
+from study.metrics import Meters
 from study.metrics.clock import EnergyMeter, HostCost, StepClock, step_time_statistics, warmup_steps
+from study.metrics.flops import matmul_tflops, measure_matmul_rates
 from study.metrics.inventory import ForwardWatch, Inventory, bytes_in_use
 from study.metrics.memory import MemoryMeter
 from study.metrics.state import StateWatch
 from study.metrics.traffic import TrafficWatch
-from study.predictor.validation.own import ALL_STATE, compared_of
+from study.predictor.records import ALL_STATE, compared_of
 from study.records.frames import read_records
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_every_step_has_its_time_and_warm_up_enters_no_statistic() -> None:
 
 
 @pytest.mark.alone
-def test_a_pause_is_in_no_steps_time() -> None:
+def test_a_pause_is_in_no_steps_time_and_the_meters_cost_adds_up() -> None:
     clock = StepClock(CPU, warmup_steps=0)
     clock.resume()
     run_steps(clock, range(1, 2), 0.01)
@@ -77,6 +78,11 @@ def test_a_pause_is_in_no_steps_time() -> None:
     clock.pause()
     assert all(seconds < 0.1 for _, seconds in clock.flush())
     assert clock.window_s < 0.1
+    cost = HostCost()
+    for _ in range(2):
+        with cost:
+            time.sleep(0.01)
+    assert 0.02 <= cost.seconds < 0.03
 
 
 def test_the_step_after_an_evaluation_is_not_counted_where_evaluations_are_far_enough_apart() -> None:
@@ -116,44 +122,29 @@ def test_statistics_are_percentiles_and_null_without_steps() -> None:
     assert set(step_time_statistics([]).values()) == {None}
 
 
-@pytest.mark.alone
-def test_what_meters_cost_adds_up() -> None:
-    cost = HostCost()
-    for _ in range(2):
-        with cost:
-            time.sleep(0.01)
-    assert 0.02 <= cost.seconds < 0.03
-
-
 # Memory and energy.
 
 
-def test_a_phases_host_peak_does_not_leak_into_the_next() -> None:
+def allocate(mib: int) -> torch.Tensor:
+    return torch.ones(mib * MIB // FP32)
+
+
+def test_a_host_peak_belongs_to_its_phase_and_a_phase_that_comes_back_keeps_its_largest() -> None:
     meter = MemoryMeter(CPU)
     meter.enter_phase("steady")
-    with meter.phase("eval"):
-        large = torch.ones(64 * MIB // FP32)
-        del large
-    small = torch.ones(MIB // FP32)
+    for mib in (64, 1):
+        with meter.phase("eval"):
+            allocate(mib)
     phases = meter.report()["phases"]
-    assert small.numel()
     assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 
-def test_a_phase_that_comes_back_keeps_its_largest_peak() -> None:
-    meter = MemoryMeter(CPU)
-    for size in (64 * MIB, MIB):
-        with meter.phase("eval"):
-            torch.ones(size // FP32)
-    assert meter.report()["phases"]["eval"]["host"] > meter.report()["phases"]["init"]["host"] + 48 * MIB
-
-
-def test_what_the_last_evaluation_leaves_is_in_no_step() -> None:
+def test_memory_of_the_last_evaluation_is_in_no_step() -> None:
     meter = MemoryMeter(CPU)
     meter.enter_phase("steady")
     meter.step_done()
     with meter.phase("eval"):
-        left = torch.ones(64 * MIB // FP32)
+        left = allocate(64)
     phases = meter.report()["phases"]
     assert left.numel()
     assert phases["eval"]["host"] > phases["steady"]["host"] + 48 * MIB
@@ -195,10 +186,13 @@ def test_energy_of_which_a_part_was_not_read_is_none(monkeypatch: pytest.MonkeyP
     assert joules == [100, None, None]
 
 
-def test_the_measured_rate_of_fp32_is_not_of_tf32() -> None:
+def test_the_rate_of_products_is_of_fp32_and_counts_a_product_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_float32_matmul_precision("high")
-    assert matmul.measure(seconds=0.01)["tflops"]["fp32"] > 0
-    assert torch.get_float32_matmul_precision() == "highest"
+    assert measure_matmul_rates(seconds=0.01)["tflops"]["fp32"] > 0
+    assert torch.get_float32_matmul_precision() == "highest", "TF32 was measured"
+    half_a_second = SimpleNamespace(blocked_autorange=lambda **_: SimpleNamespace(median=0.5))
+    monkeypatch.setattr("torch.utils.benchmark.Timer", lambda *_, **__: half_a_second)
+    assert matmul_tflops(CPU, torch.float32, 100) == pytest.approx(2 * 100**3 / 0.5 / 1e12)
 
 
 @pytest.mark.gpu
@@ -255,6 +249,13 @@ def eight_ranks() -> Iterator[int]:
     dist.destroy_process_group()
 
 
+def counts_of(watch: TrafficWatch) -> dict[str, tuple[int, int, float]]:
+    return {
+        kind: (count["calls"], count["payload_bytes"], count["wire_bytes_per_rank"])
+        for kind, count in watch.report()["collectives"].items()
+    }
+
+
 def test_each_collective_counts_its_payload_and_its_bus_factor(eight_ranks: int) -> None:
     small, large = torch.ones(100), torch.ones(800)
     half = torch.ones(100, dtype=torch.bfloat16)
@@ -268,13 +269,8 @@ def test_each_collective_counts_its_payload_and_its_bus_factor(eight_ranks: int)
         dist.reduce(small, dst=0)
         dist.all_to_all_single(torch.empty(800), large)
         dist.barrier()
-    report = watch.report()
-    counts = {
-        kind: (count["calls"], count["payload_bytes"], count["wire_bytes_per_rank"])
-        for kind, count in report["collectives"].items()
-    }
-    assert (report["step"], report["world_size"]) == (7, 8)
-    assert counts == {
+    assert (watch.report()["step"], watch.report()["world_size"]) == (7, 8)
+    assert counts_of(watch) == {
         "all_reduce": (2, 600, 600 * 2 * 7 / 8),
         "all_gather": (2, 6400, 6400 * 7 / 8),
         "reduce_scatter": (1, 3200, 3200 * 7 / 8),
@@ -296,11 +292,9 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
         functional.all_gather_tensor(torch.ones(100), 0, pair).sum()
         functional.reduce_scatter_tensor(torch.ones(100), "sum", 0, pair).sum()
         dist.all_reduce(torch.ones(100), group=pair)
-    counts = {
-        kind: (c["calls"], c["payload_bytes"], c["wire_bytes_per_rank"])
-        for kind, c in watch.report()["collectives"].items()
-    }
-    assert counts == {"all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)}
+    assert counts_of(watch) == {
+        "all_reduce": (2, 800, 800), "all_gather": (1, 800, 400), "reduce_scatter": (1, 400, 200)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -317,9 +311,7 @@ def test_what_leaves_a_rank_in_an_all_to_all_is_all_but_its_own_split(
         dist.all_to_all_single(torch.empty_like(rows), rows, splits, splits)
         functional.all_to_all_single(rows, splits, splits, everybody).sum()
         dist.all_to_all([torch.empty_like(part) for part in parts], parts)
-    (counted,) = watch.report()["collectives"].values()
-    assert (counted["calls"], counted["payload_bytes"]) == (3, 3 * 3200)
-    assert counted["wire_bytes_per_rank"] == pytest.approx(3 * sent)
+    assert counts_of(watch) == {"all_to_all": (3, 3 * 3200, pytest.approx(3 * sent))}
 
 
 def test_ring_attention_passes_all_of_a_block_on(eight_ranks: int) -> None:
@@ -327,8 +319,7 @@ def test_ring_attention_passes_all_of_a_block_on(eight_ranks: int) -> None:
 
     with TrafficWatch(1) as watch:
         functional.permute_tensor(torch.ones(800), [*range(1, 8), 0], dist.distributed_c10d._get_default_group()).sum()
-    counted = watch.report()["collectives"]["all_to_all"]
-    assert (counted["payload_bytes"], counted["wire_bytes_per_rank"]) == (3200, 3200)
+    assert counts_of(watch) == {"all_to_all": (1, 3200, 3200)}
 
 
 def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> None:
@@ -337,8 +328,7 @@ def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> Non
         dist.broadcast(torch.ones(100), src=0, group=alone)
         dist.reduce(torch.ones(100), dst=0, group=alone)
         dist.all_reduce(torch.ones(100), group=alone)
-    counts = watch.report()["collectives"].values()
-    assert [(one["payload_bytes"], one["wire_bytes_per_rank"]) for one in counts] == [(400, 0)] * 3
+    assert counts_of(watch) == dict.fromkeys(("broadcast", "reduce", "all_reduce"), (1, 400, 0))
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -354,7 +344,6 @@ def test_what_leaves_a_machine_is_what_groups_with_ranks_on_several_send(eight_r
         dist.broadcast(torch.ones(100), src=0)
     report = watch.report()
     assert (report["ranks_per_machine"], report["across_machines_bytes_per_rank"]) == (4, 400 + 400 + 400)
-    # On one machine there is nothing to tell.
     assert "across_machines_bytes_per_rank" not in TrafficWatch(1, ranks_per_machine=8).report()
 
 
@@ -458,12 +447,6 @@ def test_large_blocks_are_in_what_is_allocated() -> None:
     assert after - before == pytest.approx(kept.numel() * FP32, rel=0.01)  # type: ignore[operator]
 
 
-def test_the_rate_of_products_counts_a_product_and_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    half_a_second = SimpleNamespace(blocked_autorange=lambda **_: SimpleNamespace(median=0.5))
-    monkeypatch.setattr("torch.utils.benchmark.Timer", lambda *_, **__: half_a_second)
-    assert matmul.matmul_tflops(CPU, torch.float32, 100) == pytest.approx(2 * 100**3 / 0.5 / 1e12)
-
-
 def test_a_peak_that_cannot_be_set_back_is_the_process_s_own_in_kib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a container refuses clear_refs (proc(5)) there is getrusage(2), of the whole life of the process."""
 
@@ -493,19 +476,15 @@ def test_compiled_code_is_still_used_in_the_watched_step_and_after_it(train_comp
 # Real engines. Each launch is a few seconds, so each is made once and everything is read from it.
 
 
-def probe(strategy: str, ranks: int = 2, *changes: str) -> list[dict[str, Any]]:
-    return launched(strategy, ranks, changes)
-
-
 @functools.cache
-def launched(strategy: str, ranks: int, changes: tuple[str, ...]) -> list[dict[str, Any]]:
+def probe(strategy: str, ranks: int = 2, *changes: str) -> list[dict[str, Any]]:
     documents = printed_json(fork_ranks(strategy, "tests/probes/measured_steps.py", *changes, ranks=ranks))
     assert [document["rank"] for document in documents] == list(range(ranks))
     return documents
 
 
-# (strategy, ranks) -> how many copies of the fp32 parameters one rank holds. DeepSpeed keeps an fp32 "master"
-# partition beside fp32 parameters, so its optimizer state is three copies where AdamW alone has two.
+# (strategy, ranks) -> copies of the fp32 parameters on one rank. DeepSpeed has an fp32 "master" partition besides fp32
+# parameters, so its optimizer state is three copies where AdamW's is two.
 LAW = {
     ("ddp", 2): (1, 1, 2),
     ("zero0", 2): (1, 1, 2),
@@ -525,10 +504,9 @@ CASES = [pytest.param(*case, marks=[pytest.mark.long] * (case in LONG)) for case
 @pytest.mark.parametrize(("strategy", "ranks"), CASES)
 def test_state_bytes_per_rank_follow_the_law_of_the_strategy(strategy: str, ranks: int) -> None:
     for document in probe(strategy, ranks):
-        whole = document["elements"] * FP32
-        state, kept_whole = document["state"], document["state"]["kept_whole"]
+        whole, state = document["elements"] * FP32, document["state"]
         params, grads, optimizer = (state["state_bytes"][kind]["device"] for kind in ("params", "grads", "optimizer"))
-        copies = [size / whole for size in (params - kept_whole["bytes"], grads, optimizer)]
+        copies = [size / whole for size in (params - state["kept_whole"]["bytes"], grads, optimizer)]
         assert copies == pytest.approx(LAW[strategy, ranks], rel=0.01)
         assert sum(sizes[place] for sizes in state["state_bytes"].values() for place in ("host", "nvme")) == 0
 
@@ -542,7 +520,7 @@ def test_a_scan_of_the_process_finds_nothing_the_record_does_not_name(strategy: 
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("zero3", 2), ("fsdp2", 2), pytest.param("zero3", 1, marks=pytest.mark.long)]
 )
-def test_a_forward_pass_keeps_the_same_however_the_weights_are_held(strategy: str, ranks: int) -> None:
+def test_a_forward_pass_allocates_the_same_however_the_weights_are_sharded(strategy: str, ranks: int) -> None:
     """What it needs for its backward pass, and no weights: neither those that FSDP gathers before any hook of the model
     nor those that one rank looks at in place."""
     plain = {document["state"]["forward_holds_bytes"] for document in probe("ddp")}
@@ -551,7 +529,7 @@ def test_a_forward_pass_keeps_the_same_however_the_weights_are_held(strategy: st
         assert (document["state"]["forward_gathers_bytes"] > 0) == (ranks > 1)
 
 
-def test_zero3_names_the_parameters_it_keeps_whole() -> None:
+def test_zero3_names_its_persistent_parameters() -> None:
     """Everything under the threshold: the vectors, which are biases and layer norms."""
     width, layers = measured_steps.WIDTH, measured_steps.LAYERS
     elements = layers * (2 * width + 4 * width + width)
@@ -561,7 +539,7 @@ def test_zero3_names_the_parameters_it_keeps_whole() -> None:
         }  # fmt: skip
 
 
-def test_zero1_holds_whole_gradients_until_backward_ends_and_zero2_holds_them_in_its_bucket() -> None:
+def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_has_them_in_its_bucket() -> None:
     whole = probe("zero1")[0]["elements"] * FP32
     zero1, zero2 = probe("zero1")[0]["state"], probe("zero2")[0]["state"]
     assert zero1["grads_after_backward"]["device"] == whole
@@ -572,7 +550,7 @@ def test_zero1_holds_whole_gradients_until_backward_ends_and_zero2_holds_them_in
     assert zero2["buffer_bytes"]["reduce_bucket.device"] == 500_000_000 * FP32
 
 
-def test_ddp_holds_a_second_copy_of_the_gradients_in_its_buckets() -> None:
+def test_ddp_has_a_second_copy_of_the_gradients_in_its_buckets() -> None:
     document = probe("ddp")[0]
     assert document["state"]["buffer_bytes"] == {"ddp_reducer_buckets.device": document["elements"] * FP32}
 

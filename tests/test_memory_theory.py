@@ -9,13 +9,13 @@ import pytest
 from study.cli import main
 from study.config.flags import RunConfig, resolved
 from study.host.box import Box
-from study.predictor.boxes import box_of
-from study.predictor.runs import request_for
+from study.predictor.hardware import box_of
+from study.predictor.request import request_for
 from study.predictor.shape import shape_of_preset
 from study.predictor.time import predict_time
 from study.records.directory import RunWriter
+from study.sweep.plan import plan_suite
 from study.sweep.search import example_of
-from study.sweep.slices import plan_suite
 from study.workloads.architecture import shape_of
 from study.workloads.presets import PRESETS
 from sweeps import cells_of, gpu_suites, gpu_suites_with_cells, planned, shipped, write_suite

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,17 @@ import torch
 from study.config.strategies import REPOSITORY
 from study.workloads.metrics import load_metric, summarize_evaluation
 
-LOSSES = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 
-
-def test_the_loss_is_the_mean_over_samples_and_perplexity_its_exponential() -> None:
-    result = summarize_evaluation("gpt-wikitext", LOSSES, None, None)
-    assert result == pytest.approx({"eval_loss": 5.5 / 3, "perplexity": math.exp(5.5 / 3)})
-
-
-def test_accuracy_is_the_share_of_hits() -> None:
-    result = summarize_evaluation("bert-imdb", LOSSES, torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1]))
-    assert result == pytest.approx({"eval_loss": 5.5 / 3, "accuracy": 2 / 3})
+@pytest.mark.parametrize(
+    ("task", "labels", "scores"),
+    [
+        ("gpt-wikitext", (None, None), {"perplexity": math.exp(5.5 / 3)}),
+        ("bert-imdb", (torch.tensor([1, 0, 1]), torch.tensor([1, 1, 1])), {"accuracy": 2 / 3}),
+    ],
+)
+def test_scores_are_means_over_samples(task: str, labels: tuple[Any, Any], scores: dict[str, float]) -> None:
+    losses = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
+    assert summarize_evaluation(task, losses, *labels) == pytest.approx({"eval_loss": 5.5 / 3, **scores})
 
 
 def test_float32_losses_are_summed_in_double() -> None:
@@ -37,7 +38,7 @@ def test_a_hopeless_loss_is_an_infinite_perplexity_and_no_crash() -> None:
     assert load_metric("perplexity").compute(predictions=[1000.0]) == {"perplexity": math.inf}
 
 
-def test_the_metrics_need_no_network_and_write_nothing_not_even_into_the_hugging_face_cache(tmp_path: Path) -> None:
+def test_the_metrics_need_no_network_and_write_nothing_even_into_the_hugging_face_cache(tmp_path: Path) -> None:
     home, cache, here = (tmp_path / name for name in ("home", "cache", "here"))
     for folder in (home, cache, here):
         folder.mkdir()
@@ -51,12 +52,8 @@ def test_the_metrics_need_no_network_and_write_nothing_not_even_into_the_hugging
     result = subprocess.run(
         [sys.executable, "-c", script],
         env=clean | offline | {"HF_HOME": str(cache), "HOME": str(home), "PYTHONPATH": str(REPOSITORY)},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        cwd=here, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
     expected = [{"eval_loss": 1.0, "accuracy": 0.5}, {"eval_loss": 0.0, "perplexity": 1.0}]
     assert ast.literal_eval(result.stdout.strip().splitlines()[-1]) == expected
     assert not [*home.rglob("*"), *here.rglob("*"), *cache.rglob("*")]

@@ -28,10 +28,10 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig, Task, resolved
 from study.engine import setup as engine
 from study.run.steps import evaluate
-from study.workloads import load_data
-from study.workloads.architecture import build_model, load_tokenizer, model_config
+from study.workloads.architecture import build_model, load_tokenizer, model_config, shape_of
 from study.workloads.initial import RECORD_NAME, InitialWeights, load_initial_model, materialize_initial_weights
 from study.workloads.presets import DROPOUT_FIELDS, PRESETS
+from study.workloads.tasks import load_data
 
 PARAMETERS = {
     "bert-large-uncased": 335_143_938,
@@ -48,8 +48,7 @@ PARAMETERS = {
     "mistral-7b-v0.3": 7_248_023_552,
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-8b": 8_190_735_360,
-    # Of sizes that papers speak of, and nobody published weights of: by 12 width^2 + 13 width per layer, vocabulary,
-    # positions and the last norm.
+    # Sizes from papers, without published weights: 12 width^2 + 13 width per layer, vocabulary, positions, last norm.
     "gpt-7.5b": 7_467_786_240,
     "gpt-13b": 12_905_041_920,
     "gpt-20b": 19_953_336_320,
@@ -71,34 +70,17 @@ def run_config(model: str, task: Task | None = None, **asked: Any) -> RunConfig:
     return resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
 
 
-def count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def layers(model: str) -> int:
-    return model_config(run_config(model)).num_hidden_layers
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
-    with torch.device("meta"):
-        assert count(build_model(run_config(name))) == PARAMETERS[name]
-
-
-def test_every_preset_is_counted_or_tiny() -> None:
-    assert set(PRESETS) == {*PARAMETERS, *TINY.values(), "llama-tiny"}
+def count_parameters(model: str, task: Task | None = None) -> int:
+    return shape_of(run_config(model, task)).parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_can_be_had_at_another_depth(name: str) -> None:
-    config = run_config(f"{name}-3layers", task_of(name))
-    with torch.device("meta"):
-        at_depth = {depth: count(build_model(dataclasses.replace(config, model_name_or_path=f"{name}-{depth}layers")))
-                    for depth in (2, 3, 4)}  # fmt: skip
-        published = count(build_model(run_config(name)))
-    per_layer = at_depth[3] - at_depth[2]
-    assert at_depth[4] - at_depth[3] == per_layer > 0
-    assert at_depth[2] + (layers(name) - 2) * per_layer == published
+def test_a_preset_has_the_published_number_of_parameters_and_can_be_built_at_another_depth(name: str) -> None:
+    published = count_parameters(name)
+    assert name in (*TINY.values(), "llama-tiny") or published == PARAMETERS[name]
+    two, three, four = (count_parameters(f"{name}-{depth}layers", task_of(name)) for depth in (2, 3, 4))
+    assert four - three == three - two > 0
+    assert two + (model_config(run_config(name)).num_hidden_layers - 2) * (three - two) == published
 
 
 def test_a_hub_id_with_a_preset_needs_no_network() -> None:
@@ -145,7 +127,7 @@ def test_dropout_0_leaves_none_in_any_family_and_dropout_on_is_felt(family: str,
         assert not agree
 
 
-def test_a_family_whose_dropout_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_family_of_unknown_dropout_is_refused(tmp_path: Path) -> None:
     OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=64).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--dropout -1"):
         model_config(run_config(str(tmp_path), "gpt-wikitext", dropout=0.0))
@@ -172,7 +154,6 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "bert-larg-uncased", "task": "bert-imdb"}, ["unknown model", "bert-large-uncased", "owner/name"]),
         ({"model": "./nowhere"}, ["unknown model './nowhere'", "folder"]),
         ({"model": "gpt2-0layers"}, ["unknown model"]),
-        ({"model": "a" * 5000}, ["unknown model"]),
         ({"model": "~nobody/x"}, ["unknown model"]),
         ({"model": "bert-tiny", "task": "gpt-wikitext"}, ["does not fit --task gpt-wikitext", "gpt2"]),
         ({"model": "gpt-tiny", "task": "bert-imdb"}, ["does not fit --task bert-imdb", "bert-large-uncased"]),
@@ -184,6 +165,7 @@ def test_the_configuration_carries_the_run() -> None:
         ({"model": "bert-tiny", "task": "bert-imdb", "attn_implementation": "sdpa_causal"}, ["in both directions"]),
         ({"model": "gpt-neo-2.7b", "attn_implementation": "sdpa_causal"}, ["computes its attention itself"]),
         ({"model": "gemma-2-9b", "attn_implementation": "sdpa_causal"}, ["caps the scores"]),
+        ({"model": "gpt-tiny", "attn_implementation": "flash_attention_2"}, ["flash_attention_2", "use sdpa"]),
     ],
 )  # fmt: skip
 def test_a_wrong_model_is_refused_with_its_fix(asked: dict[str, Any], words: list[str]) -> None:
@@ -214,12 +196,6 @@ def test_torch_compile_costs_sdpa_its_causal_kernels_unless_no_mask_is_ever_buil
     torch._dynamo.reset()
     assert set(seen) == {(is_masked, not is_masked)}
     torch.testing.assert_close(loss, usual(input_ids=tokens, labels=tokens).loss)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="flash attention may be installed where there is a GPU")
-def test_flash_attention_that_is_not_there_is_refused() -> None:
-    with pytest.raises(UserError, match="use sdpa"):
-        model_config(run_config("gpt-tiny", attn_implementation="flash_attention_2"))
 
 
 def hash_of(weights: InitialWeights) -> str:
@@ -275,52 +251,37 @@ def test_every_arm_loads_the_same_tensors_and_its_own_dropout(task: str, tmp_pat
     assert hash_of(initial) == initial.sha256
 
 
-def test_a_damaged_set_of_weights_is_made_anew_with_a_word_and_a_half_written_one_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("model.safetensors", flip_a_bit, "model.safetensors was changed"),
+        ("config.json", Path.unlink, "config.json"),
+        (RECORD_NAME, lambda file: file.write_text(file.read_text()[:20]), "Unterminated"),
+        (RECORD_NAME, lambda file: file.write_text(file.read_text().replace("0", "1", 1)), "was changed"),
+    ],
+)
+def test_damaged_weights_are_written_again_with_a_notice(
+    name: str, damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
     config = run_config("bert-tiny")
     initial = materialize_initial_weights(config, tmp_path)
     assert initial.remark == ""
-    whole = {file.name: file.read_bytes() for file in initial.path.iterdir()}
-    assert {"config.json", "model.safetensors", RECORD_NAME} <= whole.keys()
-
-    def damage_and_make_anew(name: str, damage: Callable[[Path], object], words: str) -> None:
-        damage(initial.path / name)
-        again = materialize_initial_weights(config, tmp_path)
-        assert again == initial
-        assert f"the initial weights in {initial.path} were damaged" in again.remark
-        assert words in again.remark
-        assert (initial.path / "model.safetensors").read_bytes() == whole["model.safetensors"]
-        assert (initial.path / "config.json").read_bytes() == whole["config.json"]
-        assert materialize_initial_weights(config, tmp_path).remark == ""
-
-    damage_and_make_anew("model.safetensors", flip_a_bit, "model.safetensors was changed")
-    damage_and_make_anew("config.json", flip_a_bit, "config.json was changed")
-    damage_and_make_anew("config.json", Path.unlink, "config.json")
-    damage_and_make_anew(RECORD_NAME, lambda file: file.write_text(file.read_text()[:20]), "Unterminated")
-    sealed_digest = initial.sha256
-    other = sealed_digest.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
-    damage_and_make_anew(
-        RECORD_NAME, lambda file: file.write_text(file.read_text().replace(sealed_digest, other)), "was changed"
-    )
-    # What somebody keeps beside them is not deleted.
-    flip_a_bit(initial.path / "model.safetensors")
-    (initial.path / "photo.jpg").write_bytes(b"somebody's")
-    with pytest.raises(UserError, match=r"photo\.jpg beside them is none of them"):
-        materialize_initial_weights(config, tmp_path)
-    (initial.path / "photo.jpg").unlink()
-
-    killed = initial.path.rename(initial.path.with_name(f"{initial.path.name}.partial"))
+    tensors = (initial.path / "model.safetensors").read_bytes()
+    damage(initial.path / name)
     again = materialize_initial_weights(config, tmp_path)
-    assert (again, again.remark) == (initial, "")
-    assert not killed.exists()
+    assert again == initial
+    assert f"the initial weights in {initial.path} were damaged" in again.remark
+    assert words in again.remark
+    assert (initial.path / "model.safetensors").read_bytes() == tensors
+    assert materialize_initial_weights(config, tmp_path).remark == ""
 
 
 def test_weights_of_other_names_than_the_model_s_are_not_loaded(tmp_path: Path) -> None:
     config = run_config("bert-tiny")
     initial = materialize_initial_weights(config, tmp_path)
-    tensors = initial.path / "model.safetensors"
-    held = load_file(tensors)
-    held["classifier.extra"] = held.pop("classifier.bias")
-    save_file(held, tensors, metadata={"format": "pt"})
+    tensors = load_file(initial.path / "model.safetensors")
+    tensors["classifier.extra"] = tensors.pop("classifier.bias")
+    save_file(tensors, initial.path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"classifier\.bias"):
         load_initial_model(config, initial)
 
@@ -370,10 +331,10 @@ for name, parameter in model.named_parameters():
 assert model_flops_per_sample(config) == flops, "counting was partitioned"
 try:
     materialize_initial_weights(config, cache)
-except ValueError as refused:
-    assert "before the Accelerator" in str(refused)
+except AssertionError as refused:
+    assert "before ZeRO-3" in str(refused)
 else:
-    raise AssertionError("drew weights under ZeRO-3")
+    sys.exit("drew weights under ZeRO-3")
 deepspeed.comm.destroy_process_group()
 print("held")
 """
@@ -389,9 +350,9 @@ def test_under_zero3_the_weights_are_partitioned_and_the_same(task: str, tmp_pat
     assert ran.stdout.strip().endswith("held"), ran.stdout + ran.stderr
 
 
-def local_bert(folder: Path, model_class: type[Any] = BertModel) -> Path:
+def local_bert(folder: Path) -> Path:
     torch.manual_seed(7)
-    model_class(BertConfig(vocab_size=100, **FAMILIES["bert"])).save_pretrained(folder)
+    BertModel(BertConfig(vocab_size=100, **FAMILIES["bert"])).save_pretrained(folder)
     return folder
 
 
@@ -422,45 +383,39 @@ def test_pretrained_weights_come_from_a_folder_and_the_head_from_the_seed(tmp_pa
 
 
 def test_a_folder_that_cannot_be_trained_from_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(UserError, match=r"no config\.json"):
-        model_config(run_config(str(empty), "bert-imdb"))
+    def refused(folder: Path, words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            materialize_initial_weights(run_config(str(folder), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"no config\.json")
 
     pickled = local_bert(tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    with pytest.raises(UserError, match="pickled ones are not loaded"):
-        materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
+    refused(pickled, "pickle files are not loaded")
 
-    (pickled / "model.safetensors").mkdir()
-    with pytest.raises(UserError, match="no safetensors file"):
-        materialize_initial_weights(run_config(str(pickled), "bert-imdb", weights="pretrained"), tmp_path / "cache")
-
-    holed = local_bert(tmp_path / "holed")
-    tensors = load_file(holed / "model.safetensors")
+    lacking = local_bert(tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
     del tensors["encoder.layer.1.output.dense.weight"]
-    save_file(tensors, holed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks weights: bert\.encoder\.layer\.1\.output\.dense\.weight"):
-        materialize_initial_weights(run_config(str(holed), "bert-imdb", weights="pretrained"), tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
+    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
+    refused(lacking, r"lacks weights: bert\.encoder\.layer\.1\.output\.dense\.weight")
 
     three = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=3, **FAMILIES["bert"]))
     three.save_pretrained(tmp_path / "three")
+    refused(tmp_path / "three", "cannot load the weights")
+
     cut = local_bert(tmp_path / "cut")
     whole = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    for folder in (tmp_path / "three", cut):
-        with pytest.raises(UserError, match="cannot load the weights"):
-            materialize_initial_weights(run_config(str(folder), "bert-imdb", weights="pretrained"), tmp_path)
+    refused(cut, "cannot load the weights")
+    assert not [path for path in (tmp_path / "cache" / "initial_weights").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantized weights"),
-        # These two transformers would load as if they were plain.
+        # transformers would load these as if they were plain.
         ("quantization_config", {"quant_method": "fp8"}, "quantized weights"),
-        ("quantization_config", {"quant_method": "nonsense"}, "quantized weights"),
         ("hidden_act", "nonsense", "cannot be built .*nonsense"),
         ("num_attention_heads", 5, "cannot be built .*attention heads"),
         ("num_hidden_layers", -1, "-1 layers"),
@@ -475,7 +430,6 @@ def test_a_configuration_that_nothing_can_be_trained_from_is_refused(
     for weights in ("pretrained", "random"):
         with pytest.raises(UserError, match=words):
             materialize_initial_weights(run_config(str(source), "bert-imdb", weights=weights), tmp_path / "cache")
-    assert not [path for path in (tmp_path / "cache").glob("initial_weights/*") if path.is_dir()]
 
 
 def test_a_model_folder_s_name_may_be_as_long_as_any(tmp_path: Path) -> None:
@@ -513,10 +467,10 @@ def test_a_tokenizer_has_a_vocabulary_that_fits_and_a_pad_token(tmp_path: Path) 
 
 
 class SmallHub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does: no such model, a gated one, and one with pickled weights alone."""
+    """Answers as the hub does: no such model, a gated one, and one with pickle files only."""
 
     def do_GET(self) -> None:
-        found = json.dumps(
+        files = json.dumps(
             {"id": "o/m", "siblings": [{"rfilename": "config.json"}, {"rfilename": "pytorch_model.bin"}]}
         )
         status, code, body = 404, "EntryNotFound", ""
@@ -525,7 +479,7 @@ class SmallHub(http.server.BaseHTTPRequestHandler):
         elif "/gated" in self.path:
             status, code = 403, "GatedRepo"
         elif self.path.startswith("/api/models/") and "/tree/" not in self.path:
-            status, code, body = 200, "", found
+            status, code, body = 200, "", files
         self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", str(len(body)))
@@ -551,24 +505,21 @@ def small_hub() -> Iterator[str]:
 ASK_HUB = """
 import json, pathlib, sys, time
 from study.config.flags import RunConfig, resolved
-from study.config.errors import Unsupported, UserError
-from study.workloads.architecture import model_config
+from study.config.errors import UserError
+from study.workloads.architecture import load_tokenizer, model_config
 from study.workloads.initial import materialize_initial_weights
-from study.workloads.architecture import load_tokenizer
-def ask(do, task, model, **asked):
-    config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, **asked), False)
+loaders = {"config": model_config, "tokenizer": load_tokenizer,
+           "weights": lambda config: materialize_initial_weights(config, pathlib.Path(sys.argv[1]))}
+model_config(resolved(RunConfig(scale="laptop"), False))
+for what, task, model, weights in json.loads(sys.argv[2]):
+    config = resolved(RunConfig(task=task, scale="laptop", model_name_or_path=model, weights=weights), False)
     started = time.monotonic()
     try:
-        do(config)
+        loaders[what](config)
     except UserError as refused:
         print(json.dumps([str(refused), time.monotonic() - started]))
     else:
         print(json.dumps(["was served", 0]))
-def weights(config): materialize_initial_weights(config, pathlib.Path(sys.argv[1]))
-model_config(resolved(RunConfig(scale="laptop"), False))
-for do, task, model, weights_flag in json.loads(sys.argv[2]):
-    do = {"config": model_config, "tokenizer": load_tokenizer, "weights": weights}[do]
-    ask(do, task, model, weights=weights_flag)
 """
 
 
@@ -586,41 +537,31 @@ def ask_hub(cache: Path, questions: list[list[str]], **environment: str) -> list
     "environment",
     [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.long)],
 )
-def test_a_hub_that_cannot_be_reached_is_an_answer_within_seconds(environment: dict[str, str], tmp_path: Path) -> None:
-    answers = ask_hub(
-        tmp_path,
-        [
-            ["config", "gpt-wikitext", "owner/name", "random"],
-            ["tokenizer", "bert-imdb", "bert-base-uncased", "random"],
-            ["weights", "gpt-wikitext", "gpt2", "pretrained"],
-        ],
-        **environment,
-    )
-    for (answer, seconds), fix in zip(
-        answers, ("--weights random", "--tokenizer_name", "--weights random"), strict=True
-    ):
+def test_an_unreachable_hub_is_an_answer_within_seconds(environment: dict[str, str], tmp_path: Path) -> None:
+    questions = {
+        ("config", "gpt-wikitext", "owner/name", "random"): "--weights random",
+        ("tokenizer", "bert-imdb", "bert-base-uncased", "random"): "--tokenizer_name",
+        ("weights", "gpt-wikitext", "gpt2", "pretrained"): "--weights random",
+    }
+    answers = ask_hub(tmp_path, list(map(list, questions)), **environment)
+    for (answer, seconds), fix in zip(answers, questions.values(), strict=True):
         assert "the hub cannot be reached" in answer
         assert fix in answer
         assert seconds < 15, answer
     assert not [path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir()]
 
 
-def test_what_the_hub_refuses_is_said_as_it_is(small_hub: str, tmp_path: Path) -> None:
-    missing, gated, gated_weights, pickled = ask_hub(
-        tmp_path,
-        [
-            ["config", "gpt-wikitext", "owner/missing", "random"],
-            ["config", "gpt-wikitext", "owner/gated", "random"],
-            ["tokenizer", "gpt-wikitext", "owner/pickled", "random"],
-            ["weights", "gpt-wikitext", "gpt-j-6b", "pretrained"],
-        ],
-        HF_ENDPOINT=small_hub,
-    )
-    assert "the hub has no model owner/missing" in missing[0]
-    assert "gated" in gated[0]
-    assert "hf auth login" in gated[0]
-    assert "cannot load the" in gated_weights[0] or "no tokenizer vocabulary" in gated_weights[0]
-    assert "publishes no safetensors" in pickled[0]
+def test_refusals_of_the_hub_are_reported(small_hub: str, tmp_path: Path) -> None:
+    questions = [
+        ["config", "gpt-wikitext", "owner/missing", "random"],
+        ["config", "gpt-wikitext", "owner/gated", "random"],
+        ["weights", "gpt-wikitext", "gpt-j-6b", "pretrained"],
+    ]
+    missing, gated, pickled = (answer for answer, _ in ask_hub(tmp_path, questions, HF_ENDPOINT=small_hub))
+    assert "the hub has no model owner/missing" in missing
+    assert "gated" in gated
+    assert "hf auth login" in gated
+    assert "publishes no safetensors" in pickled
 
 
 @pytest.fixture
@@ -652,7 +593,7 @@ def test_an_evaluation_is_not_compiled(accelerator: Accelerator, tmp_path: Path)
 
     data = load_data(config, tmp_path)
     run: Any = SimpleNamespace(
-        config=config, data=data, plan=config.batch_plan(1, 1), launch=SimpleNamespace(team=0)
+        config=config, data=data, plan=config.batch_plan(1, 1), launch=SimpleNamespace(group_index=0)
     )  # fmt: skip
     torch._dynamo.reset()
     model = build_model(config)
@@ -678,12 +619,13 @@ def test_weights_that_the_disk_cannot_hold_are_refused_before_they_are_drawn(tmp
         materialize_initial_weights(run_config("gpt-1t"), tmp_path)
 
 
-def test_a_draw_that_is_ended_leaves_no_half_of_a_model_on_the_drive(tmp_path: Path) -> None:
-    """As `timeout` ends one. The model is large enough to be still drawn when that is seen."""
-    model = ["--model_name_or_path", "gpt2-medium", "--weights", "random"]
-    flags = ["--task", "gpt-wikitext", "--scale", "laptop", *model]
-    command = [sys.executable, "-m", "study.workloads.initial", *flags]
-    with subprocess.Popen(command, env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
+DRAW = [sys.executable, "-m", "study.workloads.initial", "--task", "gpt-wikitext", "--scale", "laptop",
+        "--weights", "random", "--model_name_or_path"]  # fmt: skip
+
+
+def test_an_interrupted_draw_leaves_no_half_written_model(tmp_path: Path) -> None:
+    """As under `timeout`. The model is large enough to be still drawn when that is seen."""
+    with subprocess.Popen([*DRAW, "gpt2-medium"], env={**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}) as drawing:
         while drawing.poll() is None and not list(tmp_path.glob("initial_weights/*.partial")):
             time.sleep(0.02)
         drawing.terminate()
@@ -692,24 +634,11 @@ def test_a_draw_that_is_ended_leaves_no_half_of_a_model_on_the_drive(tmp_path: P
 
 
 def test_weights_drawn_beforehand_are_those_a_run_starts_from(tmp_path: Path) -> None:
-    config = run_config("gpt-tiny", seed=7)
-    flags = ["--task", "gpt-wikitext", "--scale", "laptop", "--model_name_or_path", "gpt-tiny", "--weights", "random"]
-    command = [
-        sys.executable,
-        "-m",
-        "study.workloads.initial",
-        *flags,
-        "--seed",
-        "7",
-        "--precision",
-        "bf16",
-        "--max_steps",
-        "3",
-    ]
+    command = [*DRAW, "gpt-tiny", "--seed", "7", "--precision", "bf16", "--max_steps", "3"]
     environment = {**os.environ, "ZERO_STUDY_CACHE": str(tmp_path)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     (drawn,) = (path for path in (tmp_path / "initial_weights").iterdir() if path.is_dir())
     written = drawn.stat().st_ctime_ns
     assert str(drawn) in result.stdout
-    assert materialize_initial_weights(config, tmp_path).path == drawn
+    assert materialize_initial_weights(run_config("gpt-tiny", seed=7), tmp_path).path == drawn
     assert drawn.stat().st_ctime_ns == written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
@@ -20,17 +19,16 @@ from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolved
 from study.host.box import Box
 from study.host.memory import OomCounts
-from study.host.node import networks
-from study.host.slurm import Job, _least_cores, this_job
+from study.host.slurm import Job, networks, this_job
 from study.records.directory import read_run
 from study.records.lock import Held
-from study.sweep.launch import only_sweep
-from study.sweep.plan import plan_cells
-from study.sweep.slices import missing_here, plan_suite
-from study.sweep.step import on_nodes, supervised
+from study.sweep.cell import on_nodes
+from study.sweep.launch import only_sweep, supervised
+from study.sweep.plan import missing_here, plan_cells, plan_suite
+from study.sweep.search import example_of
 from study.sweep.suite_file import Requirements, Suite, read_suite
 from study.sweep.verdict import ExitEvidence, judge
-from sweeps import write_suite
+from sweeps import write_files, write_suite
 
 TWO_OF_EIGHT = Box((80.0,) * 16, 1024.0, nodes=2)
 JOB = Job("42", ("gpu-1", "gpu-2"), 96)
@@ -69,17 +67,15 @@ def test_a_run_takes_as_few_nodes_as_have_its_gpus_and_without_gpus_as_many_as_d
 
 def test_a_suite_plans_for_all_gpus_of_a_job_and_may_require_so_many_on_each_node(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, {"strategy": "zero3"}, {"task": "gpt-wikitext", "global_batch_size": 16})
-    cells = plan_cells(read_suite(suite), TWO_OF_EIGHT)
-    assert [cell.world_size for cell in cells] == [16]  # type: ignore[union-attr]
-    wanted = Suite("many", "", Requirements(gpus=16, gpus_per_node=16))
-    assert missing_here(dataclasses.replace(wanted, requires=Requirements(16, 8)), TWO_OF_EIGHT) is None
-    refusal = missing_here(wanted, TWO_OF_EIGHT)
+    assert [example_of(cell).world_size for cell in plan_cells(read_suite(suite), TWO_OF_EIGHT)] == [16]
+    assert missing_here(Suite("many", "", Requirements(16, 8)), TWO_OF_EIGHT) is None
+    refusal = missing_here(Suite("many", "", Requirements(16, 16)), TWO_OF_EIGHT)
     assert refusal is not None
     assert refusal.problem == "many needs 16 GPUs on each node, and here are 2 nodes of 8 GPUs"
 
 
-def test_one_step_starts_a_launcher_on_each_node_and_on_each_somebody_who_ends_what_it_leaves(monkeypatch) -> None:
-    monkeypatch.setattr("study.sweep.step.address_of", lambda node: f"{node}.example")
+def test_one_step_starts_a_supervised_launcher_on_each_node(monkeypatch) -> None:
+    monkeypatch.setattr("study.sweep.cell.address_of", lambda node: f"{node}.example")
     command = on_nodes(JOB, 2, ["accelerate", "launch"], ["study/train.py", "--data", "my file"])
     *srun, shell, _, line = command
     assert srun[:4] == ["srun", "--nodelist=gpu-1,gpu-2", "--nodes=2", "--ntasks=2"]
@@ -97,14 +93,18 @@ def test_one_step_starts_a_launcher_on_each_node_and_on_each_somebody_who_ends_w
         assert f"--main_process_port {found[1]} " not in on_nodes(JOB, 2, ["accelerate", "launch"], [])[-1]
 
 
-def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_there(monkeypatch) -> None:
+def test_a_job_of_one_node_on_that_node_needs_no_slurm_and_others_need_its_commands(monkeypatch) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
     assert this_job({}) is None
     assert this_job(job) is None
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="scontrol is not on PATH"):
         this_job(job | {"SLURMD_NODENAME": "login"})
-    assert [_least_cores(text) for text in ("96", "96(x2)", "128(x2),64", "")] == [96, 96, 64, 1]
+    monkeypatch.setattr("study.host.slurm._hostnames", lambda listed: ("n1", "n2"))
+    monkeypatch.setattr("shutil.which", lambda command: command)
+    for listed, least in {"96": 96, "96(x2)": 96, "128(x2),64": 64, "": 1}.items():
+        found = this_job(job | {"SLURMD_NODENAME": "login", "SLURM_JOB_CPUS_PER_NODE": listed})
+        assert found == Job("7", ("n1", "n2"), least)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_job_of_one_node_on_that_node_is_none_and_slurm_s_commands_must_be_the
         ),
     ],
 )  # fmt: skip
-def test_what_slurm_and_other_nodes_say_tells_how_a_run_ended(printed: str, state: str, says: str) -> None:
+def test_messages_of_slurm_and_of_other_nodes_decide_how_a_run_ended(printed: str, state: str, says: str) -> None:
     # srun ends with 137 where a launcher itself was killed, as the kernel did here while it imported torch.
     status = 137 if "2 1671" in printed else 1
     ending = judge(ExitEvidence(status, None, 5.0, None, None, printed, "", OomCounts(0, 0)))
@@ -144,18 +144,12 @@ def test_tasks_of_one_array_share_a_folder_of_records_and_nobody_else_does(tmp_p
             only_sweep(tmp_path)
 
 
-def test_the_fast_network_is_told_and_without_one_ethernet(tmp_path: Path) -> None:
-    for file, text in {
-        "net/eth0/speed": "100000", "net/eth0/operstate": "up", "net/lo/operstate": "unknown", "net/eth1/speed": "1000",
-        "net/eth1/operstate": "down",
-    }.items():  # fmt: skip
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+def test_the_fast_network_is_listed_and_without_one_ethernet(tmp_path: Path) -> None:
+    write_files(tmp_path, {"net/eth0/speed": "100000", "net/eth0/operstate": "up", "net/lo/operstate": "unknown",
+                           "net/eth1/speed": "1000", "net/eth1/operstate": "down"})  # fmt: skip
     assert networks(tmp_path) == ["eth0 100 Gb/s"]
-    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    (port / "state").write_text("4: ACTIVE\n")
+    port = "infiniband/mlx5_0/ports/1"
+    write_files(tmp_path, {f"{port}/rate": "400 Gb/sec (4X NDR)\n", f"{port}/state": "4: ACTIVE\n"})
     assert networks(tmp_path) == ["mlx5_0 400 Gb/sec (4X NDR)"]
 
 
@@ -166,22 +160,16 @@ def sky_task() -> dict[str, Any]:
     return yaml.safe_load(SKY.read_text())
 
 
-def test_the_file_for_skypilot_asks_what_skypilot_knows() -> None:
+def test_the_file_for_skypilot_has_its_keys_and_a_batch_for_two_machines_and_three() -> None:
     """https://docs.skypilot.co/en/latest/reference/yaml-spec.html."""
     task = sky_task()
-    kinds = {
-        "name": str, "num_nodes": int, "workdir": str, "setup": str, "run": str, "envs": dict, "resources": dict,
-    }  # fmt: skip
+    kinds = {"name": str, "num_nodes": int, "workdir": str, "setup": str, "run": str, "envs": dict, "resources": dict}
     assert {key: type(value) for key, value in task.items()} == {key: kinds[key] for key in task}
     assert task["resources"].keys() <= {"accelerators", "disk_size", "infra", "use_spot", "network_tier"}
-    # SkyPilot takes no other values: a list of strategies is one text.
+    # SkyPilot takes text alone: a list of strategies is one text.
     assert {type(value) for value in task["envs"].values()} == {str}
     for section in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[section]], check=True)
-
-
-def test_the_batch_for_skypilot_goes_over_the_ranks_of_two_machines_and_three() -> None:
-    task = sky_task()
     config = resolved(parse_command_line(task["envs"]["FLAGS"].split()), accelerator_visible=True)
     each = int(task["resources"]["accelerators"].partition(":")[2])
     for machines in (2, 3):
@@ -211,12 +199,10 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
 
 
 def test_a_smaller_job_runs_the_cells_of_a_larger_suite_that_it_holds(tmp_path: Path) -> None:
-    box = Box((80.0,) * 16, 128.0, nodes=2)
-    (part,) = plan_suite("scaling", box, tmp_path, ["world_size=16"]).slices
-    assert missing_here(part.suite, box, part.cells) is None
-    half_a_node = Box((80.0,) * 4, 128.0)
-    (part,) = plan_suite("scaling", half_a_node, tmp_path, ["world_size=4"]).slices
-    assert missing_here(part.suite, half_a_node, part.cells) is None
+    box, half_a_node = Box((80.0,) * 16, 128.0, nodes=2), Box((80.0,) * 4, 128.0)
+    for of_job, only in ((box, ["world_size=16"]), (half_a_node, ["world_size=4"])):
+        (part,) = plan_suite("scaling", of_job, tmp_path, only).slices
+        assert missing_here(part.suite, of_job, part.cells) is None
     (whole,) = plan_suite("scaling", box, tmp_path).slices
     refusal = missing_here(whole.suite, box, whole.cells)
     assert refusal is not None

@@ -12,23 +12,21 @@ from typing import Any
 
 import cpuinfo
 import pytest
-from torch.utils.cpp_extension import load
 
 from engines import FAKE_GPU, ROOT
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import read_strategy
+from study.host.box import own_build_folder
 from study.host.folders import COMPILES
 from study.host.operators import (
-    _cause,
+    _cache_cpu_info,
     _clear_dead_build,
-    _remember_the_processor,
     build_folder,
     build_operators,
     lacks_toolkit,
     libaio_is_there,
     load_operator,
     name_for_the_linker,
-    own_build_folder,
     toolkit_version,
     use_own_build,
 )
@@ -43,15 +41,6 @@ build_operators(read_strategy(sys.argv[1]), cache_directory())
 """
 
 
-@pytest.mark.parametrize("libraries", [["-lnowhere"], []])
-def test_a_build_that_fails_says_what_the_linker_or_the_compiler_said(tmp_path, libraries):
-    source = tmp_path / "op.cpp"
-    source.write_text("int answer() { return 42; }" if libraries else "int answer() { return nothing; }")
-    with pytest.raises(RuntimeError) as failed:
-        load(name="op", sources=[str(source)], extra_ldflags=libraries, build_directory=str(tmp_path))
-    assert ("cannot find -lnowhere" if libraries else "error: ") in _cause(failed.value)
-
-
 @pytest.mark.alone
 # The last one is loaded by DeepSpeed itself, before its asynchronous I/O.
 @pytest.mark.parametrize(("strategy", "operator"), [("zero0", "deepspeed_shm_comm"), ("zero3_nvme", "pin_memory")])
@@ -64,11 +53,12 @@ def test_a_lock_that_a_killed_run_left_holds_up_nobody(strategy, operator):
     assert not (folder / "lock").exists()
 
 
-def test_machines_that_share_a_cache_build_for_the_processor_that_each_has(tmp_path, monkeypatch):
-    here = own_build_folder(tmp_path)
-    assert own_build_folder(tmp_path) == here
-    monkeypatch.setattr("study.host.operators.processor", lambda: {"flags": "fpu avx512f"})
+def test_machines_that_share_a_cache_build_for_the_cpu_that_each_has(tmp_path, monkeypatch):
+    here, other = own_build_folder(tmp_path), own_build_folder(tmp_path, "deepspeed-0.16.9")
+    assert own_build_folder(tmp_path) == here != other
+    monkeypatch.setattr("study.host.box.cpu_info", lambda: {"flags": "fpu avx512f"})
     assert own_build_folder(tmp_path) != here
+    assert own_build_folder(tmp_path, "deepspeed-0.16.9") not in (here, other)
 
 
 def with_a_gpu(*command: str, **environment: str) -> str:
@@ -81,19 +71,14 @@ def with_a_gpu(*command: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_what_is_built_where_gpus_are_visible_lies_beside_what_is_built_where_none_is(tmp_path):
+def test_builds_with_visible_gpus_are_beside_those_without_and_nothing_compiles_without_the_toolkit(tmp_path):
     """DeepSpeed links its asynchronous I/O with CUDA then: one folder for both would be rebuilt at each change."""
-    ask = f"from study.host.operators import *; print(own_build_folder(Path({str(tmp_path)!r})))"
-    here = with_a_gpu("-c", ask, CUDA_VISIBLE_DEVICES="").strip()
+    ask = "import sys, pathlib, study.host.box as box; print(box.own_build_folder(pathlib.Path(sys.argv[1])))"
+    here = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
     assert here == str(own_build_folder(tmp_path))
-    assert with_a_gpu("-c", ask).strip() not in ("", here)
-
-
-def test_without_the_toolkit_nothing_is_compiled_for_a_strategy_that_wants_it(tmp_path):
-    if toolkit_version() is not None:
-        pytest.skip("a CUDA toolkit is here")
-    if not libaio_is_there():
-        pytest.skip("libaio is not installed")
+    assert with_a_gpu("-c", ask, str(tmp_path)).strip() not in ("", here)
+    if toolkit_version() is not None or not libaio_is_there():
+        pytest.skip("a CUDA toolkit is here, or libaio is not installed")
     said = with_a_gpu("-m", "study.host.operators", "zero3_nvme", ZERO_STUDY_CACHE=str(tmp_path))
     assert "zero3_nvme will not run here: DeepSpeed links its operator async_io with CUDA: no toolkit is here." in said
     assert "nvcc included" in said
@@ -133,14 +118,30 @@ PyMODINIT_FUNC PyInit_own_operator() { return PyModule_Create(&module); }""")
     assert said == [f"{COMPILES} own_operator: once per installation, usually 1 to 3 minutes on two cores"]
 
 
+@pytest.mark.long
+def test_an_operator_that_needs_the_front_end_of_torch_is_compiled_with_it(operator):
+    built = operator("""#include <torch/extension.h>
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [] { return torch::nn::Linear(2, 3)->weight.size(0); }); }""")
+    assert load_operator(built).rows() == 3
+
+
 @pytest.mark.parametrize(
-    ("text", "fix"), [("#include <nowhere/Python.h>", "python3-dev"), ("int x = y;", "g++, ninja")]
-)
-def test_an_operator_that_does_not_compile_is_refused_with_what_to_install(operator, monkeypatch, tmp_path, text, fix):
+    ("text", "says", "fix"),
+    [
+        ("#include <nowhere/Python.h>", "error: ", "python3-dev"), ("int x = y;", "error: ", "g++, ninja"),
+        ("int x;", "cannot find -lnowhere", "g++, ninja"),
+    ],
+)  # fmt: skip
+def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_what_to_install(
+    operator, monkeypatch, tmp_path, text, says, fix
+):
     built = operator(text)
+    if "nowhere" in says:
+        monkeypatch.setattr(type(built), "extra_ldflags", lambda self: ["-lnowhere"])
     monkeypatch.setattr("study.host.operators.builders", lambda strategy: [built])
     with pytest.raises(Unsupported, match="own_operator does not build") as refused:
         build_operators(read_strategy("zero1"), tmp_path)
+    assert says in refused.value.problem
     assert refused.value.fix.startswith(f"install {fix}")
 
 
@@ -168,7 +169,7 @@ def test_on_a_gpu_asynchronous_io_alone_wants_the_toolkit_of_cuda():
 
 
 def test_what_is_linked_with_cuda_finds_the_library_that_is_loaded(tmp_path, monkeypatch):
-    """As on a box that only runs CUDA: libcuda.so.1 is there, and no libcuda.so."""
+    """A box that only runs CUDA has libcuda.so.1, and no libcuda.so."""
     library, source = tmp_path / "libdriverlike.so.1", tmp_path / "main.c"
     source.write_text("int answer(void); int main(void) { return answer() - 42; }")
     compiler = ["gcc", "-x", "c", "-shared", "-Wl,-soname,libdriverlike.so.1", "-o", str(library), "-"]
@@ -195,29 +196,24 @@ def test_a_compiler_that_outlived_its_run_is_left_to_finish(tmp_path):
     assert not (tmp_path / "lock").exists()
 
 
-def test_the_processor_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, monkeypatch):
+def test_the_cpu_is_asked_once_and_again_where_the_answer_is_damaged(tmp_path, monkeypatch):
     asked = []
     ask = cpuinfo.get_cpu_info
 
-    def ask_and_count():
+    def counting():
         asked.append(1)
         return ask()
 
-    monkeypatch.setattr(cpuinfo, "get_cpu_info", ask_and_count)
-
-    counting = cpuinfo.get_cpu_info
-
     def answer() -> dict:
-        """As a new process would get it."""
+        """Return the answer of a new process."""
         monkeypatch.setattr(cpuinfo, "get_cpu_info", counting)
-        _remember_the_processor(tmp_path)
+        _cache_cpu_info(tmp_path)
         return cpuinfo.get_cpu_info()
 
     info = answer()
     assert info["arch"] == ask()["arch"]
-    (file,) = (tmp_path / "operators").glob("processor-*.json")
-    assert read_json(file) == info
-    assert answer() == info
+    (file,) = (tmp_path / "operators").glob("cpu-*.json")
+    assert read_json(file) == info == answer()
     assert len(asked) == 1
     file.write_text("{")
     assert answer()["flags"] == info["flags"]

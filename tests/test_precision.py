@@ -27,13 +27,13 @@ FP16_RELATIVE = 2**-12
 BF16_RELATIVE = 2**-9
 
 HAS_FP16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
-needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this processor has no fp16")
+needs_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this CPU has no fp16")
 
 
-@pytest.mark.skipif(HAS_FP16, reason="this processor has fp16")
+@pytest.mark.skipif(HAS_FP16, reason="this CPU has fp16")
 @pytest.mark.parametrize("precision", ["fp16", "fp16-engine"])
-def test_a_processor_without_fp16_is_told_what_it_has(precision: str, tmp_path: Path) -> None:
-    says, fix = (f"--precision {precision}", "this processor has no fp16"), "use --precision bf16"
+def test_fp16_without_hardware_support_is_refused(precision: str, tmp_path: Path) -> None:
+    says, fix = (f"--precision {precision}", "this CPU has no fp16"), "use --precision bf16"
     assert_refused(tmp_path, "--scale", "laptop", "--precision", precision, says=says, fix=fix)
 
 
@@ -42,25 +42,28 @@ def skipped(run: Run) -> list[int]:
 
 
 @needs_fp16
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero0", marks=pytest.mark.long), "fsdp2"])
-def test_fp16_is_autocast_over_fp32_weights_in_every_engine_that_has_it(run_of: RunFactory, strategy: str) -> None:
-    single, arm = run_of("single", *GPT, *FP16, "--per_device_train_batch_size", "4"), run_of(strategy, *GPT, *FP16)
-    assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16", "float32")
-    assert losses(arm) == pytest.approx(losses(single), rel=FP16_RELATIVE)
-    fp32 = run_of(strategy, *GPT)
-    assert losses(arm)[0] != pytest.approx(losses(fp32)[0], rel=1e-8), "fp16 must not be fp32 under another name"
-
-
-@needs_fp16
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2_cpu", marks=pytest.mark.long)])
-def test_fp16_engine_is_one_training_under_every_stage_that_has_it(run_of: RunFactory, strategy: str) -> None:
-    stage1, arm = run_of("zero1", *GPT, *ENGINE), run_of(strategy, *GPT, *ENGINE)
-    assert (arm.engine["precision"], arm.engine["param_dtype"]) == ("fp16-engine", "float16")
-    assert losses(arm) == pytest.approx(losses(stage1), rel=FP16_RELATIVE)
+@pytest.mark.parametrize(
+    ("strategy", "precision", "reference", "weights"),
+    [
+        ("ddp", FP16, "single", "float32"), ("fsdp2", FP16, "single", "float32"), ("zero3", ENGINE, "zero1", "float16"),
+        pytest.param("zero0", FP16, "single", "float32", marks=pytest.mark.long),
+        pytest.param("zero2_cpu", ENGINE, "zero1", "float16", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_fp16_is_one_training_in_every_engine_that_has_it(
+    run_of: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
+) -> None:
+    """Autocast over fp32 weights, or the engine's own fp16 weights."""
+    cut = ("--per_device_train_batch_size", "4") if reference == "single" else ()
+    expected, arm = run_of(reference, *GPT, *precision, *cut), run_of(strategy, *GPT, *precision)
+    assert (arm.engine["precision"], arm.engine["param_dtype"]) == (precision[1], weights)
+    assert losses(arm) == pytest.approx(losses(expected), rel=FP16_RELATIVE)
+    fp32 = losses(run_of(strategy, *GPT))[0]
+    assert losses(arm)[0] != pytest.approx(fp32, rel=1e-8), "fp16 must not be fp32 under another name"
 
 
 def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFactory) -> None:
-    """Its optimizer takes a step with gradients of zero before the first one, which Adam would count."""
+    """Its optimizer steps once with zero gradients before the first step, which Adam would count."""
     zero0, zero1 = (run_of(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
     assert losses(zero0) == pytest.approx(losses(zero1), rel=BF16_RELATIVE / 8)
 
@@ -72,7 +75,7 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
     + [pytest.param(strategy, FP16, marks=pytest.mark.long) for strategy in ("ddp", "fsdp2")]
     + [pytest.param(strategy, ENGINE, marks=pytest.mark.long) for strategy in ("zero1", "zero2_cpu")],
 )
-def test_a_step_that_overflows_is_skipped_counted_and_holds_the_schedule(
+def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
     run_of: RunFactory, strategy: str, precision: tuple[str, str]
 ) -> None:
     run = run_of(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
@@ -125,9 +128,7 @@ def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_p
         ("zero3_cpu", "fp16", "--precision fp16-engine"),
     ],
 )  # fmt: skip
-def test_what_an_engine_cannot_train_like_the_others_is_refused_by_name(
-    strategy: str, precision: str, fix: str
-) -> None:
+def test_a_precision_that_an_engine_computes_differently_is_refused(strategy: str, precision: str, fix: str) -> None:
     config = RunConfig.from_dict({"precision": precision}, "a test")
     with pytest.raises(UserError) as refusal:
         read_strategy(strategy).check_engine_flags(config)
@@ -136,7 +137,7 @@ def test_what_an_engine_cannot_train_like_the_others_is_refused_by_name(
 
 @pytest.mark.parametrize("trainer", ["study/train.py", "study/baselines/hf_trainer.py"])
 def test_fp32_is_not_tf32_where_something_has_turned_that_on(trainer: str, tmp_path: Path) -> None:
-    """Accelerate does where it compiles, after the Trainer was told not to; NVIDIA's containers do for everybody."""
+    """Accelerate turns TF32 on where it compiles, whatever the Trainer asks; NVIDIA's containers do everywhere."""
     flags = (*GPT, *FLAGS, "--max_steps", "1", "--output_dir", str(tmp_path / "run"))
     result = fork_ranks("single", "tests/probes/with_tf32.py", trainer, *flags, ranks=1)
     assert result.returncode == 0, result.stderr[-2000:]

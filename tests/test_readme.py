@@ -22,10 +22,10 @@ from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGI
 from study.predictor.time import slowest_offload
 from study.records.frames import read_parquet
 from study.records.rows import STATE_COLUMNS
-from study.report.questions import table1
+from study.report.questions.virtual import TABLE1
 from study.report.site.readme import DOCUMENTS, rewritten
 from study.sweep.suite_file import find_suite
-from study.virtual.records import sent_bytes
+from study.virtual.records import ring_bytes_of
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
@@ -89,10 +89,10 @@ def test_the_short_answer_is_what_the_records_say() -> None:
 
 
 def test_the_short_answer_tells_releases_as_their_page_does() -> None:
-    found = re.search(r"(\d+) of (\d+) releases that run train otherwise", read("docs/releases.md"))
+    found = re.search(r"(\d+) of (\d+) releases that run diverge from one process", read("docs/releases.md"))
     assert found is not None
-    ran = f"Of {found[2]} releases of DeepSpeed that run with the same Accelerate on a CPU, {found[1]} train otherwise"
-    assert ran in " ".join(read("README.md").split())
+    ran = f"Of {found[2]} releases of DeepSpeed that run with the same Accelerate on a CPU, {found[1]} diverge"
+    assert f"{ran} from one process" in " ".join(read("README.md").split())
     laptop = read_parquet(REPOSITORY / "reports" / "laptop").runs
     (versions,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.iterrows()}
     assert "With DeepSpeed {} and Accelerate {} every strategy".format(*versions) in " ".join(read("README.md").split())
@@ -102,7 +102,7 @@ def test_what_more_micro_batches_send_is_as_recorded() -> None:
     runs = read_parquet(REPOSITORY / "reports" / "releases").runs
     of_four = runs[runs["workload"].str.endswith("DeepSpeed 0.19.8, fp32, micro-batch 2, clipping 1")
                    & (runs["gradient_accumulation_steps"] == 4)]  # fmt: skip
-    sent = of_four.drop_duplicates("strategy").set_index("strategy")["collectives"].map(sent_bytes)
+    sent = of_four.drop_duplicates("strategy").set_index("strategy")["collectives"].map(ring_bytes_of)
     times = {name: f"{sent[name] / sent['ddp']:.1f}" for name in ("zero1", "zero2", "zero3")}
     said = "`zero1` sends {zero1} times what `ddp` sends, `zero2` {zero2} and `zero3` {zero3}"
     assert "With four micro-batches a step " + said.format(**times) in " ".join(read("README.md").split())
@@ -133,9 +133,9 @@ def test_the_short_answer_has_a_cell_of_table_1() -> None:
     assert "1.871 (1.875)" in read("docs/virtual-ranks.md")
     text = " ".join(read("README.md").split())
     assert "holds 1.871 GB" in text
-    found = table1.answer(read_parquet(REPOSITORY / "reports" / "virtual_models"))
+    found = TABLE1.answer(read_parquet(REPOSITORY / "reports" / "virtual_models"))
     assert found is not None
-    off = re.search(r"`zero3` of `qwen3-8b` at 64 ranks, is \+(\d+ %) off", found.sentence)
+    off = re.search(r"max difference \+(\d+ %) \(`zero3` of `qwen3-8b` at 64 ranks\)", found.sentence)
     assert off is not None
     assert f"Of Qwen3-8B it holds {off[1]} more" in text
 

@@ -36,7 +36,7 @@ from study.records.directory import (
     write_json,
 )
 from study.records.frames import read_records
-from study.records.lock import take_folder
+from study.records.lock import LOCK_NAME, Held, is_at_work, refuse_folder_at_work, take_folder
 from study.records.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
 from study.sweep.verdict import cell_state
 from synthetic_records import seal_anew, without_seal
@@ -246,6 +246,22 @@ def test_a_run_at_work_is_not_told_as_interrupted_and_is_in_no_report(tmp_path: 
         )
     assert cell_state(path).state == "interrupted"
     assert list(read_records(tmp_path).runs["status_state"]) == ["interrupted"]
+
+
+def test_a_deleted_lock_file_frees_no_folder_at_work(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", end=False)
+    with take_folder(path, "the run"):
+        (path / LOCK_NAME).unlink()
+        assert is_at_work(path)
+        with pytest.raises(Held, match="another run is at work in the run"):
+            refuse_folder_at_work(path, "the run")
+        with pytest.raises(Held, match="another run is at work in the run"):
+            take_folder(path, "the run")
+        # The second one left a lock file, which says nothing of the first.
+        with pytest.raises(Held, match="another run is at work in the run"):
+            take_folder(path, "the run")
+    assert not is_at_work(path)
+    take_folder(path, "the run").release()
 
 
 def test_what_a_library_says_is_recorded_without_what_is_private(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,33 +10,39 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_records import write_run
 
 from engines import ROOT
 from forked import fork_ranks, fork_script
 from study.advisor.doctor import shown
+from study.cli import main
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolved
 from study.config.launched import Launch
 from study.config.strategies import read_strategy
-from study.engine.live import check_copies
+from study.engine.groups import check_replicas
+from study.engine.setup import check_engine_settings
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory, home_folder, sealed
-from study.records.directory import read_json, write_json
+from study.records.directory import read_json, read_run, write_json
 from study.records.lock import take_folder
-from study.run.checkpoint import digests_of, find_checkpoint
+from study.records.schema import RecordError
+from study.run.checkpoint import digests_of
 from study.run.checks import check_devices, check_launch_flags, check_room_to_swap
-from study.workloads import load_data
+from study.run.resume import find_checkpoint
 from study.workloads.initial import materialize_initial_weights
+from study.workloads.tasks import load_data
 
 NO_HUB = "http://127.0.0.1:9"
 CACHES = ("hf", "cache", "xdg")
-# One that is refused before anything is imported, and two after.
-WITH_ITS_IMPORTS = (["--nonsense", "1"], ["--data", "hub"], ["--precision", "bf16-engine"])
+LAPTOP = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
+NOBODY = "~nobody-of-this-name/x"
 
 
 def refuse(
@@ -93,7 +99,7 @@ def contents(box: Path) -> dict[str, bytes | None]:
 
 
 def assert_refused(
-    box: Path, *arguments: str, says: tuple[str, ...], fix: str, forked: bool = True, **environment: str
+    box: Path, *arguments: str, says: tuple[str, ...], fix: str = "", forked: bool = True, **environment: str
 ) -> None:
     (box / "cwd").mkdir(exist_ok=True)
     before = contents(box)
@@ -115,58 +121,191 @@ def assert_is_one_line(stderr: str, says: tuple[str, ...], fix: str) -> None:
     assert fix in how
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says", "fix"),
-    [
-        (["--nonsense", "1"], ("--nonsense",), "--help"),
-        (
-            ["--global_batch_size", "64", "--train_samples", "32"],
-            ("--global_batch_size 64", "32 training samples"), "--global_batch_size 32",
-        ),
-        (["--model_name_or_path", "bert-tinny"], ("unknown model", "bert-tinny"), "did you mean bert-tiny?"),
-        (["--model_name_or_path", "nobody/nothing"], ("nobody/nothing", "hub"), "local folder"),
-        (["--data", "hub"], ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
-        (["--task", "gpt-wikitext", "--data", "hub"], ("--data hub", "wikitext"), "--data builtin"),
-        (
-            ["--weights", "pretrained", "--model_name_or_path", "bert-large-uncased"],
-            ("bert-large-uncased", "hub cannot be reached"), "",
-        ),
-        (["--data", "not/there"], ("not/there", "no such file"), "--data builtin"),
-        (["--precision", "bf16-engine"], ("bf16-engine", "single"), "use --precision bf16,"),
-        (["--engine_override", "gradient_clipping=2"], ("--engine_override", "single"), "or use a zero* strategy"),
-        (["--device_memory_cap_gib", "8"], ("--device_memory_cap_gib", "no GPU"), "leave the flag out"),
-        (["--resume_from_checkpoint", "nonsense"], ("--resume_from_checkpoint nonsense",), "`latest`"),
-        (["--resume_from_checkpoint", "latest"], ("no whole checkpoint",), "--resume_from_checkpoint"),
-        (["--report_to", "carrier-pigeon"], ("--report_to carrier-pigeon",), "none"),
-        (["--attn_implementation", "flash_attention_9"], ("--attn_implementation", "flash_attention_9"), "--help"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
-def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
-    arguments: list[str], says: tuple[str, ...], fix: str, tmp_path: Path
-) -> None:
-    forked = arguments not in WITH_ITS_IMPORTS
-    assert_refused(tmp_path, "--scale", "laptop", *arguments, says=says, fix=fix, forked=forked)
+def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
+    """What a checkpoint holds beside its tensors."""
+    write_run(folder, steps=step, end=False)
+    config = dataclasses.replace(LAPTOP, **asked)
+    tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
+    write_manifest(
+        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
+        tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
+        files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
+    )  # fmt: skip
+    return folder
+
+
+def write_manifest(folder: Path, **values: Any) -> None:
+    """As the study writes it, with other values in it."""
+    file = folder / "checkpoint.json"
+    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
+
+
+def text(name: str, content: str) -> Callable[[Path], object]:
+    def write(box: Path) -> None:
+        (box / name).parent.mkdir(exist_ok=True)
+        (box / name).write_text(content)
+
+    return write
+
+
+def rows(*rows: dict[str, object]) -> Callable[[Path], object]:
+    return text("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows * 64))
+
+
+def model(**changed: Any) -> Callable[[Path], object]:
+    return text("model/config.json", json.dumps(GPT | changed))
+
+
+def damaged_run(content: str) -> Callable[[Path], object]:
+    def prepare(box: Path) -> None:
+        take_folder(write_run(box / "run"), "it").release()
+        (box / "run/status.json").write_text(content)
+
+    return prepare
+
+
+def checkpoint(**manifest: Any) -> Callable[[Path], object]:
+    """A checkpoint whose manifest says something else, as the study would have written it."""
+    return lambda box: write_manifest(write_checkpoint(box / "checkpoint", step=3), **manifest)
+
+
+def checkpoint_with_rows(content: str | None) -> Callable[[Path], object]:
+    def prepare(box: Path) -> None:
+        file = write_checkpoint(box / "checkpoint", step=3) / "steps.jsonl"
+        file.unlink()
+        if content is not None:
+            file.write_text(content)
+
+    return prepare
+
+
+def edited_manifest(box: Path) -> None:
+    file = write_checkpoint(box / "checkpoint", step=3) / "checkpoint.json"
+    write_json(file, read_json(file) | {"schedule": {"a": 1}})
+
+
+def of_this_data(box: Path, **manifest: Any) -> None:
+    """A checkpoint that agrees with this run in all but what is given."""
+    tokens = load_data(LAPTOP, box / "cache").source["tokens_sha256"]
+    weights = materialize_initial_weights(LAPTOP, box / "cache").sha256
+    environment = describe_environment() | {"threads_per_rank": 1}
+    said = {"tokens_sha256": tokens, "initial_weights_sha256": weights, "environment": environment, **manifest}
+    write_manifest(write_checkpoint(box / "checkpoint", step=3), **said)
+
+
+def with_other_torch(box: Path) -> None:
+    here = describe_environment()
+    of_this_data(box, environment=here | {"threads_per_rank": 1, "packages": here["packages"] | {"torch": "2.0.0"}})
+
+
+def pipe_in_place_of_a_status(box: Path) -> None:
+    (box / "run").mkdir()
+    os.mkfifo(box / "run/status.json")
+
+
+def nothing(box: Path) -> None:
+    pass
+
+
+GPT = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 64}
+FILE = text("file", "a regular file")
+AGAIN, RUN, MINE = "--overwrite_output_dir", ("--output_dir", "{box}/run"), ("--output_dir", "{box}/thesis")
+RESUME = ("--resume_from_checkpoint", "{box}/checkpoint")
+PRETRAINED = ("--weights", "pretrained", "--model_name_or_path", "bert-large-uncased")
+ROWS = ("--data", "{box}/rows.jsonl")
+OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_path", "{box}/model")
+# What lies there, the flags, what the problem must name, and what the fix must.
+REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...], str]] = [
+    (nothing, ("--nonsense", "1"), ("--nonsense",), "--help"),
+    (nothing, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--global_batch_size 32"),
+    (nothing, ("--model_name_or_path", "bert-tinny"), ("bert-tinny",), "bert-tiny"),
+    (nothing, ("--model_name_or_path", "nobody/nothing"), ("nobody/nothing", "hub"), "local folder"),
+    (nothing, ("--data", "hub"), ("--data hub", "stanfordnlp/imdb"), "--data builtin"),
+    (nothing, ("--task", "gpt-wikitext", "--data", "hub"), ("--data hub", "wikitext"), "--data builtin"),
+    (nothing, PRETRAINED, ("bert-large-uncased", "hub"), ""),
+    (nothing, ("--data", "not/there"), ("not/there",), "--data builtin"),
+    (nothing, ("--precision", "bf16-engine"), ("bf16-engine", "single"), "--precision bf16,"),
+    (nothing, ("--engine_override", "gradient_clipping=2"), ("--engine_override", "single"), "zero*"),
+    (nothing, ("--device_memory_cap_gib", "8"), ("--device_memory_cap_gib", "no GPU"), "leave"),
+    (nothing, ("--resume_from_checkpoint", "nonsense"), ("--resume_from_checkpoint nonsense",), "`latest`"),
+    (nothing, ("--resume_from_checkpoint", "latest"), ("checkpoint",), "--resume_from_checkpoint"),
+    (nothing, ("--report_to", "carrier-pigeon"), ("--report_to carrier-pigeon",), "none"),
+    (nothing, ("--attn_implementation", "flash_attention_9"), ("flash_attention_9",), "--help"),
+    (nothing, ("--data", NOBODY), (NOBODY,), "whole path"),
+    (nothing, ("--output_dir", NOBODY), (NOBODY,), "whole path"),
+    (rows({"review": "good", "sentiment": 1}), ROWS, ("rows.jsonl", "text, label"), "schema"),
+    (rows({"text": "good", "label": 7}), ROWS, ("rows.jsonl", "`label`", "7"), "0 (bad) or 1"),
+    (rows({"text": 3, "label": 1}), ROWS, ("rows.jsonl", "`text`"), "schema"),
+    (rows({"content": "words"}), (*ROWS, "--task", "gpt-wikitext"), ("rows.jsonl", "content", "text"), "schema"),
+    (model(n_layer=0), OWN_MODEL, ("/model", "0 layers"), ""),
+    (model(n_layer=10**9), OWN_MODEL, ("/model", "1000000000 layers"), ""),
+    (model(n_head=3), OWN_MODEL, ("/model", "divisible"), ""),
+    (model(n_head=0), OWN_MODEL, ("/model", "cannot be built"), ""),
+    (model(n_embd=10**12), OWN_MODEL, ("/model", "cannot be built"), ""),
+    (model(vocab_size=10), OWN_MODEL, ("/model", "10"), ""),
+    # Folders of others, and finished or damaged runs, are never written to unasked.
+    (lambda box: write_run(box / "run"), RUN, ("/run",), "--overwrite_output_dir"),
+    (text("thesis/chapter.txt", "years of work"), MINE, ("thesis",), "new folder"),
+    (text("thesis/chapter.txt", "years of work"), (*MINE, AGAIN), ("thesis",), "new folder"),
+    (lambda box: (box / "run").symlink_to(box / "not mounted"), RUN, ("link",), "name a folder"),
+    (FILE, ("--output_dir", "{box}/file"), ("{box}/file",), "name a folder"),
+    (FILE, ("--output_dir", "{box}/file/far/below"), ("{box}/file/far/below",), "name a folder"),
+    (lambda box: (box / "run/status.json").mkdir(parents=True), (*RUN, AGAIN), ("/run",), "new folder"),
+    (pipe_in_place_of_a_status, (*RUN, AGAIN), ("/run",), "new folder"),
+    *((damaged_run(content), RUN, ("status.json",), AGAIN) for content in ("{", "[]", '{"state": "ok"}')),
+    # Checkpoints that are damaged, or of another run.
+    *((checkpoint_with_rows(content), RESUME, ("steps.jsonl",), "checkpoint.json")
+      for content in ("", '{"step": 1}\n', "torn", None)),
+    *((checkpoint(**{key: value}), RESUME, ("/checkpoint", f"{key} is {value!r}"), "name a folder")
+      for key, value in (("step", None), ("step", "3"), ("step", True), ("config", []), ("schedule", 3))),
+    (checkpoint(step=-1), RESUME, ("/checkpoint", "3 rows at step -1"), "name a folder"),
+    (edited_manifest, RESUME, ("checkpoint.json", "changed"), "name a folder"),
+    (lambda box: of_this_data(box, tokens_sha256={}), RESUME, ("eval samples",), "start anew"),
+    (lambda box: of_this_data(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start anew"),
+    (with_other_torch, RESUME, ("torch was 2.0.0",), "where it was saved"),
+    (lambda box: of_this_data(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start anew"),
+    (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("--seed 7", "42"), "--seed 7"),
+    (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
+     "earlier"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "says", "fix"),
-    [
-        ("MIXED_PRECISION", "bf16", ("mixed_precision bf16", "--precision"), "--precision alone"),
-        ("DYNAMO_BACKEND", "INDUCTOR", ("dynamo_backend inductor", "--torch_compile"), "--torch_compile alone"),
-        # No file says this: the shell does, or the launcher's own flag.
-        ("GRADIENT_ACCUMULATION_STEPS", "4", ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS is set",), "unset"),
-    ],
+    ("prepare", "flags", "names", "fix"), REQUESTS, ids=[" ".join(request[1])[:60] for request in REQUESTS]
 )
-def test_what_the_launched_file_asks_of_training_is_never_left_unheard(
-    tmp_path: Path, variable: str, value: str, says: tuple[str, ...], fix: str
+def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
+    prepare: Callable[[Path], object], flags: tuple[str, ...], names: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
-    asked: dict[str, Any] = {f"ACCELERATE_{variable}": value}
-    assert_refused(tmp_path, "--scale", "laptop", says=says, fix=fix, **asked)
+    prepare(tmp_path)
+    placed, named = ([part.replace("{box}", str(tmp_path)) for part in parts] for parts in (flags, names))
+    assert_refused(tmp_path, "--scale", "laptop", *placed, says=tuple(named), fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "names", "fix"),
+    [
+        # One that is refused before anything is imported, and others after, in processes of their own.
+        ({}, ("--nonsense", "1"), ("--nonsense",), "--help"),
+        ({}, ("--precision", "bf16-engine"), ("bf16-engine",), "--precision bf16"),
+        ({"HF_HUB_OFFLINE": "1"}, ("--data", "hub"), ("--data hub",), "--data builtin"),
+        ({"PYTHONOPTIMIZE": "2"}, (), ("docstrings",), "unset PYTHONOPTIMIZE"),
+        ({"ZERO_STUDY_CACHE": "/proc/x"}, (), ("/proc/x",), "ZERO_STUDY_CACHE"),
+        ({"OMP_NUM_THREADS": "abc"}, ("--help",), ("OMP_NUM_THREADS", "abc"), "unset it"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, (), ("mixed_precision bf16", "--precision"), "--precision alone"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, (), ("dynamo_backend inductor",), "--torch_compile alone"),
+        # No file says this: the shell does, or the launcher's own flag.
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, (), ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",), "unset"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_environment_asks_is_refused_in_one_line(
+    environment: dict[str, Any], flags: tuple[str, ...], names: tuple[str, ...], fix: str, tmp_path: Path
+) -> None:
+    assert_refused(tmp_path, "--scale", "laptop", *flags, says=names, fix=fix, forked=False, **environment)
 
 
 def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
-    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    config = LAPTOP
     asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     with pytest.raises(UserError, match="gradient_accumulation_steps 4, and --per_device_train_batch_size for 1"):
         check_launch_flags(config, config.batch_plan(2), asked)
@@ -181,68 +320,11 @@ def test_the_launcher_s_own_flag_for_accumulation_is_not_left_unheard() -> None:
     ],
 )
 def test_a_launcher_s_flag_that_deepspeed_s_file_overrules_is_refused(variable: str, value: str, says: str) -> None:
-    config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
+    config = LAPTOP
     asked = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}
     check_launch_flags(config, config.batch_plan(2), asked)
     with pytest.raises(UserError, match=f"the launch asks for {says}, and DeepSpeed's file decides that"):
         check_launch_flags(config, config.batch_plan(2), asked | {f"ACCELERATE_{variable}": value})
-
-
-def test_a_hub_that_is_switched_off_is_refused_like_one_that_is_away(tmp_path: Path) -> None:
-    off = {"HF_HUB_OFFLINE": "1"}
-    assert_refused(tmp_path, "--data", "hub", says=("--data hub",), fix="--data builtin", forked=False, **off)
-
-
-@pytest.mark.parametrize(
-    ("task", "rows", "says", "fix"),
-    [
-        ("bert-imdb", [{"review": "good", "sentiment": 1}], ("review, sentiment", "text, label"), "schema"),
-        ("bert-imdb", [{"text": "good", "label": 7}], ("`label`", "7"), "0 (bad) or 1 (good)"),
-        ("bert-imdb", [{"text": 3, "label": 1}], ("`text`",), "schema"),
-        ("gpt-wikitext", [{"content": "words"}], ("content", "text"), "schema"),
-    ],
-    ids=["other columns", "other labels", "no text", "no text column"],
-)
-def test_local_data_of_another_schema_is_refused(
-    task: str, rows: list[dict[str, object]], says: tuple[str, ...], fix: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "reviews.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows * 64))
-    arguments = ("--scale", "laptop", "--task", task, "--data", str(file))
-    assert_refused(tmp_path, *arguments, says=(str(file), *says), fix=fix)
-
-
-def test_a_finished_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert_refused(tmp_path, "--output_dir", str(run), says=(str(run), "finished run"), fix="--overwrite_output_dir")
-
-
-def test_a_folder_that_is_no_run_directory_is_never_touched(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    for flags in ((), ("--overwrite_output_dir",)):
-        arguments = ("--output_dir", str(tmp_path / "thesis"), *flags)
-        assert_refused(tmp_path, *arguments, says=("thesis", "none is a run's"), fix="new folder")
-
-
-def test_an_output_dir_that_is_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "drive that is not mounted")
-    arguments = ("--scale", "laptop", "--output_dir", str(link))
-    assert_refused(tmp_path, *arguments, says=("a link that leads nowhere",), fix="name a folder")
-
-
-def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a regular file")
-    for output_dir in ("file", "file/below", "file/far/below"):
-        arguments = ("--output_dir", str(tmp_path / output_dir))
-        assert_refused(tmp_path, *arguments, says=(str(tmp_path / output_dir), "file"), fix="name a folder")
-
-
-def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a regular file")
-    cache = str(tmp_path / "file" / "cache")
-    assert_refused(tmp_path, says=(cache,), fix="ZERO_STUDY_CACHE", ZERO_STUDY_CACHE=cache)
 
 
 @pytest.mark.parametrize("empty", ["ZERO_STUDY_CACHE", "XDG_CACHE_HOME"])
@@ -276,101 +358,6 @@ def test_an_empty_home_is_none_and_a_user_without_one_is_told_to_name_the_cache(
     assert shown(tmp_path) == str(tmp_path)
 
 
-def test_a_python_without_docstrings_is_refused_before_a_library_fails_for_it(tmp_path: Path) -> None:
-    flags = ("--scale", "laptop")
-    says = ("docstrings",)
-    assert_refused(tmp_path, *flags, says=says, fix="unset PYTHONOPTIMIZE", forked=False, PYTHONOPTIMIZE="2")
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"state": "ok"}', "\0"])
-def test_a_damaged_status_is_refused_and_its_run_kept(damage: str, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    take_folder(run, "it").release()
-    (run / "status.json").write_text(damage)
-    arguments = ("--output_dir", str(run))
-    assert_refused(tmp_path, *arguments, says=("damaged run", "status.json"), fix="--overwrite_output_dir")
-
-
-def write_checkpoint(folder: Path, step: int, **asked: Any) -> Path:
-    """What a checkpoint holds beside its tensors."""
-    write_run(folder, steps=step, end=False)
-    config = resolved(RunConfig(scale="laptop", **asked), accelerator_visible=False)
-    tokens, weights = {"train": "0" * 64, "eval": "0" * 64}, "0" * 64
-    write_manifest(
-        folder, step=step, strategy="single", world_size=1, config=config.to_dict(), schedule={},
-        tokens_sha256=tokens, initial_weights_sha256=weights, environment={}, deepspeed=None,
-        files=digests_of(folder, ("steps.jsonl", "evals.jsonl")),
-    )  # fmt: skip
-    return folder
-
-
-def write_manifest(folder: Path, **values: Any) -> None:
-    """As the study writes it, with other values in it."""
-    file = folder / "checkpoint.json"
-    write_json(file, sealed((read_json(file) if file.exists() else {}) | values))
-
-
-@pytest.mark.parametrize("rows", ["", '{"step": 1}\n', "torn", None])
-def test_a_checkpoint_whose_rows_are_damaged_is_refused(rows: str | None, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    (checkpoint / "steps.jsonl").unlink()
-    if rows is not None:
-        (checkpoint / "steps.jsonl").write_text(rows)
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("not a whole checkpoint", "steps.jsonl"), fix="checkpoint.json")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("step", None), ("step", "3"), ("step", -1), ("step", True), ("config", []), ("world_size", []), ("schedule", 3)],
-)
-def test_a_checkpoint_with_a_damaged_manifest_is_refused(key: str, value: Any, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_manifest(checkpoint, **{key: value})
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    said = f"{key} is {value!r}, not a value of type" if value != -1 else "3 rows at step -1"
-    assert_refused(tmp_path, *arguments, says=("is not a whole checkpoint", said), fix="name a folder that holds")
-
-
-def test_a_manifest_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_json(checkpoint / "checkpoint.json", read_json(checkpoint / "checkpoint.json") | {"schedule": {"a": 1}})
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("checkpoint.json", "was changed"), fix="name a folder that holds")
-
-
-def test_a_checkpoint_of_other_data_or_other_initial_weights_is_refused(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
-    tokens = load_data(config, tmp_path / "cache").source["tokens_sha256"]
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    write_manifest(checkpoint, tokens_sha256=tokens | {"eval": "0" * 64})
-    assert_refused(tmp_path, *arguments, says=("the eval samples are not those", str(checkpoint)), fix="start anew")
-    write_manifest(checkpoint, tokens_sha256=tokens)
-    assert_refused(tmp_path, *arguments, says=("other initial weights", str(checkpoint)), fix="start anew")
-
-
-def test_a_checkpoint_of_another_stack_or_other_engine_settings_is_refused(tmp_path: Path) -> None:
-    config = resolved(RunConfig(scale="laptop"), accelerator_visible=False)
-    initial = materialize_initial_weights(config, tmp_path / "cache")
-    here = describe_environment() | {"threads_per_rank": 1}
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3)
-    write_manifest(
-        checkpoint, tokens_sha256=load_data(config, tmp_path / "cache").source["tokens_sha256"],
-        initial_weights_sha256=initial.sha256, environment=here | {"packages": here["packages"] | {"torch": "2.0.0"}},
-    )  # fmt: skip
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("torch was 2.0.0", str(checkpoint)), fix="where it was saved")
-    write_manifest(checkpoint, deepspeed={"zero_optimization": {"stage": 1}})
-    assert_refused(tmp_path, *arguments, says=("DeepSpeed settings of single",), fix="start anew")
-
-
-def test_a_checkpoint_of_another_run_is_refused_with_the_flag_that_differs(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, seed=7)
-    arguments = ("--scale", "laptop", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("--seed 7", "42"), fix="--seed 7")
-
-
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
 def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ranks: int, tmp_path: Path) -> None:
     saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), launch_of(strategy, ranks)
@@ -383,12 +370,6 @@ def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ra
     assert find_checkpoint(config, launch, tmp_path) is not None
     with pytest.raises(UserError, match=f"saved by {strategy}, this run is single"):
         find_checkpoint(config, launch_of("single", 1), tmp_path)
-
-
-def test_a_checkpoint_with_nothing_left_to_do_is_refused(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", step=3, max_steps=3)
-    arguments = ("--scale", "laptop", "--max_steps", "3", "--resume_from_checkpoint", str(checkpoint))
-    assert_refused(tmp_path, *arguments, says=("step 3 of 3",), fix="earlier")
 
 
 def test_ranks_of_one_launch_say_it_once(tmp_path: Path) -> None:
@@ -431,7 +412,7 @@ def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path
     assert result.returncode == 2
     assert len(lines) == 1, result.stderr
     # 16 bytes of each for the optimizer's state and gradients, and 4 for the parameter itself, on both ranks together.
-    assert "zero3_nvme with 72 billion parameters takes 1343.8 GiB there" in lines[0]
+    assert "zero3_nvme with 72 billion parameters needs 1343.8 GiB" in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -444,7 +425,7 @@ def test_a_drive_need_not_hold_an_optimizer_of_frozen_weights(tmp_path: Path, pe
     if shutil.disk_usage(tmp_path).free > takes_gib * 2**30:
         pytest.skip("the drive here is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
-    with pytest.raises(Unsupported, match=f" takes {takes_gib} GiB there"):
+    with pytest.raises(Unsupported, match=f" needs {takes_gib} GiB"):
         check_room_to_swap(resolved(config, accelerator_visible=False), launch_of("zero3_nvme", 2))
 
 
@@ -467,12 +448,12 @@ def test_more_ranks_than_gpus_are_refused_with_the_command_that_fits(strategy: s
         ("hsdp", 2, 2, "use fsdp2"), ("zero3_hpz", 2, 2, "use zero3"),
     ],
 )  # fmt: skip
-def test_two_copies_take_four_ranks(strategy: str, ranks: int, gpus: int, fix: str | None) -> None:
+def test_two_replicas_need_four_ranks(strategy: str, ranks: int, gpus: int, fix: str | None) -> None:
     if fix is None:
-        check_copies(RunConfig(), launch_of(strategy, ranks), gpus)
+        check_replicas(RunConfig(), launch_of(strategy, ranks), gpus)
         return
-    with pytest.raises(Unsupported, match=f"{strategy} takes an even number of ranks from 4 up") as refusal:
-        check_copies(RunConfig(), launch_of(strategy, ranks), gpus)
+    with pytest.raises(Unsupported, match=f"{strategy} needs an even number of ranks from 4 up") as refusal:
+        check_replicas(RunConfig(), launch_of(strategy, ranks), gpus)
     assert fix in refusal.value.fix
 
 
@@ -481,14 +462,14 @@ def test_a_mesh_of_your_own_must_be_the_ranks(mesh: tuple[int, int]) -> None:
     asked = {"dp_replicate_size": mesh[0]}
     own = dataclasses.replace(read_strategy("hsdp"), name="hsdp-custom-12345678", own_settings=asked, mesh=mesh)
     launch = Launch(own, 4, 0, 0, 4)
-    with pytest.raises(UserError, match=f"asks for {mesh[0]} copies of {mesh[1]} ranks, which 4 ranks are not"):
-        check_copies(RunConfig(), launch, 0)
+    with pytest.raises(UserError, match=f"asks for {mesh[0]} replicas of {mesh[1]} ranks, which 4 ranks are not"):
+        check_replicas(RunConfig(), launch, 0)
 
 
 def test_a_second_copy_over_ranks_that_do_not_divide_is_refused() -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=3",))
     with pytest.raises(UserError, match="zero3 asks for 3 ranks, which 4 ranks are not"):
-        check_copies(config, launch_of("zero3", 4), 0)
+        check_replicas(config, launch_of("zero3", 4), 0)
 
 
 def test_idle_gpus_get_a_notice_with_the_command_that_uses_them() -> None:
@@ -510,3 +491,185 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert "--resume_from_checkpoint" in result.stdout
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["run", "x" * 300], "no suite is called"),
+        (["status", "x" * 300], "no suite is called"),
+        (["run", "laptop", "--runs-dir", ""], "--runs-dir: is empty"),
+        (["status", "laptop", "--runs-dir", "/dev/null"], "--runs-dir: /dev/null is not a folder"),
+        (["report", "laptop", "--output", ""], "--output: is empty"),
+        (["report", "laptop", "--runs-dir", NOBODY], "nobody's home"),
+        (["report", "laptop", "--output", "x\udcff"], "cannot be printed"),
+        (["report", ".."], "no suite is called"),
+        (["virtual", "--strategy", "zero3", "--world-size", "4", "--data", NOBODY], "nobody's home"),
+        (["virtual", "--strategy", "zero3", "--world-size", "9" * 5000], "--world-size"),
+    ],
+    ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
+)
+def test_a_command_that_cannot_be_served_ends_in_one_line(
+    command: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert_is_one_line(printed.err, (says,), "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_suite_is_told_what_a_suite_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert main(["status", str(tmp_path / "empty.yaml")]) == 2
+    assert_is_one_line(capsys.readouterr().err, ("empty.yaml: nothing stands where a mapping belongs",), "grids, name")
+
+
+def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "laptop", "--dry-run", "--time-budget", "9" * 400 + "m"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("zero_optimization.nonsense=1", "zero_optimization.nonsense: Extra inputs"),
+        ('zero_optimization.reduce_bucket_size="x"', "zero_optimization.reduce_bucket_size: Input should be a valid"),
+        ("zero_optimization.reduce_bucket_size=-5", "greater than 0"),
+        ("zero_optimization.stage=9", "zero_optimization.stage"),
+        ("zero_optimization=[1]", "refuses zero_optimization"),
+        ('zero_optimization.offload_optimizer="cpu"', "zero_optimization.offload_optimizer"),
+        # DeepSpeed leaves these out in silence, and the record would say that they were set.
+        ("zero_optimisation.reduce_bucket_size=5e6", "no setting zero_optimisation"),
+        ("nonsense=1", "no setting nonsense"),
+        ("train_batch_size=7", "the run's batch flags set it"),
+        ("gradient_accumulation_steps=2", "the run's batch flags set it"),
+    ],
+)
+def test_an_engine_setting_that_deepspeed_does_not_know_is_refused(setting: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero2"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a box without a GPU is told")
+@pytest.mark.parametrize(
+    "key",
+    [
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.offload_optimizer.super_offload",
+        "compile.deepcompile",
+    ],
+)
+def test_a_setting_for_gpus_alone_is_unsupported_without_one(key: str) -> None:
+    on, off = (RunConfig(engine_override=(f"{key}={value}",), torch_compile=True) for value in ("true", "false"))
+    with pytest.raises(Unsupported, match=f"{key} runs on GPUs alone"):
+        check_engine_settings(on, read_strategy("zero3_cpu"))
+    check_engine_settings(off, read_strategy("zero3_cpu"))
+
+
+def test_deepcompile_without_compiling_is_refused() -> None:
+    with pytest.raises(UserError, match="does nothing in a model that is not compiled"):
+        check_engine_settings(RunConfig(engine_override=("compile.deepcompile=true",)), read_strategy("zero3"))
+
+
+def test_the_engine_settings_of_the_suites_are_taken() -> None:
+    for setting in (
+        "zero_optimization.use_multi_rank_bucket_allreduce=false", "zero_optimization.overlap_comm=true",
+        'zero_optimization.reduce_bucket_size="auto"', "aio.block_size=16777216", "communication_data_type=\"fp32\"",
+        "gradient_clipping=0.25", "zero_optimization.stage3_param_persistence_threshold=0",
+    ):  # fmt: skip
+        check_engine_settings(RunConfig(engine_override=(setting,)), read_strategy("zero3"))
+
+
+def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    for command in (str(ROOT / "study/train.py"), "-m study.cli status laptop"):
+        result = subprocess.run(
+            ["bash", "-c", f"mkdir -p {gone} && cd {gone} && rmdir {gone} && {sys.executable} {command}"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 2
+        assert_is_one_line(result.stderr, ("folder in which this was started",), "change to one")
+
+
+CONSOLE = """
+import os, pathlib, sys
+from study.host.folders import check_process
+from study.run.console import Console
+check_process()
+kept = open(sys.argv[1], "w")
+console = Console(speaks=True)
+console.say("once")
+console.say("twice")
+console.log_to(pathlib.Path(sys.argv[2]))
+print("noise")
+os.write(2, b"noise")
+progress = console.progress(10, 0)
+progress.show(10, 1.0, 2.0, 3.0)
+progress.close()
+console.restore()
+print("after")
+print("after", file=sys.stderr)
+os.system("echo of a child")
+kept.write("mine")
+"""
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&-", ">&-", "2>&1 | true", "2>/dev/full >/dev/full"])
+def test_a_run_goes_on_where_nobody_reads_what_it_says(streams: str, tmp_path: Path) -> None:
+    kept, log, code = tmp_path / "kept", tmp_path / "log.txt", tmp_path / "code.py"
+    code.write_text(CONSOLE if "full" not in streams and "true" not in streams else CONSOLE.split("console.restore")[0])
+    # The pipe has lost its reader before the first word.
+    wait = "sleep 0.2; " if "true" in streams else ""
+    subprocess.run(
+        ["bash", "-c", f"({wait}{sys.executable} {code} {kept} {log}; echo $? > {tmp_path}/status) {streams}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "status").read_text() == "0\n"
+    assert log.read_text().count("noise") == 2
+    if "kept.write" in code.read_text():
+        # Nothing that was printed went into a file that had been opened with the number of a closed stream.
+        assert kept.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [("status laptop", 0), ("run laptop --dry-run", 0), ("weights paper_table1", 1)]
+)
+def test_a_reader_that_has_read_enough_is_no_error_of_what_only_shows(command: str, status: int) -> None:
+    """What starts runs has not told how they ended."""
+    script = f"(sleep 0.2; {sys.executable} -m study.cli {command}) | true; exit ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (status, "")
+
+
+def test_a_cache_that_cannot_be_is_what_the_doctor_names_and_not_the_installation() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
+    command = [sys.executable, "-m", "study.advisor.doctor_probe"]
+    probed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(probed) > 5
+    for line in probed:
+        check = json.loads(line)
+        assert (check["state"], "/proc/x" in check["found"]) == ("missing", True)
+        assert "ZERO_STUDY_CACHE" in check["fix"]
+
+
+def test_operators_that_have_no_place_are_refused_in_one_line() -> None:
+    """`make install` ends with it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "ZERO_STUDY_CACHE": "/proc/x"}
+    command = [sys.executable, "-m", "study.host.operators"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: the cache /proc/x is not writable")
+    assert "ZERO_STUDY_CACHE" in line
+
+
+def test_a_record_whose_file_is_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("steps.jsonl", "status.json", "config.json"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+        with pytest.raises(RecordError, match="not a regular file"):
+            read_run(run)

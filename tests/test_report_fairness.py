@@ -23,17 +23,9 @@ def labels(root: Path, column: str = "confounded") -> dict[str, str]:
     return dict(zip(records.runs["run"], records.runs[column], strict=True))
 
 
-def study(root: Path, **broken: Any) -> None:
-    for strategy in ("single", "ddp", "zero2"):
-        write_run(root, strategy, name=strategy)
-    write_run(root, "zero3", name="zero3", **broken)
-
-
-def test_runs_that_break_nothing_carry_no_label(tmp_path: Path) -> None:
-    study(tmp_path)
-    assert set(labels(tmp_path).values()) == {""}
-    assert set(labels(tmp_path, "confounded_loss").values()) == {""}
-    assert set(labels(tmp_path, "baseline").values()) == {"single"}
+def write(root: Path, *strategies: str, **more: Any) -> None:
+    for strategy in strategies:
+        write_run(root, strategy, name=strategy, **more)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
@@ -44,8 +36,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "batch as taken": (
         {"engine": {"gradient_accumulation_steps": 4}}, "global batch: 64 samples a step, 16 asked",
     ),
-    "batch as teams took it": (
-        {"engine": {"team": {"divides": "tensors", "ranks": 2, "state_over": 1}}},
+    "batch as groups took it": (
+        {"engine": {"model_parallel_group": {"divides": "tensors", "ranks": 2, "state_over": 1}}},
         "global batch: 8 samples a step, 16 asked",
     ),
     "loss normalization": (
@@ -92,22 +84,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def test_as_many_ranks_on_more_machines_have_another_network(tmp_path: Path) -> None:
-    machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}]}
-    write_run(tmp_path, "ddp", name="ddp")
-    write_run(tmp_path, "zero2", name="zero2")
-    write_run(tmp_path, "zero3", name="zero3", environment={"other_machines": [machine]})
-    assert labels(tmp_path) == {"ddp": "", "zero2": "", "zero3": "machines: 2, baseline 1"}
-
-
 @pytest.mark.parametrize("invariant", BROKEN)
 def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path: Path) -> None:
     broken, label = BROKEN[invariant]
     broken = dict(broken)
     scale, factor = broken.pop("scale_first", None), broken.pop("lr_factor", None)
     data = {"data": {"tokens_sha256": {"train": "a", "eval": "b"}}} if invariant == "evaluation tokens" else {}
-    for strategy in ("single", "ddp", "zero2"):
-        write_run(tmp_path, strategy, name=strategy, engine=data)
+    write(tmp_path, "single", "ddp", "zero2", engine=data)
     path = write_run(tmp_path, "zero3", name="zero3", **broken)
     if scale is not None:
         with_steps(path, lambda row: row | {"loss": row["loss"] * scale})
@@ -119,31 +102,30 @@ def test_a_broken_invariant_is_named_for_that_run_alone(invariant: str, tmp_path
     records = read_records(tmp_path)
     for name in ("summary", "loss", "memory", "runtime", "single_vs_multi"):
         table = TABLES[name](records)
-        rows = table[table["Arm"].str.startswith("zero3")]
+        rows = table[table["Strategy"].str.startswith("zero3")]
         assert len(rows) == 1, f"{name} has {len(rows)} rows"
         assert label in rows["Comparable"].iloc[0]
-        assert (table[~table["Arm"].str.startswith("zero3")]["Comparable"] == "yes").all()
+        assert (table[~table["Strategy"].str.startswith("zero3")]["Comparable"] == "yes").all()
 
 
-def test_an_arm_of_which_no_run_ended_well_is_not_comparable(tmp_path: Path) -> None:
-    for strategy in ("single", "ddp"):
-        write_run(tmp_path, strategy, name=strategy)
+def test_a_strategy_without_a_run_that_ended_well_is_not_comparable(tmp_path: Path) -> None:
+    write(tmp_path, "single", "ddp")
     write_run(tmp_path, "ddp", name="again", repeat=2, state="timeout")
     write_run(tmp_path, "zero3", name="oom", state="oom", reason="out of memory")
     write_run(tmp_path, "zero2", name="other", state="oom", config={"max_grad_norm": 0.5})
     table = TABLES["summary"](read_records(tmp_path))
-    said = {name.split(",")[0]: value for name, value in zip(table["Arm"], table["Comparable"], strict=True)}
-    assert pd.isna(said.pop("zero3"))
-    assert said == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
+    found = {name.split(",")[0]: value for name, value in zip(table["Strategy"], table["Comparable"], strict=True)}
+    assert pd.isna(found.pop("zero3"))
+    assert found == {"single": "yes", "ddp": "yes", "zero2": "clipping: 0.5, baseline 1"}
 
 
-@pytest.mark.parametrize("dropout", [0.1, -1.0])
-def test_dropout_that_is_on_confounds_nothing(dropout: float, tmp_path: Path) -> None:
-    """Losses are compared by the means of seeds then; the models' own dropout, -1, is on at paper scale."""
-    for strategy in ("single", "zero3"):
-        write_run(tmp_path, strategy, name=strategy, config={"dropout": dropout})
+@pytest.mark.parametrize("dropout", [0.0, 0.1, -1.0])
+def test_runs_that_break_nothing_carry_no_label(dropout: float, tmp_path: Path) -> None:
+    """Nor does dropout: losses are compared by the means of seeds then; -1 is the models' own."""
+    write(tmp_path, "single", "ddp", "zero2", "zero3", config={"dropout": dropout})
     for column in ("confounded", "confounded_loss"):
         assert set(labels(tmp_path, column).values()) == {""}
+    assert set(labels(tmp_path, "baseline").values()) == {"single"}
 
 
 def release(version: str) -> dict[str, Any]:
@@ -204,65 +186,58 @@ def test_times_of_other_code_are_confounded_and_losses_are_not(case: str, tmp_pa
     assert TABLES["runtime"](read_records(tmp_path))["Comparable"].tolist() == ["yes", label or "yes"]
 
 
-def test_arms_that_log_or_save_in_another_rhythm_are_confounded_in_times_alone(tmp_path: Path) -> None:
-    write_run(tmp_path, "single", name="single")
-    write_run(tmp_path, "zero3", name="zero3", config={"logging_steps": 1, "checkpointing_steps": 5})
-    assert labels(tmp_path)["zero3"] == "logging: every 1 steps, baseline 10; checkpoints: every 5 steps, baseline 0"
-    assert set(labels(tmp_path, "confounded_loss").values()) == {""}
+def test_another_network_and_another_rhythm_of_logs_and_checkpoints_confound_times(tmp_path: Path) -> None:
+    machine = {"cpu": "Synthetic processor", "devices": [{"name": "Synthetic GPU"}]}
+    write(tmp_path, "ddp")
+    write(tmp_path, "zero2", environment={"other_machines": [machine]})
+    write(tmp_path, "zero3", config={"logging_steps": 1, "checkpointing_steps": 5})
+    assert labels(tmp_path) == {
+        "ddp": "", "zero2": "machines: 2, baseline 1",
+        "zero3": "logging: every 1 steps, baseline 10; checkpoints: every 5 steps, baseline 0",
+    }  # fmt: skip
+    assert labels(tmp_path, "confounded_loss")["zero3"] == ""
 
 
-def test_offload_changes_the_optimizer_by_a_note_when_its_settings_are_the_same(tmp_path: Path) -> None:
-    write_run(tmp_path, "single", name="single")
+def test_what_confounds_nothing_is_a_note(tmp_path: Path) -> None:
     warning = "DeepSpeed replaced torch's AdamW by DeepSpeedCPUAdam, because the optimizer is offloaded"
-    write_run(tmp_path, "zero3_cpu", name="zero3_cpu", engine={"warnings": [warning]})
-    assert labels(tmp_path)["zero3_cpu"] == ""
-    assert labels(tmp_path, "notes")["zero3_cpu"] == warning
-
-
-def test_one_rank_shards_nothing_and_says_so(tmp_path: Path) -> None:
-    for strategy in ("single", "zero2"):
-        write_run(tmp_path, strategy, name=strategy, ranks=1)
-    assert labels(tmp_path, "notes") == {"single": "", "zero2": "with one rank stage 2 shards nothing"}
-
-
-def test_another_seed_is_held_against_the_baseline_of_its_own_seed(tmp_path: Path) -> None:
-    for seed in (42, 43):
-        for strategy in ("single", "zero3"):
-            write_run(tmp_path, strategy, name=f"{strategy}-{seed}", seed=seed)
+    write(tmp_path, "single", "zero2", ranks=1)
+    write(tmp_path, "zero3_cpu", engine={"warnings": [warning]})
     assert set(labels(tmp_path).values()) == {""}
-    assert labels(tmp_path, "baseline")["zero3-43"] == "single-43"
+    notes = {"single": "", "zero2": "with one rank stage 2 shards nothing", "zero3_cpu": warning}
+    assert labels(tmp_path, "notes") == notes
 
 
-def test_two_amounts_of_work_with_baselines_are_two_workloads(tmp_path: Path) -> None:
-    for batch in (16, 32):
+@pytest.mark.parametrize(
+    "changes", [[{"seed": 42}, {"seed": 43}], [{"config": {"global_batch_size": batch}} for batch in (16, 32)]]
+)
+def test_each_seed_and_each_amount_of_work_has_its_own_baseline(changes: list[Any], tmp_path: Path) -> None:
+    for place, change in enumerate(changes):
         for strategy in ("ddp", "zero3"):
-            write_run(tmp_path, strategy, name=f"{strategy}-{batch}", config={"global_batch_size": batch})
+            write_run(tmp_path, strategy, name=f"{strategy}-{place}", **change)
     assert set(labels(tmp_path).values()) == {""}
-    assert labels(tmp_path, "baseline")["zero3-32"] == "ddp-32"
+    assert labels(tmp_path, "baseline")["zero3-1"] == "ddp-1"
 
 
-def test_a_whole_study_without_plain_training_is_held_against_its_first_arm(tmp_path: Path) -> None:
-    for strategy in ("zero3", "zero3_cpu", "zero3_nvme"):
-        write_run(tmp_path, strategy, name=strategy)
-    assert labels(tmp_path, "baseline") == dict.fromkeys(("zero3", "zero3_cpu", "zero3_nvme"), "zero3")
+def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Path) -> None:
+    strategies = ("zero3", "zero3_cpu", "zero3_nvme")
+    write(tmp_path, *strategies)
+    assert labels(tmp_path, "baseline") == dict.fromkeys(strategies, "zero3")
     assert baseline_arm(read_records(tmp_path).runs) == "zero3"
 
 
 def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:
-    write_run(tmp_path, "single", name="single", state="oom", reason="out of memory")
-    write_run(tmp_path, "ddp", name="ddp")
+    write(tmp_path, "single", state="oom", reason="out of memory")
+    write(tmp_path, "ddp")
     assert labels(tmp_path, "baseline") == {"single": "ddp", "ddp": "ddp"}
     write_run(tmp_path / "other", "zero3", state="oom", config={"task": "bert-imdb"})
     records = read_records(tmp_path)
-    alone = records.runs[records.runs["task"] == "bert-imdb"]
-    assert baseline_arm(alone) is None
+    assert baseline_arm(records.runs[records.runs["task"] == "bert-imdb"]) is None
     table = TABLES["summary"](records)
-    said = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
-    assert said == ["no baseline: no run of this workload ended ok"]
-    assert isinstance(alone, pd.DataFrame)
+    found = table[table["Workload"].str.startswith("bert")]["Comparable"].tolist()
+    assert found == ["no baseline: no run of this workload ended ok"]
 
 
-def test_an_older_fp16_is_told_from_the_one_that_is_meant_now(tmp_path: Path) -> None:
+def test_an_older_fp16_is_another_precision(tmp_path: Path) -> None:
     """It was autocast, DeepSpeed's own, or weights in fp16 under fsdp2; whatever skipped steps, nobody saw."""
     now = {"precision": "fp16", "loss_scaler": {"initial_scale": 65536.0}}
     for name, engine in (("single", now), ("ddp", now), ("zero3", {"precision": "fp16"}), ("fsdp2", {})):

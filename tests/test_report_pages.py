@@ -5,30 +5,26 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from report_folders import laptop
 from study.config.strategies import REPOSITORY
 from study.records.frames import Records, write_parquet
 from study.report.questions import answers
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 NAMES = ("loss_curves", "offload", "peak_memory", "runtime", "single_vs_multi")
 PAGES = ("index", *NAMES)
 WIDTHS = (400, 1400)
 EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'> | `$x$` \\"
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 # Torch, and what brings it, cannot be imported by whatever runs with this on its path.
 BLOCKER = """
 import sys
@@ -79,16 +75,6 @@ def build(work: Path, records: Records) -> Report:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return Report(work / "reports" / "harmful", time.monotonic() - started, result.stdout)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        # A container's root has no sandbox of its own to give.
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield running
-        running.close()
 
 
 class Visit(NamedTuple):
@@ -146,7 +132,6 @@ def test_executed_notebooks_are_valid_and_run_again_beside_their_records(report)
                     if output.output_type in ("error", "stream")]  # fmt: skip
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
 def test_every_figure_loads_and_says_what_it_shows(visits, name):
     pictures = visits[name].page.eval_on_selector_all(
@@ -159,7 +144,6 @@ def test_every_figure_loads_and_says_what_it_shows(visits, name):
         assert len(words) > 40
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_complains_or_asks_for_anything_outside_itself(visits, name):
     seen = visits[name]
@@ -168,7 +152,6 @@ def test_no_page_complains_or_asks_for_anything_outside_itself(visits, name):
     assert outside == [seen.page.url]
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_is_wider_than_the_screen(visits, name):
     overflow = """() => {
@@ -182,7 +165,6 @@ def test_no_page_is_wider_than_the_screen(visits, name):
     assert visits[name].page.evaluate(overflow) == [0, []]
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_to_a_file_or_a_heading_that_is_there(visits, report, name):
     page = visits[name].page
@@ -196,7 +178,6 @@ def test_every_link_leads_to_a_file_or_a_heading_that_is_there(visits, report, n
             assert page.evaluate("id => document.getElementById(id) !== null", unquote(parts.fragment)), link
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", PAGES)
 def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
     page = visits[name].page
@@ -207,7 +188,6 @@ def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
         assert "<script>window.harmed = 1</script>" in page.inner_text("body")
 
 
-@needs_chromium
 def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
     page = visits["index"].page
     records = harmful(laptop())
@@ -225,7 +205,6 @@ def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
     assert "and 10 more" in page.inner_text("body")
 
 
-@needs_chromium
 def test_pages_are_dark_where_the_reader_asks_for_it(report, browser):
     lightness = (
         "() => getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"

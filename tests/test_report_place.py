@@ -38,14 +38,14 @@ def put(tmp_path: Path, output: Path, *figures: str) -> None:
     place.put_in_place(rendered(tmp_path / "new", *figures), output)
 
 
-NO_LIST = r"report holds \S+, and no files\.json of a report"
+NO_LIST = r"report has \S+, and no files\.json of a report"
 
 
 def test_what_would_be_overwritten_and_is_not_the_reports_is_refused_before_notebooks_run(tmp_path):
     output = committed(tmp_path)
     (output / "loss_curves.html").write_text("my own words")
     before, outside = contents(output), contents(tmp_path)
-    with pytest.raises(UserError, match=r"report holds loss_curves.html, which is not as a report wrote it"):
+    with pytest.raises(UserError, match=r"report has loss_curves.html, which is not as a report wrote it"):
         build(few(), "laptop", output, notebooks=tmp_path / "nowhere")
     assert (contents(output), contents(tmp_path)) == (before, outside)
 
@@ -59,7 +59,7 @@ def test_a_file_of_the_users_is_not_overwritten(name, tmp_path):
         (output / name).symlink_to(tmp_path / "elsewhere")
     else:
         (output / name).write_text("my own words")
-    words = NO_LIST if name == "files.json" else f"report holds {name}, which is not as a report wrote it"
+    words = NO_LIST if name == "files.json" else f"report has {name}, which is not as a report wrote it"
     with pytest.raises(UserError, match=words):
         place.check_place(output, wanted)
 
@@ -70,7 +70,7 @@ def test_a_figure_of_the_users_is_not_overwritten(name, tmp_path):
     output = committed(tmp_path)
     (output / "figures" / name).write_text("mine")
     before = contents(output)
-    with pytest.raises(UserError, match=rf"holds figures/{name}, which is not as a report wrote it"):
+    with pytest.raises(UserError, match=rf"has figures/{name}, which is not as a report wrote it"):
         put(tmp_path, output, name)
     assert contents(output) == before
 
@@ -81,7 +81,7 @@ def test_a_wrong_place_ends_the_command_with_2(tmp_path, monkeypatch, capsys):
     shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
     assert cli.main(["report", "laptop", "--output", "report"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--output report holds index.html, which is not as a report wrote it" in line
+    assert "--output report has index.html, which is not as a report wrote it" in line
     assert "move it elsewhere" in line
 
 
@@ -164,7 +164,7 @@ def test_tables_without_a_list_are_replaced(tmp_path):
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
     place.check_place(output, ["runs.parquet", "steps.parquet"])
     (output / "runs.parquet").write_text("no table")
-    with pytest.raises(UserError, match=r"holds runs\.parquet, which is not as a report wrote it"):
+    with pytest.raises(UserError, match=r"has runs\.parquet, which is not as a report wrote it"):
         place.check_place(output, ["runs.parquet", "steps.parquet"])
     write_parquet(laptop(), tmp_path / "tables")
     put(tmp_path, tmp_path / "tables")

@@ -15,15 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from report_folders import laptop
-from study.config.strategies import STRATEGY_NAMES, WITH_TEAMS
+from study.config.strategies import STRATEGY_NAMES, WITH_GROUPS
 from study.records.frames import Records
-from study.report.plots.canvas import STRATEGIES, Drawing
-from study.report.plots.loss import MOST_POINTS, loss_curves, loss_differences
-from study.report.plots.memory import model_state, peak_memory
-from study.report.plots.scaling import batch_size, model_size, scaling
-from study.report.plots.time import frontier, offload, step_time, traffic
+from study.report.canvas import STRATEGIES, Drawing
+from study.report.document import as_svg
 from study.report.questions import QUESTIONS
-from study.report.site.show import as_svg
+from study.report.questions.loss import MOST_POINTS, loss_curves, loss_differences
+from study.report.questions.memory import model_state, offload, peak_memory, traffic
+from study.report.questions.scaling import batch_size, model_size, scaling
+from study.report.questions.time import frontier, step_time
 from synthetic_records import only
 
 ALL = [draw for question in QUESTIONS for draw in question.figures.values()]
@@ -74,7 +74,7 @@ def seen(colour: str, sight: str) -> npt.NDArray[np.float64]:
 def test_no_two_strategies_look_alike(sight):
     for (one_name, one_style), (other_name, other) in itertools.combinations(STRATEGIES.items(), 2):
         if one_style.colour == other.colour:
-            assert {one_name, other_name} & set(WITH_TEAMS)
+            assert {one_name, other_name} & set(WITH_GROUPS)
             assert one_style.dash != other.dash
             continue
         distance = np.linalg.norm(seen(one_style.colour, sight) - seen(other.colour, sight))
@@ -89,28 +89,27 @@ def test_every_strategy_has_a_colour_that_shows_on_white_and_a_marker_of_its_own
         assert contrast >= 2.9, f"{name}: {contrast:.2f}"
 
 
+# What the other figures show is in no record of this suite.
+OF_THE_LAPTOP = (
+    loss_curves, loss_differences, model_state, peak_memory, step_time, frontier, traffic, offload, scaling,
+)  # fmt: skip
+ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
+
+
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_without_records_there_is_no_drawing(draw):
+def test_every_axis_has_its_unit_and_every_figure_its_words(draw):
+    """Whatever the text of a record; and without records there is no drawing."""
     empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
     assert draw(empty) == []
-
-
-# What the other figures are about is in no record of this suite.
-OF_THE_LAPTOP = {
-    loss_curves, loss_differences, model_state, peak_memory, step_time, frontier, traffic, offload, scaling,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_every_axis_says_its_unit_and_every_figure_what_it_shows(draw):
-    drawings = draw(laptop())
-    assert bool(drawings) == (draw in OF_THE_LAPTOP)
+    drawings, odd = draw(laptop()), draw(changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
+    assert bool(drawings) == bool(odd) == (draw in OF_THE_LAPTOP)
     for drawing in drawings:
         assert len(drawing.alt) > 40
         for axes in drawing.figure.axes:
             rows_have_names = any(label.get_text() in STRATEGIES for label in axes.get_yticklabels())
             assert axes.get_xlabel()
             assert axes.get_ylabel() or rows_have_names
+    assert not any(b"<script>" in as_svg(drawing.figure) for drawing in odd)
 
 
 @pytest.mark.parametrize("draw", [loss_curves, loss_differences, step_time, frontier,
@@ -122,37 +121,24 @@ def test_a_virtual_or_unfinished_run_is_in_no_figure_of_loss_or_time(draw, chang
 
 
 @pytest.mark.parametrize("draw", [model_state, traffic])
-def test_what_a_virtual_rank_holds_and_sends_is_shown(draw):
+def test_memory_and_communication_of_a_virtual_rank_are_shown(draw):
     assert "zero3" in texts(only(draw(changed(virtual=True))).figure).split()
 
 
-@pytest.mark.parametrize("draw", [step_time, frontier, model_state, peak_memory, traffic,
-                                  scaling, offload])  # fmt: skip
-def test_a_confounded_arm_is_marked_and_its_reason_is_in_the_figure(draw):
-    shown = texts(only(draw(changed(confounded="clipping: 0.5, baseline 1"))).figure)
+@pytest.mark.parametrize("draw", OF_THE_LAPTOP)
+def test_a_confounded_strategy_is_marked_and_its_reason_is_in_the_figure(draw):
+    column = "confounded_loss" if draw in (loss_curves, loss_differences) else "confounded"
+    shown = texts(only(draw(changed(**{column: "clipping: 0.5, baseline 1"}))).figure)
     assert "†" in shown
     assert "clipping: 0.5, baseline 1" in shown
 
 
-@pytest.mark.parametrize("draw", [loss_curves, loss_differences])
-def test_what_confounds_a_loss_is_in_the_figures_of_loss(draw):
-    shown = texts(only(draw(changed(confounded_loss="dropout is on"))).figure)
-    assert "zero3 †" in shown
-    assert "dropout is on" in shown
-
-
-@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_any_text_can_be_drawn(draw):
-    odd = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
-    drawings = draw(changed(arm=odd, workload="$" + odd, confounded=odd, confounded_loss=odd))
-    assert bool(drawings) == (draw in OF_THE_LAPTOP)
-    for drawing in drawings:
-        assert b"<script>" not in as_svg(drawing.figure)
-
-
-def test_curves_that_agree_are_said_to_and_one_that_does_not_is_named():
-    assert "All 13 strategies lie on one line" in texts(only(loss_curves(changed())).figure)
+def test_curves_that_agree_are_one_line_of_the_common_seeds_and_one_that_does_not_is_named():
     records = changed()
+    assert records.runs.groupby("strategy")["seed"].nunique().nunique() > 1
+    shown = texts(only(loss_curves(records)).figure)
+    assert "All 13 strategies lie on one line" in shown
+    assert "Faint: other seeds" in shown
     run = records.runs.loc[records.runs["strategy"] == "zero3", "run"].iloc[0]
     steps = records.steps.copy()
     steps.loc[steps["run"] == run, "loss"] += 0.5
@@ -172,41 +158,34 @@ def test_a_long_run_is_drawn_with_few_points_and_the_same_mean():
     assert np.mean(np.asarray(lines[0].get_ydata())) == pytest.approx(rows["loss"].mean(), rel=0.01)
 
 
-def test_arms_are_drawn_from_the_seeds_that_all_of_them_ran():
-    seeds_of = changed().runs.groupby("strategy")["seed"].nunique()
-    assert seeds_of.nunique() > 1
-    drawn = texts(only(loss_curves(changed())).figure)
-    assert f"All {len(seeds_of)} strategies lie on one line" in drawn
-    assert "Faint: other seeds" in drawn
-
-
-def test_speed_against_batch_and_model_size_needs_two_of_them():
-    assert batch_size(laptop()) == []
+@pytest.mark.parametrize(
+    ("draw", "change", "alt"),
+    [
+        (batch_size, {"global_batch_size": 32}, "ddp 100 % at 16, 100 % at 32"),
+        (model_size, {"model_name_or_path": "gpt-larger"}, "ddp 100 % at 2.69, 100 % at 5.39"),
+    ],
+)
+def test_speed_against_batch_and_model_size_needs_two_of_them(draw, change, alt):
     records = changed()
-    larger = records.runs.assign(global_batch_size=32, workload="32", run=records.runs["run"] + "-32",
-                                 tokens_per_s=records.runs["tokens_per_s"] * 2)  # fmt: skip
-    both = dataclasses.replace(records, runs=pd.concat([records.runs, larger], ignore_index=True))
-    drawings = batch_size(both)
-    assert "ddp 100 % at 16.0, 100 % at 32.0" in drawings[0].alt
-    twice = records.runs.assign(model_name_or_path="gpt-larger", workload="larger", run=records.runs["run"] + "-2",
-                                params_bytes_device=records.runs["params_bytes_device"] * 2)  # fmt: skip
-    drawings = model_size(dataclasses.replace(records, runs=pd.concat([records.runs, twice], ignore_index=True)))
-    assert "zero3 100 %" not in drawings[0].alt
+    assert draw(records) == []
+    more = records.runs.assign(workload="other", run=records.runs["run"] + "-2", **change,
+                               tokens_per_s=records.runs["tokens_per_s"] * 2,
+                               params_bytes_device=records.runs["params_bytes_device"] * 2)  # fmt: skip
+    drawing = draw(dataclasses.replace(records, runs=pd.concat([records.runs, more], ignore_index=True)))[0]
+    assert alt in drawing.alt
+    assert "zero3 100 %" not in drawing.alt
 
 
-def test_whole_copies_of_the_parameters_are_drawn_only_where_a_run_holds_one():
-    records = changed()
-    assert "whole copies" in texts(only(traffic(records)).figure)
-    sharded = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] == "zero3"])
-    assert "whole copies" not in texts(only(traffic(sharded)).figure)
-
-
-def test_the_figure_of_traffic_shows_what_is_sent_and_not_the_payload():
+def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_parameters():
     """On two ranks stage 3 sends as much as plain data parallelism, of twice the payload."""
-    figures = dict(part.split(" ")[:2] for part in only(traffic(changed())).alt.partition(": ")[2].split(", "))
+    drawing = only(traffic(changed()))
+    figures = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
     assert figures["zero3"] == figures["ddp"]
     payload = changed().runs.groupby("strategy")["comm_bytes_per_step"].first()
     assert payload["zero3"] == pytest.approx(2 * payload["ddp"], rel=0.01)
+    assert "multiples of the parameters" in texts(drawing.figure)
+    sharded = dataclasses.replace(changed(), runs=changed().runs[changed().runs["strategy"] == "zero3"])
+    assert "multiples of the parameters" not in texts(only(traffic(sharded)).figure)
 
 
 def test_the_same_records_give_the_same_file():

@@ -1,4 +1,4 @@
-"""A report of releases says which of them train as one process does, whose a fault is, and where it is not."""
+"""A report of releases: which of them diverge from one process, by which cause, and where they do not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from study.records.frames import Records, read_parquet, read_runs, write_parquet
 from study.releases.stacks import ReleaseCell, release_cells
 from study.report.pages.releases import page
-from study.report.plots.releases import fault_curves, release_grid
 from study.report.questions import answers
-from study.report.questions.releases import QUESTION, avoid_table, verdict_table
+from study.report.questions.releases import QUESTION, avoid_table, fault_curves, release_grid, verdict_table
 from synthetic_records import with_steps, write_run
 
 CAUSES = """
@@ -97,7 +96,7 @@ def cell_of(records: Records, stack: str, strategy: str, micro_steps: int = 4) -
     return found[0]
 
 
-def test_each_cell_is_held_against_one_process_under_its_own_stack(records: Records) -> None:
+def test_each_case_is_compared_with_one_process_of_its_own_releases(records: Records) -> None:
     kinds = {(cell.stack, cell.strategy, cell.micro_steps): cell.verdict.kind for cell in release_cells(records)}
     assert kinds == {
         **{(stack, "ddp", 4): "equal" for stack in ("0.18.6", "0.18.6-then", "0.19.8")},
@@ -110,9 +109,7 @@ def test_each_cell_is_held_against_one_process_under_its_own_stack(records: Reco
     assert cell_of(records, "0.18.6-then", "zero1").single.startswith("single-0.18.6-then")
 
 
-def test_a_fault_that_goes_with_the_stack_of_its_time_is_a_mismatch_and_no_fault_of_the_engine(
-    records: Records,
-) -> None:
+def test_a_fault_that_is_absent_with_contemporary_releases_is_a_mismatch(records: Records) -> None:
     engines, pairings = cell_of(records, "0.18.6", "zero1"), cell_of(records, "0.18.6", "zero2")
     assert (engines.of_its_time, engines.is_mismatch) == ("different", False)
     assert (pairings.of_its_time, pairings.is_mismatch) == ("equal", True)
@@ -120,7 +117,7 @@ def test_a_fault_that_goes_with_the_stack_of_its_time_is_a_mismatch_and_no_fault
     assert pairings.causes == ()
 
 
-def test_a_cell_of_which_one_run_is_wrong_is_wrong_and_says_that_it_is_luck(records: Records) -> None:
+def test_a_case_with_one_wrong_run_is_wrong_sometimes(records: Records) -> None:
     lucky = cell_of(records, "0.18.6", "zero3")
     assert (lucky.verdict.kind, lucky.differs_sometimes, len(lucky.runs)) == ("different", True, 2)
     assert lucky.worst_run.endswith("r2")
@@ -130,21 +127,21 @@ def test_a_cell_of_which_one_run_is_wrong_is_wrong_and_says_that_it_is_luck(reco
     assert not cell_of(records, "0.19.8", "zero1").is_lucky
 
 
-def test_the_answer_names_the_good_release_and_a_report_of_stacks_asks_nothing_of_their_speed(records: Records) -> None:
+def test_the_answer_names_the_good_releases_and_such_a_report_has_no_speeds(records: Records) -> None:
     answer = QUESTION.answer(records)
     assert answer is not None
-    assert "torch, on CPU ranks, 1 of 3 releases that run train otherwise" in answer.sentence
-    assert "train: 0.19.2, 0.19.8." in answer.sentence
-    assert "Of 2 cells that are wrong today" in answer.notes[1]
-    assert "1 are right there" in answer.notes[1]
+    assert "torch, on CPU ranks, 1 of 3 releases that run diverge from one process" in answer.sentence
+    assert "under all strategies: 0.19.2, 0.19.8." in answer.sentence
+    assert "Of 2 cases that are wrong today" in answer.notes[1]
+    assert "1 are right with those" in answer.notes[1]
     assert {question.name for question in answers(records)} == {"releases", "runs"}
     table = avoid_table(records).set_index("Strategy")
     assert table.loc["zero1"].tolist() == ["none", "0.18.6", "0.18.6"]
     assert table.loc["zero3"].tolist() == ["on a CPU 0.18.6", "on a CPU 0.18.6", "not run"]
-    assert table.loc["zero2", "Accumulating, with Accelerate and torch of its time"] == "none"
-    said = verdict_table(records).set_index(["Release", "Beside", "Strategy", "Micro-steps"])
-    assert said.loc[("0.18.6", "today", "zero1", 4), "Cause"] == "a"
-    assert said.loc[("0.18.6", "today", "zero3", 4), "Verdict"] == "different, sometimes"
+    assert table.loc["zero2", "Accumulating, with contemporary Accelerate and torch"] == "none"
+    verdicts = verdict_table(records).set_index(["Release", "Accelerate and torch", "Strategy", "Micro-steps"])
+    assert verdicts.loc[("0.18.6", "today's", "zero1", 4), "Cause"] == "a"
+    assert verdicts.loc[("0.18.6", "today's", "zero3", 4), "Verdict"] == "different, sometimes"
 
 
 def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_each_cause(records: Records) -> None:
@@ -154,17 +151,17 @@ def test_the_grid_has_a_half_for_each_number_of_micro_steps_and_a_letter_for_eac
     assert sorted(text.get_text() for text in axes.texts if text.get_text()) == ["?", "a", "b'"]
     assert len(axes.patches) == len([cell for cell in release_cells(records) if not cell.is_of_its_time])
     labels = [text.get_text() for text in today.figure.legends[0].get_texts()]
-    assert "another training, by a mismatch of releases" in labels
-    assert "the same, and by chance: its releases have a race" in labels
+    assert "diverges by a mismatch of releases" in labels
+    assert "the same by chance: its releases have a race" in labels
     assert "a  the gradient is divided <b>twice</b>" in labels
     assert "0.18.6: zero1" in then.alt
     (curves,) = fault_curves(records)
     wrong = {line.get_linestyle() for axes in curves.figure.axes for line in axes.lines}
     assert wrong == {"-", "--"}
-    assert "0.18.6 zero3 off by" in curves.alt
+    assert "0.18.6 zero3 differs by" in curves.alt
 
 
-def test_the_page_has_the_losses_of_each_wrong_cell_under_those_of_one_process(records: Records) -> None:
+def test_the_page_has_the_losses_of_each_wrong_case_below_those_of_one_process(records: Records) -> None:
     text = page(records, [])
     rows = [line for line in text[text.index("## Losses and norms"):].split("## ")[1].splitlines() if "single" in line
             or "0.18.6" in line]  # fmt: skip
@@ -180,7 +177,7 @@ def test_the_page_has_the_losses_of_each_wrong_cell_under_those_of_one_process(r
     assert not zero1[2].endswith(last)
 
 
-def test_the_page_tells_each_cause_with_its_source_and_escapes_what_records_say(records: Records) -> None:
+def test_the_page_has_each_cause_with_its_source_and_escapes_records(records: Records) -> None:
     asked = {"stack": "0.18.6", "strategy": "zero1", "accumulation": 4, "precision": "fp32", "loss": "inside",
              "clipping": 1.0, "norm": 1.0, "right_norm": 1.0, "losses_off": 1e-7}  # fmt: skip
     bare = [asked | {"caller": "bare", "losses_off": 0.1}, asked | {"caller": "boundary"},

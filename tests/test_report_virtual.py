@@ -11,20 +11,18 @@ import pandas as pd
 import pytest
 
 from study.config.strategies import REPOSITORY
-from study.predictor.floor import papers_state_bytes, papers_traffic
+from study.predictor.state import papers_state_bytes, papers_traffic
 from study.records.frames import Records, read_records, read_runs, write_parquet
 from study.records.rows import RUN_COLUMNS
-from study.report.plots.virtual import settings, table1
-from study.report.questions import TABLES, layers
-from study.report.questions import settings as settings_question
-from study.report.questions import table1 as table1_question
+from study.report.questions import TABLES
+from study.report.questions.virtual import LAYERS, SETTINGS, TABLE1, settings, table1
 from study.report.site.build import build
-from study.virtual.records import AS_SHIPPED, changes, sent, summaries
-from synthetic_records import as_never_started, only, told, write_run
+from study.virtual.records import AS_SHIPPED, changes, relative_ring_bytes, summaries
+from synthetic_records import answered, as_never_started, only, write_run
 
 GB = 10**9
 # A model called 7.5 B, of 36 layers and, for round figures, exactly that many parameters.
-AROUND, PER_LAYER, LAYERS = 300_000_000, 200_000_000, 36
+AROUND, PER_LAYER, DEPTH = 300_000_000, 200_000_000, 36
 PARTS = {"params": 2, "grads": 2, "optimizer": 12}
 SHARDED_FROM = {"optimizer": 1, "grads": 2, "params": 3}
 
@@ -38,7 +36,7 @@ def blank(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def row(
-    blank: Records, strategy: str, ranks: int, layers: int = LAYERS, setting: str = "", traffic: float = 2.0,
+    blank: Records, strategy: str, ranks: int, layers: int = DEPTH, setting: str = "", traffic: float = 2.0,
     **more: Any,
 ) -> pd.DataFrame:  # fmt: skip
     parameters = AROUND + PER_LAYER * layers
@@ -48,10 +46,10 @@ def row(
         for kind, size in PARTS.items()
     }
     wire = traffic * 2 * parameters
-    name = "gpt-7.5b" if layers == LAYERS else f"gpt-7.5b-{layers}layers"
+    name = "gpt-7.5b" if layers == DEPTH else f"gpt-7.5b-{layers}layers"
     figures = {
         "run": f"{strategy}-{ranks}-{layers}-{setting}", "strategy": strategy, "zero_stage": stage, "world_size": ranks,
-        "model_name_or_path": name, "model_parameters": parameters, "model_layers": layers, "preset_layers": LAYERS,
+        "model_name_or_path": name, "model_parameters": parameters, "model_layers": layers, "preset_layers": DEPTH,
         "engine_precision": "bf16-engine", "precision": "bf16-engine", "virtual_world_size": ranks, "virtual_rank": 0,
         "engine_override": json.dumps([setting] if setting else []), "comm_calls_per_step": 10.0 * layers,
         "collectives": json.dumps({"all_gather": {
@@ -66,7 +64,7 @@ def together(*rows: pd.DataFrame) -> Records:
     return Records(runs, pd.DataFrame({"run": []}))
 
 
-def test_a_model_at_three_depths_is_held_against_the_paper_by_its_line(blank: Records) -> None:
+def test_a_model_at_three_depths_is_compared_with_the_paper_by_its_line(blank: Records) -> None:
     records = together(*(row(blank, "zero2", 16, layers) for layers in (2, 3, 4)), row(blank, "zero3", 64))
     table = TABLES["table1"](records)
     assert table["Strategy"].tolist() == ["zero2", "zero3"]
@@ -102,30 +100,31 @@ def test_depths_of_different_settings_are_never_one_line(blank: Records) -> None
     assert lines(together(*rows, row(blank, "zero2", 16, 4))) == 1
 
 
-def test_where_no_line_holds_there_is_no_figure_and_the_report_says_so(blank: Records) -> None:
+def test_a_figure_that_is_not_linear_in_layers_is_not_extrapolated(blank: Records) -> None:
     bent = row(blank, "zero3", 64, 4, traffic=3.0)
     records = together(row(blank, "zero3", 64, 2), row(blank, "zero3", 64, 3), bent)
     table = TABLES["settings"](records)
     assert table["Ring bytes (NCCL), x weights"].isna().all()
     assert table["Payload, x weights"].tolist() == ["all_gather ?"]
-    (line,) = told(layers.answer(records)).table.to_dict("records")
-    assert (line["Measured whole"], line["Lines"]) == (0, 1)
-    assert line["No line holds for"].startswith("collective.all_gather")
+    (line,) = answered(LAYERS.answer(records)).table.to_dict("records")
+    assert (line["Measured completely"], line["Extrapolated"]) == (0, 1)
+    assert line["Not linear in layers"].startswith("collective.all_gather")
     changed = row(blank, "zero3", 64, setting="zero_optimization.overlap_comm=true")
     drawing = only(settings(together(records.runs, changed)))
     assert "as shipped" not in drawing.alt
 
 
-def test_the_line_is_held_against_the_whole_model_where_both_ran(blank: Records) -> None:
+def test_an_extrapolation_is_compared_with_the_complete_model_where_both_ran(blank: Records) -> None:
     whole = row(blank, "zero3", 64)
     records = together(whole, *(row(blank, "zero3", 64, layers, traffic=2.02) for layers in (2, 3, 4)))
     (summary,) = summaries(records)
     assert summary["extrapolated"] is None
     (line,) = TABLES["lines_beside_whole_models"](records).to_dict("records")
-    assert (line["State of the line, x whole"], line["Ring bytes (NCCL), x whole"]) == ("+0.00%", "+1.00%")
+    over = "extrapolated over measured"
+    assert (line[f"State, {over}"], line[f"Ring bytes (NCCL), {over}"]) == ("+0.00%", "+1.00%")
 
 
-def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) -> None:
+def test_a_setting_has_the_figures_that_it_changes_and_no_others(blank: Records) -> None:
     setting = "zero_optimization.use_multi_rank_bucket_allreduce=false"
     paper = papers_traffic(2, 8)
     records = together(
@@ -133,9 +132,10 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
         row(blank, "zero2", 8, setting=setting, traffic=paper),
         row(blank, "zero2", 8, setting="zero_optimization.overlap_comm=true", traffic=1.5 * paper),
     )
-    answer = told(settings_question.answer(records))
-    said = "As shipped the engine sends 1.5 (`zero2`) times the paper's traffic, in ring bytes (NCCL)."
-    assert answer.sentence == said
+    answer = answered(SETTINGS.answer(records))
+    assert (
+        answer.sentence == "As shipped, the engine sends 1.5 (`zero2`) times the paper's traffic, in ring bytes (NCCL)."
+    )
     moved = answer.table.set_index("Setting")
     assert moved["Cases"].tolist() == [1, 1, 1]
     assert moved["Ring bytes (NCCL), x paper"].to_dict() == {
@@ -149,15 +149,12 @@ def test_a_setting_is_named_with_what_it_moves_and_nothing_else(blank: Records) 
     assert "zero2 use_multi_rank_bucket_allreduce=false 1.75 (paper 1.75)" in drawing.alt
 
 
-def test_what_stage_3_keeps_whole_stands_beside_what_is_too_much(blank: Records) -> None:
+def test_persistent_parameters_explain_state_above_the_formula(blank: Records) -> None:
     kept = 4_000_000
     records = together(row(blank, "zero3", 1024, kept_whole_bytes=kept, params_bytes_host=float(kept)))
-    answer = told(table1_question.answer(records))
-    assert answer.sentence.startswith("What the paper's formula says: 0 of 1 cases are within 1 % of it")
-    assert answer.notes[-1] == (
-        "The furthest holds 4.00 MB more than the paper says, with 4.00 MB of parameters kept whole"
-        " (`stage3_param_persistence_threshold`)."
-    )
+    answer = answered(TABLE1.answer(records))
+    assert answer.sentence.startswith("The paper's formula holds within 1 % for 0 of 1 cases")
+    assert "4.00 MB more than by the formula, with 4.00 MB of persistent parameters" in answer.notes[-1]
 
 
 def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: Path) -> None:
@@ -170,7 +167,7 @@ def test_a_cell_that_could_not_be_held_is_a_virtual_row_of_its_world(tmp_path: P
     (line,) = TABLES["virtual_runs"](records).to_dict("records")
     assert (line["Model"], line["Rank"]) == ("gpt-1t", "0 of 1024")
     assert line["Outcome"] == "unsupported: takes about 55 GiB"
-    answer = told(layers.answer(records))
+    answer = answered(LAYERS.answer(records))
     assert answer.sentence.endswith("; 1 of 1 runs did not end well.")
     assert answer.notes[-1] == "1 of `gpt-1t` ended unsupported, such as: takes about 55 GiB."
 
@@ -188,34 +185,29 @@ def test_a_report_of_virtual_runs_has_one_page_and_no_losses(blank: Records, tmp
         "settings_1.png", "table1_1.png",
     ]  # fmt: skip
     text = (tmp_path / "report" / "summary.md").read_text()
-    assert "here is no loss, no accuracy, and no throughput" in text
+    assert "there is no loss, no accuracy, and no throughput" in text
     assert "Eval loss" not in text
 
 
-def test_tables_of_virtual_runs_say_what_is_not_there(blank: Records, tmp_path: Path) -> None:
+def test_tables_of_virtual_runs_have_no_real_runs(blank: Records, tmp_path: Path) -> None:
     write_run(tmp_path, "zero2")
     real = read_records(tmp_path)
     for name in ("virtual_runs", "table1", "settings", "setting_effects"):
         assert TABLES[name](real).empty
-    for question in (table1_question, settings_question, layers):
+    for question in (TABLE1, SETTINGS, LAYERS):
         assert question.answer(real) is None
     other = together(row(blank, "zero2", 8, model_name_or_path="bert-large-uncased"))
     assert TABLES["table1"](other).empty
     assert table1(other) == []
     assert TABLES["setting_effects"](other).empty
     # Of another model the paper's formula for its number of parameters.
-    assert told(table1_question.answer(other)).table.to_dict("records") == [
-        {
-            "Strategy": "zero2",
-            "Within 1 %": "1 of 1",
-            "Furthest": "+0.00 %",
-            "Which is": "bert-large-uncased at 8",
-        }
+    assert answered(TABLE1.answer(other)).table.to_numpy().tolist() == [
+        ["zero2", "1 of 1", "+0.00 %", "bert-large-uncased at 8"]
     ]
     # A setting that moves no state would be one more case that agrees.
     changed = row(blank, "zero2", 8, setting="overlap_comm=true", model_name_or_path="bert-large-uncased")
-    two = told(table1_question.answer(together(other.runs, changed)))
-    assert two.sentence.startswith("What the paper's formula says: 1 of 1 cases are within 1 %")
+    two = answered(TABLE1.answer(together(other.runs, changed)))
+    assert two.sentence.startswith("The paper's formula holds within 1 % for 1 of 1 cases")
 
 
 def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() -> None:
@@ -224,17 +216,18 @@ def test_what_the_readme_says_of_the_engine_is_what_the_committed_records_say() 
     beside: dict[Any, list[Any]] = {one["strategy"]: [] for one in summaries(records)}
     for one in summaries(records):
         if one["setting"] == AS_SHIPPED:
-            beside[one["strategy"]].append(sent(one) / papers_traffic(one["stage"], one["world_size"]))
+            beside[one["strategy"]].append(relative_ring_bytes(one) / papers_traffic(one["stage"], one["world_size"]))
     assert beside["zero1"] == pytest.approx([1.5] * 6, abs=0.005)
     assert beside["zero2"] == pytest.approx([1.5] * 6, abs=0.005)
     assert max(beside["zero3"]) < 1
-    reduced = [sent(after) / papers_traffic(after["stage"], after["world_size"]) for _, after in changes(records)
+    reduced = [relative_ring_bytes(after) / papers_traffic(after["stage"], after["world_size"])
+               for _, after in changes(records)
                if "use_multi_rank_bucket_allreduce=false" in after["setting"]]  # fmt: skip
     assert len(reduced) == 12
     assert max(reduced) < 1.075
 
 
-def test_offload_is_held_against_the_stage_that_it_offloads(blank: Records) -> None:
+def test_offload_is_compared_with_the_paper_s_figure_of_its_stage(blank: Records) -> None:
     offloaded = row(blank, "zero3", 8).assign(strategy="zero3_cpu")
     (line,) = TABLES["settings"](together(offloaded)).to_dict("records")
     assert line["Paper, x weights"] == papers_traffic(3, 8)

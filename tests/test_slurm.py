@@ -1,9 +1,9 @@
-"""A real Slurm of two nodes on this machine, for as long as these tests need it: no root, no munge, no systemd."""
+"""A real Slurm of two nodes on this machine: no root, no munge, no systemd."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import getpass
 import json
 import os
@@ -173,19 +173,6 @@ def _memory_cgroup() -> Path | None:
     return None
 
 
-def _lower(limit: Path) -> None:
-    """The first version of cgroups refuses a limit below what is in use, which grows by the moment."""
-    for mib in range(200, 500, 20):
-        try:
-            limit.write_text(str(mib * 2**20))
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-        else:
-            return
-    raise AssertionError("the second node's rank holds all that it takes already")
-
-
 def _limit_of(cgroup: Path) -> Path:
     first, second = cgroup / "memory.limit_in_bytes", cgroup / "memory.max"
     return first if first.exists() else second
@@ -196,15 +183,10 @@ def records(runs: Path) -> dict[str, Run]:
     return {read_json(run.path / "sweep.json")["strategy"]: run for run in found}
 
 
-def as_fixed(flags: tuple[str, ...]) -> dict[str, Any]:
-    """Flags of study/train.py as a suite has them."""
-    return {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(flags[::2], flags[1::2], strict=True)}
-
-
-def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_do(
-    slurm: Slurm, tmp_path: Path, run_of: RunFactory
-) -> None:
-    fixed = {**as_fixed(FLAGS), "task": "gpt-wikitext", "time_limit_s": 300}
+def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, run_of: RunFactory) -> None:
+    flags = zip(FLAGS[::2], FLAGS[1::2], strict=True)
+    fixed: dict[str, Any] = {name.removeprefix("--"): yaml.safe_load(value) for name, value in flags}
+    fixed |= {"task": "gpt-wikitext", "time_limit_s": 300}
     suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, fixed), tmp_path / "runs"
     job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
     assert job.ended() == "COMPLETED", job.said()
@@ -226,6 +208,7 @@ def test_two_nodes_train_as_one_machine_does_and_the_second_call_has_nothing_to_
     assert not list((runs / "tiny").glob(".launch-*"))
 
 
+@pytest.mark.long
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
     # In this order; the second has the first node to itself.
     suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "single"]}), tmp_path / "runs"
@@ -253,6 +236,7 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     assert len(read_json(found["single"].path / "sweep.json")["attempts"][0]["nodes"]) == 1
 
 
+@pytest.mark.long
 def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_another_round(
     slurm: Slurm, tmp_path: Path
 ) -> None:
@@ -286,22 +270,26 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec python -m study.cli run {suite} --runs-dir {runs}\n")
     job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
     try:
-        # The second node's rank has begun, and takes more than this while it imports torch.
+        # The second node's rank has begun, and needs more while it imports torch. The first version of cgroups refuses
+        # a limit below what is in use.
         wait_until(lambda: ranks_of(runs))
-        _lower(limit)
+        for mib in range(200, 500, 20):
+            with contextlib.suppress(OSError):
+                limit.write_text(str(mib * 2**20))
+                break
+        else:
+            raise AssertionError("the second node's rank already has all of its memory")
         ended = job.ended()
     finally:
         limit.write_text(before)
     assert ended == "FAILED"
-    (run,) = [read_run(file.parent) for file in (runs / "tiny").glob("*/status.json")]
+    run = records(runs)["ddp"]
     assert run.state == "oom", run.status
     assert run.status["reason"] == "the cgroup's memory limit was reached, and the kernel killed a process on node 1"
     assert processes_of(runs / "tiny") == []
 
 
-def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_tells_of_its_nodes(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_lists_its_nodes(slurm: Slurm, tmp_path: Path) -> None:
     suite = write_suite(tmp_path, {"strategy": "ddp"})
     study = f"{sys.executable} -m study.cli"
     script = tmp_path / "job.sh"

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import socket
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 
 from damage import no_file_larger_than
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolved
-from study.workloads import load_data, sources
+from study.config.strategies import REPOSITORY
+from study.workloads import sources
 from study.workloads.builtin import builtin_tokenizer
-from study.workloads.gpt_wikitext import pack
+from study.workloads.tasks import load_data, pack_rows
 
 TEXTS = [f"review {number} über all" for number in range(30)]
 LABELS = [number % 2 for number in range(30)]
@@ -43,66 +44,50 @@ def review_table(count: int = 30) -> pa.Table:
 
 
 def other_table() -> pa.Table:
-    """What must not be taken for training data."""
+    """Rows that must not be read as training data."""
     return pa.table({"text": ["never read this"] * 7, "label": [0] * 7})
 
 
-def write_parquet(table: pa.Table, file: Path) -> Path:
+def write(table: pa.Table, file: Path, open_arrow: Callable[..., Any] = pa.ipc.new_stream) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    pa.parquet.write_table(table, file)
-    return file
-
-
-def write_jsonl(table: pa.Table, file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()), encoding="utf-8")
-    return file
-
-
-def write_arrow_stream(table: pa.Table, file: Path) -> Path:
-    with pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    return file
-
-
-def write_arrow_file(table: pa.Table, file: Path) -> Path:
-    with pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    if file.suffix == ".parquet":
+        pa.parquet.write_table(table, file)
+    elif file.suffix == ".arrow":
+        with open_arrow(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()), encoding="utf-8")
     return file
 
 
 def hub_clone(folder: Path) -> Path:
-    write_parquet(review_table(), folder / "plain_text" / "train-00000-of-00001.parquet")
-    write_parquet(other_table(), folder / "plain_text" / "test-00000-of-00001.parquet")
-    write_parquet(other_table(), folder / "plain_text" / "unsupervised-00000-of-00001.parquet")
+    write(review_table(), folder / "plain_text" / "train-00000-of-00001.parquet")
+    for split in ("test", "unsupervised"):
+        write(other_table(), folder / "plain_text" / f"{split}-00000-of-00001.parquet")
     (folder / "README.md").write_text("a card\n")
     (folder / "dataset_infos.json").write_text("{}\n")
     return folder
 
 
 def sharded(folder: Path) -> Path:
-    write_jsonl(review_table().slice(0, 11), folder / "train-0.jsonl")
-    write_jsonl(review_table().slice(11), folder / "train-1.jsonl")
-    write_jsonl(other_table(), folder / "validation-0.jsonl")
+    write(review_table().slice(0, 11), folder / "train-0.jsonl")
+    write(review_table().slice(11), folder / "train-1.jsonl")
+    write(other_table(), folder / "validation-0.jsonl")
     return folder
 
 
 def named_twice(folder: Path) -> Path:
-    """load_dataset(folder) would take this file twice, and fetch what the README names."""
-    write_parquet(review_table(), folder / "my-train" / "train" / "rows.parquet")
+    """load_dataset(folder) would read this file twice, and fetch what the README names."""
+    write(review_table(), folder / "my-train" / "train" / "rows.parquet")
     card = "configs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'http://127.0.0.1:9/x.parquet'}\n"
     (folder / "README.md").write_text(f"---\n{card}---\n")
     return folder
 
 
-def saved_dataset(folder: Path) -> Path:
-    datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS}).save_to_disk(folder)
-    return folder
-
-
-def saved_splits(folder: Path) -> Path:
+def saved(folder: Path, has_splits: bool) -> Path:
     train = datasets.Dataset.from_dict({"text": TEXTS, "label": LABELS})
-    datasets.DatasetDict({"train": train, "test": train.select(range(3))}).save_to_disk(folder)
+    rows = datasets.DatasetDict({"train": train, "test": train.select(range(3))}) if has_splits else train
+    rows.save_to_disk(folder)
     return folder
 
 
@@ -113,16 +98,16 @@ def named_labels(folder: Path) -> Path:
 
 
 REVIEW_COPIES: dict[str, Callable[[Path], Path]] = {
-    "parquet": lambda folder: write_parquet(review_table(), folder / "any.parquet"),
-    "jsonl": lambda folder: write_jsonl(review_table(), folder / "any.jsonl"),
-    "arrow stream": lambda folder: write_arrow_stream(review_table(), folder / "imdb-train.arrow"),
-    "arrow file": lambda folder: write_arrow_file(review_table(), folder / "imdb-train.arrow"),
+    "parquet": lambda folder: write(review_table(), folder / "any.parquet"),
+    "jsonl": lambda folder: write(review_table(), folder / "any.jsonl"),
+    "arrow stream": lambda folder: write(review_table(), folder / "imdb-train.arrow"),
+    "arrow file": lambda folder: write(review_table(), folder / "imdb-train.arrow", pa.ipc.new_file),
     "class labels": named_labels,
     "hub clone": hub_clone,
     "sharded": sharded,
     "named twice": named_twice,
-    "save_to_disk": saved_dataset,
-    "save_to_disk with splits": saved_splits,
+    "save_to_disk": lambda folder: saved(folder, has_splits=False),
+    "save_to_disk with splits": lambda folder: saved(folder, has_splits=True),
 }
 
 
@@ -159,7 +144,7 @@ def test_the_stanford_archive_is_read_folder_by_folder(nested: bool, tmp_path: P
 
 
 def test_zero_samples_takes_all_and_too_many_says_how_many(tmp_path: Path) -> None:
-    copy = write_parquet(review_table(), tmp_path / "a.parquet")
+    copy = write(review_table(), tmp_path / "a.parquet")
     raw = sources.load_reviews(asked("bert-imdb", copy, train_samples=0, eval_samples=0), tmp_path)
     assert (len(raw.train.texts), len(raw.eval.texts)) == (24, 6)
     with pytest.raises(UserError, match="--train_samples 25: the data has 24"):
@@ -186,13 +171,13 @@ def as_published(lines: list[str]) -> list[str]:
 
 def row_tables(folder: Path) -> Path:
     for name, lines in (("train", TRAIN_LINES), ("validation", VALID_LINES), ("test", ["never read this"])):
-        write_parquet(pa.table({"text": as_published(lines)}), folder / f"{name}-00000-of-00001.parquet")
+        write(pa.table({"text": as_published(lines)}), folder / f"{name}-00000-of-00001.parquet")
     return folder
 
 
 def wikitext_clone(folder: Path) -> Path:
     row_tables(folder / "wikitext-2-raw-v1")
-    write_parquet(pa.table({"text": ["never read this"]}), folder / "wikitext-103-raw-v1" / "train-0.parquet")
+    write(pa.table({"text": ["never read this"]}), folder / "wikitext-103-raw-v1" / "train-0.parquet")
     return folder
 
 
@@ -223,22 +208,24 @@ def test_packing_joins_rows_cuts_blocks_and_reads_no_further_than_needed() -> No
     words = builtin_tokenizer().convert_ids_to_tokens(list(range(5, 12)))
     read = []
 
-    def rows() -> object:
+    def rows() -> Iterator[str]:
         for number in range(1000):
             read.append(number)
             yield f" {words[number % 7]} {words[(number + 1) % 7]} \n"
             yield ""
 
-    split = pack(builtin_tokenizer(frame=False), rows(), 5, 4, "--train_samples")  # type: ignore[arg-type]
+    def pack(texts: Iterable[str], split: str, seq_length: int, samples: int) -> torch.Tensor:
+        config = asked("gpt-wikitext", "builtin", **{"seq_length": seq_length, f"{split}_samples": samples})
+        return pack_rows(texts, builtin_tokenizer(frame=False), config, split).tensors["input_ids"]
+
     stream = [token for number in range(10) for token in (5 + number % 7, 5 + (number + 1) % 7)]
-    assert split.tensors["input_ids"].flatten().tolist() == stream
+    assert pack(rows(), "train", 5, 4).flatten().tolist() == stream
     assert len(read) < 200
-    whole = pack(builtin_tokenizer(frame=False), rows(), 3, 0, "--train_samples")  # type: ignore[arg-type]
-    assert len(whole) == 2000 // 3
+    assert len(pack(rows(), "train", 3, 0)) == 2000 // 3
     with pytest.raises(UserError, match="--eval_samples 667: the data has 666 blocks of --seq_length 3"):
-        pack(builtin_tokenizer(frame=False), rows(), 3, 667, "--eval_samples")  # type: ignore[arg-type]
+        pack(rows(), "eval", 3, 667)
     with pytest.raises(UserError, match="smaller --seq_length"):
-        pack(builtin_tokenizer(frame=False), iter(["", words[0]]), 3, 0, "--eval_samples")
+        pack(["", words[0]], "eval", 3, 0)
 
 
 @pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
@@ -254,7 +241,7 @@ def test_local_data_become_tokens_of_the_tokenizer_asked_for(task: str, tmp_path
 
 
 def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(tmp_path: Path) -> None:
-    file = write_jsonl(review_table(), tmp_path / "a.jsonl")
+    file = write(review_table(), tmp_path / "a.jsonl")
     config, cache = asked("bert-imdb", file), tmp_path / "cache"
     first, before = sources.load_reviews(config, cache), file.stat()
     file.write_bytes(file.read_bytes().replace(b"review", b"verdic"))
@@ -274,8 +261,8 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_read_anew(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["[a]?*.jsonl", "a::b.jsonl", "hf:a.jsonl"])
 def test_a_file_s_name_is_not_read_as_a_pattern_or_an_address(name: str, tmp_path: Path) -> None:
-    write_jsonl(other_table(), tmp_path / "data" / "abc.jsonl")
-    file = write_jsonl(review_table(), tmp_path / "data" / name)
+    write(other_table(), tmp_path / "data" / "abc.jsonl")
+    file = write(review_table(), tmp_path / "data" / name)
     raw = sources.load_reviews(asked("bert-imdb", file, train_samples=0), tmp_path / "cache")
     assert len(raw.train.texts) == 24
 
@@ -291,12 +278,12 @@ def test_a_file_of_one_s_own_is_read_without_a_request(tmp_path: Path, monkeypat
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    sources.load_reviews(asked("bert-imdb", write_jsonl(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
+    sources.load_reviews(asked("bert-imdb", write(review_table(), tmp_path / "a.jsonl")), tmp_path / "cache")
     assert asked_for == []
 
 
 def test_a_conversion_that_failed_or_was_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    file = write_jsonl(review_table(), tmp_path / "a.jsonl")
+    file = write(review_table(), tmp_path / "a.jsonl")
     config, cache = asked("bert-imdb", file), tmp_path / "cache"
     with no_file_larger_than(500), pytest.raises(UserError, match="ZERO_STUDY_CACHE"):
         sources.load_reviews(config, cache)
@@ -319,18 +306,18 @@ def text_file(name: str, content: bytes) -> Callable[[Path], Path]:
 
 
 def table_file(columns: Mapping[str, Sequence[object]]) -> Callable[[Path], Path]:
-    return lambda folder: write_parquet(pa.table(dict(columns)), folder / "a.parquet")
+    return lambda folder: write(pa.table(dict(columns)), folder / "a.parquet")
 
 
-def mixed(folder: Path) -> Path:
-    write_parquet(review_table(), folder / "train.parquet")
-    write_jsonl(review_table(), folder / "train.jsonl")
-    return folder
+def files(**tables: pa.Table) -> Callable[[Path], Path]:
+    """Write one file per table; `a_parquet` is a.parquet."""
 
+    def write_all(folder: Path) -> Path:
+        for name, table in tables.items():
+            write(table, folder / ".".join(name.rsplit("_", 1)))
+        return folder
 
-def lone_test(folder: Path) -> Path:
-    write_parquet(review_table(), folder / "test-0.parquet")
-    return folder
+    return write_all
 
 
 def half_archive(folder: Path) -> Path:
@@ -339,95 +326,35 @@ def half_archive(folder: Path) -> Path:
     return folder
 
 
-def unlike_shards(folder: Path) -> Path:
-    write_parquet(review_table(), folder / "train-0.parquet")
-    write_parquet(pa.table({"text": ["a"]}), folder / "train-1.parquet")
-    return folder
-
-
-def zipped_named_jsonl(folder: Path) -> Path:
-    with zipfile.ZipFile(folder / "a.jsonl", "w") as archive:
-        archive.writestr("b.jsonl", '{"text": "a", "label": 0}\n' * 9)
-    return folder
-
-
-def archive_with_a_pipe(folder: Path) -> Path:
-    for name in ("neg", "pos"):
-        (folder / "train" / name).mkdir(parents=True)
-        (folder / "train" / name / "1_7.txt").write_text("good")
-    os.mkfifo(folder / "train" / "pos" / "2_7.txt")
-    return folder
-
-
-def archive_with_a_name_that_is_not_utf8(folder: Path) -> Path:
-    half_archive(folder)
-    (folder / "train" / "neg").mkdir()
-    (folder / "train" / "neg" / os.fsdecode(b"\xff.txt")).write_bytes(b"\xff")
-    return folder
-
-
-def broken_save(folder: Path) -> Path:
-    (folder / "state.json").write_text("{}")
-    return folder
-
-
-DEEP = b'{"text": "a", "label": 0, "more": %b1%b}\n'
-ROWS = b'{"text": "[[[[\\"[[[[", "label": 0}\n' * 20
 TEXT = ["a", "b", "c", "d", "e", "f"]
+ALL = review_table()
 REFUSED: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "no such path": ("bert-imdb", lambda folder: folder / "nowhere", "no such file or folder"),
-    "empty folder": ("bert-imdb", lambda folder: folder, "holds no data this task can read"),
-    "text for reviews": ("bert-imdb", text_file("train.txt", b"good\n"), "holds no data this task can read"),
-    "missing label": (
-        "bert-imdb",
-        table_file({"text": TEXT, "stars": TEXT}),
-        "columns text, stars; needed: text, label",
-    ),
-    "missing text": ("gpt-wikitext", table_file({"content": TEXT}), "columns content; needed: text"),
+    "a long name": ("bert-imdb", lambda folder: folder / ("a" * 5000), "File name too long"),
+    "no user": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/data"), "home"),
+    "empty folder": ("bert-imdb", lambda folder: folder, "has no data that this task can read"),
+    "text for reviews": ("bert-imdb", text_file("train.txt", b"good\n"), "has no data that this task can read"),
+    "no label": ("bert-imdb", table_file({"text": TEXT, "stars": TEXT}), "columns text, stars; needed: text, label"),
+    "no text": ("gpt-wikitext", table_file({"content": TEXT}), "columns content; needed: text"),
     "text of numbers": ("gpt-wikitext", table_file({"text": [1, 2, 3]}), "`text` column of int64"),
     "text with gaps": ("gpt-wikitext", table_file({"text": ["a", None]}), "with gaps"),
     "labels of words": ("bert-imdb", table_file({"text": TEXT, "label": ["pos"] * 6}), "`label` column of 'string'"),
     "labels of stars": ("bert-imdb", table_file({"text": TEXT, "label": [1, 2, 3, 4, 5, 0]}), "0, 1, 2, 3, 4"),
     "unlabelled": ("bert-imdb", table_file({"text": TEXT, "label": [-1] * 6}), "`label` column of -1"),
-    "labels that are lists": ("bert-imdb", table_file({"text": TEXT, "label": [[0]] * 6}), "`label` column of"),
     "label with gaps": ("bert-imdb", table_file({"text": TEXT, "label": [0, 1, 0, 1, 0, None]}), "None"),
     "too few": ("bert-imdb", table_file({"text": TEXT[:3], "label": [0, 1, 0]}), "too few"),
-    "empty table": (
-        "bert-imdb",
-        lambda folder: write_parquet(review_table(0), folder / "a.parquet"),
-        "cannot read .*a.parquet|a.parquet holds no rows",
-    ),
-    "empty parquet": ("bert-imdb", text_file("a.parquet", b""), "a.parquet is empty"),
-    "empty jsonl": ("bert-imdb", text_file("a.jsonl", b""), "a.jsonl is empty"),
-    "empty text": ("gpt-wikitext", text_file("wiki.train.raw", b""), "wiki.train.raw is empty"),
+    "empty table": ("bert-imdb", files(a_parquet=review_table(0)), "cannot read .*a.parquet|a.parquet has no rows"),
+    "empty file": ("gpt-wikitext", text_file("wiki.train.raw", b""), "wiki.train.raw is empty"),
     "not parquet": ("bert-imdb", text_file("a.parquet", b"PAR1 nothing of it"), "cannot read .*a.parquet"),
     "not arrow": ("bert-imdb", text_file("a.arrow", b"nothing of it"), "cannot read .*a.arrow"),
     "not json": ("bert-imdb", text_file("a.jsonl", b'{"text": "a", \n'), "cannot read .*a.jsonl"),
-    "jsonl that is not utf-8": (
-        "bert-imdb",
-        text_file("a.jsonl", b'{"text": "\xff\xfe", "label": 0}\n' * 9),
-        "not UTF-8",
-    ),
-    "not utf-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
-    "mixed kinds": ("bert-imdb", mixed, "mixes json and parquet"),
-    "only a test split": ("bert-imdb", lone_test, "no training split"),
-    "half an archive": ("bert-imdb", half_archive, "neg holds no reviews"),
-    "shards that differ": ("bert-imdb", unlike_shards, "differ in their columns"),
-    "broken save_to_disk": ("bert-imdb", broken_save, "cannot read"),
-    "gzip": ("bert-imdb", text_file("a.jsonl", gzip.compress(ROWS * 300_000)), r"a.jsonl is packed \(gzip\)"),
-    "zip": ("bert-imdb", zipped_named_jsonl, r"a.jsonl is packed \(zip\)"),
-    "packed text": ("gpt-wikitext", text_file("wiki.train.raw", gzip.compress(b"words\n" * 99)), "is packed"),
-    "a pipe": ("bert-imdb", archive_with_a_pipe, "2_7.txt .*it is not a file"),
-    "a name that is not utf-8": ("bert-imdb", archive_with_a_name_that_is_not_utf8, r"cannot read .*udcff.txt"),
-    "a name that is too long": ("bert-imdb", lambda folder: folder / ("a" * 5000), "File name too long"),
-    "nobody's folder": ("bert-imdb", lambda folder: Path("~nobody-of-that-name/data"), "nobody's home"),
-    # Such a file ended the process with a segmentation fault.
-    "deep lists": ("bert-imdb", text_file("a.jsonl", ROWS + DEEP % (b"[" * 100_000, b"]" * 100_000)), "64 levels"),
-    "deep objects": (
-        "bert-imdb",
-        text_file("a.json", ROWS + DEEP % (b'{"a":\n' * 100_000, b"}" * 100_000)),
-        "64 levels",
-    ),
+    "json not in UTF-8": ("bert-imdb", text_file("a.jsonl", b'{"text": "\xff\xfe", "label": 0}\n' * 9), "not UTF-8"),
+    "not UTF-8": ("gpt-wikitext", text_file("wiki.train.raw", b"\xff\xfe\x00 \n" * 9), "cannot read .*wiki.train.raw"),
+    "mixed types": ("bert-imdb", files(train_parquet=ALL, train_jsonl=ALL), "mixes json and parquet"),
+    "only a test split": ("bert-imdb", files(test_parquet=ALL), "no training split"),
+    "half an archive": ("bert-imdb", half_archive, "neg has no reviews"),
+    "unlike shards": ("bert-imdb", files(train0_parquet=ALL, train1_parquet=ALL.drop(["label"])), "differ in their"),
+    "broken save_to_disk": ("bert-imdb", lambda folder: text_file("state.json", b"{}")(folder).parent, "cannot read"),
 }
 
 
@@ -440,9 +367,6 @@ def test_data_that_cannot_serve_are_refused_by_name_with_a_fix(case: str, tmp_pa
         {"bert-imdb": sources.load_reviews, "gpt-wikitext": sources.load_rows}[task](config, tmp_path / "cache")
     assert refusal.value.fix
     assert "data" in refusal.value.problem
-    refusal.value.problem.encode()
-    # However much a file would unpack to.
-    assert sum(file.stat().st_size for file in tmp_path.glob("cache/**/*") if file.is_file()) < 1e6
 
 
 # The hub. Its libraries read the environment when imported, so these run in their own process.
@@ -469,26 +393,17 @@ def load_from_hub(task: str, home: Path, **environment: str) -> tuple[str, float
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
     result = subprocess.run(
         [sys.executable, "-c", LOAD, task, str(home / "converted")],
-        env=clean | {"HF_HOME": str(home), "PYTHONPATH": str(Path(sources.__file__).parents[2])} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        env=clean | {"HF_HOME": str(home), "PYTHONPATH": str(REPOSITORY)} | environment,
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
     outcome, seconds = result.stdout.strip().splitlines()[-2:]
     return outcome, float(seconds)
 
 
 def fill_hub_cache(home: Path, imdb_revision: str) -> None:
-    for repository, revision in (
-        ("stanfordnlp--imdb", imdb_revision),
-        ("Salesforce--wikitext", sources.WIKITEXT_REVISION),
-    ):
-        snapshot = home / "hub" / f"datasets--{repository}" / "snapshots" / revision
-        if "imdb" in repository:
-            hub_clone(snapshot)
-        else:
-            row_tables(snapshot / "wikitext-2-raw-v1")
+    hub_clone(home / "hub" / "datasets--stanfordnlp--imdb" / "snapshots" / imdb_revision)
+    wikitext = home / "hub" / "datasets--Salesforce--wikitext" / "snapshots" / sources.WIKITEXT_REVISION
+    row_tables(wikitext / "wikitext-2-raw-v1")
 
 
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
@@ -502,12 +417,14 @@ def test_an_unreachable_hub_is_refused_in_seconds_naming_the_flag(
     assert seconds < 12
 
 
-@pytest.mark.parametrize("task", ["bert-imdb", "gpt-wikitext"])
-def test_the_pinned_revision_in_the_cache_needs_no_network(task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "revision"), [("bert-imdb", sources.IMDB_REVISION), ("gpt-wikitext", sources.WIKITEXT_REVISION)]
+)
+def test_the_pinned_revision_in_the_cache_needs_no_network(task: str, revision: str, tmp_path: Path) -> None:
     fill_hub_cache(tmp_path, sources.IMDB_REVISION)
     outcome, _ = load_from_hub(task, tmp_path, HF_HUB_OFFLINE="1")
     assert outcome.startswith("loaded")
-    assert {"bert-imdb": sources.IMDB_REVISION, "gpt-wikitext": sources.WIKITEXT_REVISION}[task] in outcome
+    assert revision in outcome
 
 
 def test_another_revision_in_the_cache_is_not_taken_for_the_pinned_one(tmp_path: Path) -> None:

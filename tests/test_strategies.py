@@ -26,8 +26,8 @@ from study.config.names import SHIPPED, digest_of
 from study.config.strategies import (
     STRATEGY_NAMES,
     STUDIED_STRATEGIES,
-    WITH_COPIES,
-    WITH_TEAMS,
+    WITH_GROUPS,
+    WITH_REPLICAS,
     Strategy,
     asked_of_files,
     read_deepspeed_json,
@@ -35,10 +35,9 @@ from study.config.strategies import (
     read_yaml,
 )
 from study.host.memory import locked_bytes
-from study.predictor.floor import ANY_DEVICE
-from study.predictor.request import box_of_ranks
-from study.predictor.runs import request_for
-from study.run.checks import _with_swap_buffers, check_swaps
+from study.predictor.hardware import ANY_DEVICE, box_of_ranks
+from study.predictor.request import request_for
+from study.run.checks import check_swaps, enlarge_swap_buffers
 
 DIRECTORY = ROOT / "accelerate_configs"
 
@@ -49,7 +48,7 @@ def test_the_directory_holds_the_strategies_and_nothing_else() -> None:
 
 
 def test_all_of_a_suite_stays_the_thirteen() -> None:
-    assert set(STRATEGY_NAMES) >= {*STUDIED_STRATEGIES, *WITH_COPIES, *WITH_TEAMS}
+    assert set(STRATEGY_NAMES) >= {*STUDIED_STRATEGIES, *WITH_REPLICAS, *WITH_GROUPS}
     assert len(STUDIED_STRATEGIES) == 13
 
 
@@ -155,7 +154,7 @@ def test_a_launched_process_knows_its_strategy_and_its_place(strategy: str, rank
                 "deepspeed": expected.deepspeed,
                 "own_settings": None,
                 "mesh": [2, 2] if strategy == "hsdp" else None,
-                "team": None,
+                "group": None,
             },
             "world_size": ranks, "rank": rank, "local_rank": rank, "local_world_size": ranks,
             "virtual": False,
@@ -276,7 +275,7 @@ def test_a_prediction_has_the_buffers_of_the_run() -> None:
 def test_buffers_that_nothing_fits_in_are_refused(asked: str, problem: str) -> None:
     asked_of = RunConfig(engine_override=(f"zero_optimization.offload_param.buffer_size={asked}",))
     with pytest.raises(UserError, match=re.escape(problem)):
-        _with_swap_buffers(resolved(asked_of, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
+        enlarge_swap_buffers(resolved(asked_of, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
 
 
 def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
@@ -402,7 +401,7 @@ HSDP = {
             "fsdp_reshard_after_forward",
         ),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
-        (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one copy"),
+        (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one replica"),
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),
         (HSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm"),
@@ -424,32 +423,32 @@ def test_the_corrected_command_is_this_run_with_another_number_of_ranks(monkeypa
     )
 
 
-@pytest.mark.parametrize("name", WITH_COPIES)
+@pytest.mark.parametrize("name", WITH_REPLICAS)
 @pytest.mark.parametrize(
-    ("world_size", "per_machine", "of_a_copy"),
+    ("world_size", "per_machine", "per_replica"),
     # Half of one machine; each machine; half of all, where machines hold one rank or do not fill the job alike.
     [(4, 4, 2), (8, 8, 4), (16, 8, 8), (32, 8, 8), (4, 1, 2), (12, 8, 6)],
 )
-def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: int, of_a_copy: int) -> None:
+def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: int, per_replica: int) -> None:
     launch = Launch(read_strategy(name), world_size, 0, 0, per_machine)
-    assert launch.ranks_of_a_copy(RunConfig()) == of_a_copy
+    assert launch.ranks_per_replica(RunConfig()) == per_replica
 
 
 def test_what_was_asked_for_is_not_fitted_to_the_machines(tmp_path: Path) -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=2",))
-    assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_of_a_copy(config) == 2
+    assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_per_replica(config) == 2
     own = launched_with(own_file(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))
-    assert Launch(own, 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) == 4
-    assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_of_a_copy(RunConfig()) is None
+    assert Launch(own, 16, 0, 0, 8).ranks_per_replica(RunConfig()) == 4
+    assert Launch(read_strategy("zero3"), 16, 0, 0, 8).ranks_per_replica(RunConfig()) is None
 
 
 ADDED = """\
 import json, sys
 from study.advisor.advise import AdviceRequest, candidates
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
-from study.predictor.boxes import box_of
+from study.predictor.hardware import box_of
 from study.predictor.shape import model_shape
-from study.report.plots.canvas import STRATEGIES
+from study.report.canvas import STRATEGIES
 print(json.dumps([
     read_strategy("zero2_small").zero_stage, "zero2_small" in STUDIED_STRATEGIES, STRATEGIES["zero2_small"].colour,
     "zero2_small" in candidates(AdviceRequest(model_shape("gpt2"), box_of("8xH100"), 1024, "bf16")),

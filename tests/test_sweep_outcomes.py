@@ -1,4 +1,4 @@
-"""However a run ends, the evidence it leaves tells how."""
+"""Every ending of a run is judged by the evidence that it leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import traceback
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,12 +18,12 @@ from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.records.lock import Held
 from study.records.outcome import FreeMemory, ending_of, ending_of_text
-from study.sweep.slices import missing_here
+from study.sweep.plan import missing_here
 from study.sweep.suite_file import Requirements, Suite
 from study.sweep.verdict import ExitEvidence, judge, last_lines
+from sweeps import write_files
 
 NO_OOM, AT_ITS_LIMIT, HOST_FULL = OomCounts(0, 0), OomCounts(1, 3), OomCounts(1, 0)
-PEER_GONE = ("failed", "RuntimeError: Connection closed by peer", "")
 TORCHRUN_KILLED = """\
 E1120 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: -9) local_rank: 1 (pid: 7)
 Root Cause (first observed failure):
@@ -45,17 +44,7 @@ Last error:
 Error while creating shared memory segment /dev/shm/nccl-VPyhzw (size 9637888), error: No space left on device (28)
 """
 SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
-SIGTERM_BY_LAUNCHER = (
-    "interrupted",
-    "ended by SIGTERM: a launcher sends it when another rank has died",
-    "run it again",
-)
-
-
-def write_files(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+SIGTERM_BY_LAUNCHER = "interrupted", "ended by SIGTERM: a launcher sends it when another rank has died", "run it again"
 
 
 def evidence(said=None, ended=True, **changed):
@@ -69,6 +58,8 @@ def evidence(said=None, ended=True, **changed):
     return ExitEvidence(**{**base, **changed})
 
 
+FULL = "the disk is full ("
+DISK_FULL = f"{FULL}OSError: No space left on device)"
 OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
 
 
@@ -78,9 +69,9 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         # What the run itself says last is believed.
         (evidence(("ok", "", ""), launcher_status=0), "ok", ""),
         (evidence(("ok", "", ""), printed="terminate called without an active exception"), "ok", ""),
-        (evidence(("ok", "", ""), stopped_by="time limit"), "ok", ""),
         (evidence(("failed", "ValueError: no", "look")), "failed", "ValueError: no"),
         (evidence(("oom", "CUDA out of memory. Tried", "x")), "oom", "CUDA out of memory"),
+        (evidence(("failed", DISK_FULL, "x")), "failed", DISK_FULL),
         # What was done to it.
         (evidence(OPEN, ended=False, stopped_by="time limit"), "timeout", "5 s"),
         (evidence(SIGTERM_BY_LAUNCHER, stopped_by="time limit"), "timeout", "5 s"),
@@ -92,26 +83,21 @@ OPEN = ("interrupted", "the run has not ended, or was killed", "run it again")
         (evidence(OPEN, ended=False, printed=SINGLE_KILLED, ooms=AT_ITS_LIMIT), "oom", "the cgroup's memory limit"),
         # A rank that dies takes the others along, and they find other words for it.
         (evidence(SIGTERM_BY_LAUNCHER, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),
-        (evidence(PEER_GONE, printed=TORCHRUN_KILLED, ooms=HOST_FULL), "oom", "OOM killer"),
         (evidence(SIGTERM_BY_LAUNCHER, printed="exitcode  : -11 (pid: 7)"), "failed", "signal 11"),
         # Memory that was refused rather than taken.
         (evidence(("failed", "RuntimeError: std::bad_alloc", "")), "oom", "a limit on the process"),
         (evidence(OPEN, ended=False, log="OSError: [Errno 12] Cannot allocate memory"), "oom", "a limit on the proc"),
         (evidence(printed="torch.OutOfMemoryError: CUDA out of memory. Tried to get"), "oom", "CUDA out of memory"),
-        (evidence(("failed", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "")), "oom", "the device's"),
-        (evidence(OPEN, ended=False, log=NCCL_OOM), "oom", "Cuda failure 2 'out of memory'"),
         # Refusals.
         (evidence(refusal=Unsupported("no aio", "install")), "unsupported", "no aio"),
         (evidence(refusal=CannotBeHeld("20 B", "smaller", 3)), "unsupported", "20 B"),
         (evidence(refusal=UserError("odd batch", "even")), "failed", "odd batch"),
         # Nothing but what was printed.
         (evidence(printed="Traceback (most recent call last):\n  File \"x\"\nKeyError: 1\n"), "failed", "KeyError: 1"),
-        (evidence(printed="OSError: [Errno 28] No space left on device"), "failed", "the disk is full"),
-        (evidence(printed=NCCL_NO_ROOM), "failed", "/dev/shm is full (Error while creating"),
         (evidence(), "failed", "exit status 1: it printed nothing"),
     ],
 )  # fmt: skip
-def test_the_evidence_tells_how_a_run_ended(given, state, says):
+def test_the_evidence_decides_how_a_run_ended(given, state, says):
     ending = judge(given)
     assert ending.state == state
     assert says in ending.reason
@@ -132,18 +118,21 @@ def test_the_evidence_tells_how_a_run_ended(given, state, says):
         (RuntimeError("no\nDefaultCPUAllocator: can't allocate memory: you tried"), "oom", "the host's memory"),
         (RuntimeError("NCCL error: unhandled system error"), "failed", "RuntimeError: NCCL error"),
         (ValueError("CUDA out of memory"), "failed", "ValueError"),
-        (
-            ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"),
-            "failed",
-            "ImportError: no name 'log' in 'x' (lib/",
-        ),
+        (ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"), "failed", "no name 'log' in 'x' (lib/"),
+        (OSError(28, "No space left on device"), "failed", FULL),
+        # Libraries' words on a full tmpfs.
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),
+        (CheckpointException("", {0: (RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"),
+                                      traceback.StackSummary())}), "failed", FULL),
     ],
-)
+)  # fmt: skip
 def test_an_exception_of_any_library_is_out_of_memory_if_memory_ran_out(error, state, says):
     ending = ending_of(error)
     assert ending.state == state
     assert says in ending.reason
     assert "\n" not in ending.reason
+    assert says != FULL or ending.hint == "free some space, and run it again"
 
 
 # torch 2.13's words where `Tensor.pin_memory` finds no host memory to lock, and where CUDA finds none of its own.
@@ -182,16 +171,12 @@ def test_host_memory_that_cannot_be_locked_is_not_the_device_s(frames, free, say
     assert judge(evidence(OPEN, ended=False, log=log)).reason.startswith(LOCKED if frames else EITHER)
 
 
-def test_cublas_that_cannot_start_is_memory_only_where_none_was_free():
+def test_free_memory_is_in_the_reason_and_decides_why_cublas_does_not_start():
     words = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
     full = ending_of_text(words, free=FreeMemory(0.1, 90.0))
     assert full is not None
     assert (full.state, full.reason.partition(" (")[0]) == ("oom", "the device's memory ran out")
-    assert ending_of_text(words, free=FreeMemory(40.0, 90.0)) is None
-    assert ending_of_text(words) is None
-
-
-def test_what_was_free_is_said_of_whatever_ran_out():
+    assert ending_of_text(words, free=FreeMemory(40.0, 90.0)) is ending_of_text(words) is None
     free = FreeMemory(0.21, 90.04)
 
     def pin_memory():
@@ -239,32 +224,6 @@ def test_a_refusal_is_read_as_it_was_written(refusal):
     assert vars(read) == vars(refusal)
 
 
-NO_FRAMES = traceback.StackSummary()
-
-
-# What these said on a full tmpfs.
-@pytest.mark.parametrize(
-    "error",
-    [
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
-        CheckpointException(
-            "", {0: (RuntimeError("[enforce fail at inline_container.cc:1] . unexpected pos 7"), NO_FRAMES)}
-        ),
-    ],
-)
-def test_a_full_disk_is_known_by_what_each_library_says(error):
-    ending = ending_of(error)
-    assert ending.reason.startswith("the disk is full (")
-    assert ending.hint == "free some space, and run it again"
-
-
-def test_a_run_that_knew_that_the_disk_was_full_is_not_told_again(tmp_path):
-    said = "the disk is full (OSError: No space left on device)"
-    status = {"state": "failed", "reason": said, "hint": "x", "ended_at": "y"}
-    assert judge(evidence(status=status)).reason == said
-
-
 CGROUPS = {
     "v2": ("0::/job\n", {"sys/fs/cgroup/job/memory.max": "max\n",
                          "sys/fs/cgroup/memory.max": f"{2**30}\n", "sys/fs/cgroup/memory.current": f"{2**29}\n",
@@ -294,8 +253,13 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
     assert missing_here(dataclasses.replace(wants, requires=Requirements(host_memory_gib=1)), box) is None
 
 
-def test_without_a_cgroup_limit_a_box_has_what_it_shows(tmp_path, monkeypatch):
+def test_without_a_cgroup_limit_a_box_has_what_it_shows_unless_the_user_states_more(tmp_path, monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
-    assert host_memory(tmp_path).total_bytes == psutil.virtual_memory().total
-    assert host_memory(tmp_path).cgroup_limit_bytes is None
+    memory = host_memory(tmp_path)
+    assert (memory.total_bytes, memory.cgroup_limit_bytes) == (psutil.virtual_memory().total, None)
+    monkeypatch.setenv(HOST_MEMORY_VARIABLE, "2048")
+    assert this_box().host_memory_gib == host_memory().available_gib == 2048
+    monkeypatch.setenv(HOST_MEMORY_VARIABLE, "much")
+    with pytest.raises(UserError, match="HOST_MEMORY_GIB is 'much'"):
+        this_box()

@@ -1,25 +1,30 @@
-"""Each outcome with real processes, and that none of them outlives its sweep."""
+"""Outcomes with real processes, none of which outlives its sweep, however often that is killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import random
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from study.records.directory import read_json, read_run, read_status
+from study.records.directory import Run, read_json, read_run, read_status
 from study.sweep import supervise
 from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
 
+SUPERVISED = [sys.executable, "-ES", supervise.__file__, sys.executable, "-c"]
 ESCAPE = """
 import os, sys, time
 for _ in range(2):
@@ -35,69 +40,87 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("how", ["the sweep closes the pipe", "the launcher ends by itself"])
-def test_daemons_in_their_own_sessions_that_ignore_sigterm_do_not_survive(tmp_path, how):
-    pids = tmp_path / "pids"
-    seconds = "600" if "pipe" in how else "1"
-    process = subprocess.Popen(
-        [sys.executable, "-ES", supervise.__file__, sys.executable, "-c", ESCAPE, str(pids), seconds],
-        stdin=subprocess.PIPE,
+def test_daemons_in_their_own_sessions_that_ignore_sigterm_do_not_survive(tmp_path):
+    # At the same time, since each takes the seconds of grace: the sweep closes a pipe, and a launcher ends by itself.
+    files = [tmp_path / "closed", tmp_path / "ended"]
+    processes = [
+        subprocess.Popen([*SUPERVISED, ESCAPE, str(file), seconds], stdin=subprocess.PIPE)
+        for file, seconds in zip(files, ("600", "1"), strict=True)
+    ]
+    wait_until(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files), 20)
+    assert processes[0].stdin is not None
+    processes[0].stdin.close()
+    for process in processes:
+        process.wait(30)
+    assert not [pid for file in files for pid in map(int, file.read_text().split()) if psutil.pid_exists(pid)]
+
+
+ENDED_FIRST = "import sys; sys.exit(open('/proc/self/oom_score_adj').read() != '1000\\n')"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        # Linux's OOM killer ends the run first.
+        pytest.param(ENDED_FIRST, 0, marks=pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")),
+    ],
+)
+def test_the_supervisor_passes_the_exit_status_on_and_a_run_is_the_kernel_s_first_victim(code, status):
+    assert subprocess.Popen([*SUPERVISED, code], stdin=subprocess.PIPE).wait(30) == status
+
+
+def test_the_supervisor_finds_packages_where_the_sweep_found_them(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").touch()
+    code = "import sys; sys.path.append(sys.argv[1]); import supervise; supervise._find_packages(); import only_here"
+    folder = str(Path(supervise.__file__).parent)
+    subprocess.run(
+        [sys.executable, "-ES", "-c", code, folder], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True
     )
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 20)
-    if "pipe" in how:
-        assert process.stdin is not None
-        process.stdin.close()
-    process.wait(30)
-    assert not [pid for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)])
-def test_the_supervisor_passes_the_exit_status_on(code, status):
-    process = subprocess.Popen(
-        [sys.executable, "-ES", supervise.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE
-    )
-    assert process.wait(30) == status
+@contextmanager
+def endless(tmp_path: Path, strategy: str | list[str] = "ddp", **fixed: Any) -> Iterator[tuple[Any, Path]]:
+    """Start a sweep and wait until its first run has a step."""
+    runs = tmp_path / "runs"
+    process = start(write_suite(tmp_path, {"strategy": strategy}, {**ENDLESS, **fixed}), runs)
+    try:
+        wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
+        yield process, runs
+    finally:
+        process.kill()
+        process.communicate()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's OOM killer")
-def test_the_run_is_what_the_kernel_ends_first_where_memory_runs_out():
-    code = "import sys; sys.exit(open('/proc/self/oom_score_adj').read() != '1000\\n')"
-    process = subprocess.Popen(
-        [sys.executable, "-ES", supervise.__file__, sys.executable, "-c", code], stdin=subprocess.PIPE
-    )
-    assert process.wait(30) == 0
-    assert Path("/proc/self/oom_score_adj").read_text() != "1000\n"
-
-
-def test_an_allocation_beyond_a_real_limit_is_oom_and_the_host_s(tmp_path):
+def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_last_lines(tmp_path):
     # Attention over 1024 x 1024 scores for 128 samples: beyond what a process may have here.
-    fixed = {
-        **TINY, "seq_length": 1024, "global_batch_size": 128, "train_samples": 128, "attn_implementation": "eager",
-    }  # fmt: skip
-    suite = write_suite(tmp_path, {"strategy": "single"}, fixed)
-    limit = 4 * 2**30
-    result = run(suite, tmp_path / "runs", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
-    status = read_status(only_cell(tmp_path / "runs"))
-    assert status["state"] == "oom", status
-    assert "host" in status["reason"]
+    large = {"seq_length": 1024, "global_batch_size": 128, "train_samples": 128, "attn_implementation": "eager"}
+    rules = [
+        {"where": {"seed": 1}, "fixed": large},
+        {"where": {"seed": 2}, "fixed": {"learning_rate": 1e30, "max_steps": 20}},
+    ]
+    suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, TINY, overrides=rules)
+    limit, runs = 4 * 2**30, tmp_path / "runs"
+    result = run(suite, runs, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
     assert result.returncode == 1
-    again = run(suite, tmp_path / "runs")
-    assert again.stderr == ""
-    assert again.returncode == 1
+    found = {read_json(file.with_name("config.json"))["seed"]: file.parent for file in runs.glob("tiny/*/status.json")}
+    status = read_status(found[1])
+    assert (status["state"], "host" in status["reason"]) == ("oom", True), status
+    assert read_status(found[2])["reason"].startswith("the loss is NaN")
+    assert any("the loss is NaN" in line for line in read_json(found[2] / "sweep.json")["attempts"][0]["last_lines"])
+    assert "failed: the loss is NaN" in (found[2] / "log.txt").read_text()
+    again = run(suite, runs, "--only", "seed=1")
+    assert (again.returncode, again.stderr) == (1, ""), "out of memory is an answer"
 
 
 @pytest.mark.long
-def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_family(tmp_path):
-    runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "ddp"}, {**ENDLESS, "time_limit_s": 40})
-    process = start(suite, runs)
-    try:
-        wait_until(lambda: list(runs.glob("tiny/*/steps.jsonl")) and len(ranks_of(runs)) == 2)
+def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp_path):
+    with endless(tmp_path, time_limit_s=40) as (process, runs):
+        wait_until(lambda: len(ranks_of(runs)) == 2)
         ranks_of(runs)[1].suspend()
         family = {each.pid for each in processes_of(runs)}
         process.communicate(timeout=120)
-    finally:
-        process.kill()
     assert process.returncode == 1
     status = read_status(only_cell(runs))
     assert (status["state"], status["reason"]) == ("timeout", "ended after its 40 s")
@@ -107,31 +130,26 @@ def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_family(tmp_pa
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_leaves_an_interrupted_run_and_no_orphan(tmp_path, strategy):
-    runs = tmp_path / "runs"
-    process = start(write_suite(tmp_path, {"strategy": strategy}, ENDLESS), runs)
-    try:
-        wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
+    with endless(tmp_path, strategy) as (process, runs):
         ranks_of(runs)[-1].kill()
         process.communicate(timeout=120)
-    finally:
-        process.kill()
     status = read_status(only_cell(runs))
-    assert status["state"] == "interrupted", status
-    assert "SIGKILL" in status["reason"]
+    assert (status["state"], "SIGKILL" in status["reason"]) == ("interrupted", True), status
     assert processes_of(runs) == []
     assert process.returncode == 1
     assert read_run(only_cell(runs)).steps
 
 
-def test_ctrl_c_ends_the_run_in_order_and_says_what_is_left(tmp_path):
-    runs = tmp_path / "runs"
-    process = start(write_suite(tmp_path, {"strategy": ["ddp", "zero1", "zero2"]}, ENDLESS), runs)
-    try:
-        wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
+def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path):
+    with endless(tmp_path, ["ddp", "zero1", "zero2"]) as (process, runs):
+        second = run(tmp_path / "tiny.yaml", runs, timeout=10)
+        assert second.returncode == 2
+        assert f"another sweep is at work in {runs / 'tiny'}: pid {process.pid} on this machine" in second.stderr
+        holder = json.loads((runs / "tiny" / "sweep.lock").read_text())
+        assert holder["pid"] == process.pid
+        assert platform.node() not in holder.values(), "a folder that is handed on names no host"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert "stopped\n3 of 3 cells are left" in said
     assert "Traceback" not in said
     status = read_status(only_cell(runs))
@@ -140,43 +158,27 @@ def test_ctrl_c_ends_the_run_in_order_and_says_what_is_left(tmp_path):
 
 
 @pytest.mark.long
-def test_a_supervisor_that_is_killed_leaves_no_orphan(tmp_path):
-    runs = tmp_path / "runs"
-    process = start(write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS), runs)
-    try:
-        wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
-        (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
-        supervisor.kill()
+@pytest.mark.parametrize("victim", ["supervisor", "sweep"])
+def test_a_sweep_or_supervisor_that_is_killed_leaves_no_orphan(tmp_path, victim):
+    with endless(tmp_path) as (process, runs):
+        if victim == "sweep":
+            process.kill()
+        else:
+            (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
+            supervisor.kill()
         process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert processes_of(runs) == []
-    assert read_status(only_cell(runs))["state"] == "interrupted"
+    wait_until(lambda: not processes_of(runs), 30 if victim == "sweep" else 1)
+    assert victim == "sweep" or read_status(only_cell(runs))["state"] == "interrupted"
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_takes_its_run_along(tmp_path):
-    runs = tmp_path / "runs"
-    process = start(write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS), runs)
-    wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
-    process.kill()
-    process.communicate()
-    wait_until(lambda: not processes_of(runs), 30)
-
-
-@pytest.mark.long
-def test_a_sweep_killed_together_with_its_supervisor_leaves_nothing_to_the_next(tmp_path):
-    runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "single"}, {**ENDLESS, "time_limit_s": 20})
-    process = start(suite, runs)
-    wait_until(lambda: any(file.read_text() for file in runs.glob("tiny/*/steps.jsonl")))
-    (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
-    process.send_signal(signal.SIGSTOP)
-    supervisor.kill()
-    process.kill()
-    process.communicate()
+def test_the_next_sweep_ends_what_a_sweep_and_its_supervisor_leave_when_both_are_killed(tmp_path):
+    with endless(tmp_path, "single", time_limit_s=20) as (process, runs):
+        (supervisor,) = [each for each in processes_of(runs) if each.ppid() == process.pid]
+        process.send_signal(signal.SIGSTOP)
+        supervisor.kill()
     (orphan,) = ranks_of(runs)
-    again = run(suite, runs)
+    again = run(tmp_path / "tiny.yaml", runs)
     assert "that an earlier sweep had left" in again.stderr
     assert not orphan.is_running()
     assert read_status(only_cell(runs))["attempt"] == 2
@@ -196,16 +198,6 @@ def test_what_the_box_lacks_is_unsupported_with_the_command_that_mends_it(tmp_pa
     assert run(suite, tmp_path / "runs", "--retry").returncode == 0
     assert read_run(cell).state == "ok"
     assert [attempt["state"] for attempt in read_json(cell / "sweep.json")["attempts"]] == ["unsupported", "ok"]
-
-
-def test_a_run_that_raises_is_failed_with_its_exception_and_its_last_lines(tmp_path):
-    suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "learning_rate": 1e30, "max_steps": 20})
-    result = run(suite, tmp_path / "runs")
-    cell = only_cell(tmp_path / "runs")
-    assert result.returncode == 1
-    assert read_status(cell)["reason"].startswith("the loss is NaN")
-    assert any("the loss is NaN" in line for line in read_json(cell / "sweep.json")["attempts"][0]["last_lines"])
-    assert "failed: the loss is NaN" in (cell / "log.txt").read_text()
 
 
 FULL_DISK = """
@@ -235,44 +227,71 @@ def test_a_full_disk_stops_the_sweep_and_nothing_finished_is_lost(tmp_path):
     )  # fmt: skip
     if result.returncode == 77 or "unshare" in result.stderr:
         pytest.skip("this kernel lets nobody mount a tmpfs in a user namespace")
-    assert "first 0" in result.stdout, result.stderr
-    assert "full 1" in result.stdout
+    said = result.stdout + result.stderr
+    assert all(words in result.stdout for words in ("first 0", "full 1", "freed 0")), said
     assert "No space left on device): make room" in result.stderr
-    assert "freed 0" in result.stdout, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     runs = {file.parent.name: read_run(file.parent) for file in copied.glob("tiny/*/status.json")}
-    assert {run.state for run in runs.values()} == {"ok"}
-    assert len(runs) == 2
+    assert [run.state for run in runs.values()] == ["ok", "ok"]
     (single,) = [name for name in runs if "-single-" in name]
     assert [attempt["attempt"] for attempt in read_json(copied / "tiny" / single / "sweep.json")["attempts"]] == [1]
 
 
-def test_a_started_sweep_says_who_holds_the_directory(tmp_path):
-    runs = tmp_path / "runs"
-    suite = write_suite(tmp_path, {"strategy": "single"}, ENDLESS)
-    process = start(suite, runs)
-    try:
-        wait_until(lambda: (runs / "tiny" / "sweep.lock").exists() and (runs / "tiny" / "sweep.lock").read_text())
-        started = time.monotonic()
-        second = run(suite, runs)
-        assert time.monotonic() - started < 10
-        assert second.returncode == 2
-        assert (
-            f"another sweep is at work in {runs / 'tiny'}: pid {process.pid} on this machine, since 20" in second.stderr
-        )
-        holder = json.loads((runs / "tiny" / "sweep.lock").read_text())
-        assert holder["pid"] == process.pid
-        assert platform.node() not in holder.values(), "a folder that is handed on names no host"
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert processes_of(runs) == []
+KILLS = 20
+# How long a sweep lives, in cells: mostly into one's start-up or its few steps, now and then until some have finished.
+# About half a cell is finished per kill, so the sixteen cells outlast the kills.
+LIVES = ((0.01, 0.4), (0.4, 1.3), (1.3, 2.2))
 
 
-def test_the_supervisor_finds_packages_where_the_sweep_found_them(tmp_path: Path) -> None:
-    (tmp_path / "only_here.py").touch()
-    code = "import sys; sys.path.append(sys.argv[1]); import supervise; supervise._find_packages(); import only_here"
-    folder = str(Path(supervise.__file__).parent)
-    subprocess.run(
-        [sys.executable, "-ES", "-c", code, folder], env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=True
-    )
+def records(runs: Path) -> dict[str, Run]:
+    return {file.parent.name: read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))}
+
+
+def finished(runs: Path) -> dict[str, dict[str, Any]]:
+    statuses = {file.parent.name: read_status(file.parent) for file in (runs / "tiny").glob("*/status.json")}
+    return {name: status for name, status in statuses.items() if status["state"] == "ok"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
+    fixed = {**{key: value for key, value in TINY.items() if key != "task"}, "max_steps": 6, "logging_steps": 1}
+    axes = {"strategy": ["single", "ddp", "zero2", "zero3"], "task": ["bert-imdb", "gpt-wikitext"], "seed": [1, 2]}
+    suite, runs, undisturbed = write_suite(tmp_path, axes, fixed), tmp_path / "killed", tmp_path / "undisturbed"
+    started = time.monotonic()
+    assert run(suite, undisturbed, timeout=1800).returncode == 0
+    expected = records(undisturbed)
+    cell_s = (time.monotonic() - started) / len(expected)
+    chance = random.Random(20191004)
+    done: dict[str, dict[str, Any]] = {}
+    for _ in range(KILLS):
+        sweep = start(suite, runs)
+        time.sleep(cell_s * chance.uniform(*chance.choice(LIVES)))
+        assert sweep.poll() is None, "the sweep was done before it had been killed often enough: make its cells longer"
+        victim = chance.choice(["sweep", "sweep", "any of its processes", "both at once"])
+        family = processes_of(runs)
+        if victim != "sweep" and family:
+            chance.choice(family).kill()
+        if victim == "any of its processes":
+            time.sleep(1)
+        sweep.kill()
+        sweep.communicate()
+        assert done.items() <= finished(runs).items(), "a finished cell was run again"
+        done = finished(runs)
+    for _ in range(3):
+        last = run(suite, runs, timeout=1800)
+        if last.returncode == 0:
+            break
+    assert last.returncode == 0, last.stderr
+    assert done.items() <= finished(runs).items(), "a finished cell was run again"
+    found = records(runs)
+    assert list(found) == list(expected)
+    for name, record in expected.items():
+        assert found[name].state == record.state == "ok"
+        assert [row["loss"] for row in found[name].steps] == [row["loss"] for row in record.steps], name
+        assert found[name].evals == record.evals
+        # A killed sweep may not have noted a run that had just finished.
+        notes = found[name].path / "sweep.json"
+        states = [attempt["state"] for attempt in read_json(notes)["attempts"]] if notes.exists() else []
+        assert states.count("ok") <= 1
+    assert processes_of(tmp_path) == []

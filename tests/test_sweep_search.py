@@ -1,4 +1,4 @@
-"""A search finds the largest that fits with few probes, from records alone, and says what it did not find."""
+"""A search finds the largest that fits with few probes, from records alone, and reports what it did not find."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from study.host.box import Box, this_box
 from study.records.directory import RunWriter, read_json, read_run, read_status
 from study.records.frames import read_runs, real
 from study.records.schema import State
-from study.report.searches import fits
-from study.sweep.execute import run_cells
-from study.sweep.notes import append_attempt, note_searches
-from study.sweep.plan import plan_cells
+from study.report.questions.fits import fits
+from study.sweep.execute import append_attempt, note_searches, run_cells
+from study.sweep.plan import plan_cells, plan_suite
 from study.sweep.search import Search, cell_states, examine
-from study.sweep.slices import plan_suite, rehearsed
-from study.sweep.suite_file import find_suite, read_suite
-from sweeps import ROOT, TINY, processes_of, run, start, wait_until, write_suite
+from study.sweep.suite_file import read_suite, rehearsed
+from sweeps import ROOT, TINY, processes_of, run, shipped, start, wait_until, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
@@ -52,6 +50,8 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
         known: dict[int, str] = {}
         while (place := examine(known, rungs - 1).next) is not None:
             assert place not in known
+            # No probe asks for more than twice the largest size that fitted.
+            assert place + 1 <= 2 * max((each + 1 for each, state in known.items() if state == "ok"), default=1)
             known[place] = "ok" if place < fitting else "oom"
         bracket = examine(known, rungs - 1)
         assert bracket.fits == (fitting - 1 if fitting else None)
@@ -61,16 +61,14 @@ def test_the_largest_that_fits_is_found_with_few_probes_and_none_twice(rungs):
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 8, 9])
-def test_a_search_begins_at_a_guess_and_a_right_one_takes_two_probes(start):
+def test_a_search_begins_at_a_guess_and_a_right_one_needs_two_probes(start):
     for fitting in range(11):
         known: dict[int, str] = {}
         while (place := examine(known, 9, start).next) is not None:
             assert place not in known
             known[place] = "ok" if place < fitting else "oom"
-        bracket = examine(known, 9)
-        assert (bracket.fits, bracket.next) == (fitting - 1 if fitting else None, None)
-        assert next(iter(known)) == start
         off = abs(fitting - 1 - start)
+        assert (next(iter(known)), examine(known, 9).fits) == (start, fitting - 1 if fitting else None)
         assert len(known) <= 2 + 2 * off.bit_length()
         assert off or len(known) == 2 - (fitting == 10)
 
@@ -87,7 +85,7 @@ def test_on_a_gpu_a_search_begins_at_what_is_predicted_to_fit(tmp_path):
     assert tried == [8, 4, 1]
     # The records say the same to who would have begun elsewhere.
     other = dataclasses.replace(search, guess=lambda: 0)
-    assert other.finding(tmp_path).what_fits.answer == "none, 1 is too large"
+    assert other.what_fits(tmp_path).answer == "none, 1 is too large"
 
 
 def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tmp_path):
@@ -100,17 +98,8 @@ def test_a_report_names_the_probe_at_which_a_search_stopped_wherever_it_began(tm
     append_attempt(tmp_path / "runs" / search.probe_of(5).id, search.probe_of(5), ["accelerate"], {"attempt": 1})
     note_searches([search], tmp_path / "runs")
     (fit,) = fits(read_runs(tmp_path / "runs"))
-    assert fit.what_fits.why_not_more == search.finding(tmp_path / "runs").what_fits.why_not_more
+    assert fit.what_fits.why_not_more == search.what_fits(tmp_path / "runs").why_not_more
     assert fit.what_fits.why_not_more == "stopped at 6: failed, no luck"
-
-
-def test_no_probe_asks_for_more_than_twice_what_is_known_to_fit():
-    known: dict[int, str] = {}
-    while (place := examine(known, 511).next) is not None:
-        most_that_fits = max((each + 1 for each, state in known.items() if state == "ok"), default=1)
-        assert place + 1 <= 2 * most_that_fits
-        known[place] = "ok" if place < 37 else "oom"
-    assert examine(known, 511).fits == 36
 
 
 @pytest.mark.parametrize("state", ["failed", "timeout", "unsupported"])
@@ -126,12 +115,16 @@ def test_what_fits_above_something_that_does_not_is_named():
     assert (bracket.fits, bracket.too_large, bracket.fits_against_the_order) == (0, 1, (3,))
 
 
-def test_a_probe_trains_without_accumulation_on_just_the_samples_of_a_step(tmp_path):
-    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
-    cell = search.probe_of(31)
+def test_a_probe_trains_without_accumulation_on_the_samples_of_a_step_or_with_the_batch_as_given(tmp_path):
+    cell = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)).probe_of(31)
     assert cell.config.batch_plan(2).gradient_accumulation_steps == 1
     assert (cell.config.per_device_train_batch_size, cell.config.global_batch_size) == (32, 64)
     assert (cell.config.train_samples, cell.config.max_steps) == (64, 3)
+    fixed = {**UNSIZED, "per_device_train_batch_size": 2}
+    names = ["gpt-tiny-1layers", "gpt-tiny", "gpt-tiny-4layers"]
+    search = search_of(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
+    assert [search.probe_of(place).config.model_name_or_path for place in range(3)] == names
+    assert search.probe_of(2).config.global_batch_size == 4
 
 
 def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp_path):
@@ -141,89 +134,60 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
     assert len({search.id for search in searches}) == 6
     assert {search.label for search in searches} == {"seq_length 16", "seq_length 32"}
     chosen: list[Any] = plan_suite(str(file), CPU_BOX, tmp_path, ["*-zero2-*"]).slices[0].cells
-    assert {search.first.strategy for search in chosen} == {"zero2"}
-    assert len(chosen) == 2
+    assert [search.first.strategy for search in chosen] == ["zero2", "zero2"]
 
 
-def test_a_ladder_of_models_is_climbed_with_the_batch_as_given(tmp_path):
-    fixed = {**UNSIZED, "per_device_train_batch_size": 2}
-    names = ["gpt-tiny-1layers", "gpt-tiny", "gpt-tiny-4layers"]
-    search = search_of(write_suite(tmp_path, {"strategy": "zero3"}, fixed, search={"largest_model": names}))
-    assert [search.probe_of(place).config.model_name_or_path for place in range(3)] == names
-    assert search.probe_of(2).config.global_batch_size == 4
-
-
-def test_the_dry_run_says_the_next_probe_and_that_others_follow(tmp_path, capsys):
+def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is_not_more(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
     search, root = search_of(file), tmp_path / "runs" / "tiny"
-    arguments = ["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]
-    assert cli.main(arguments) == 0
-    note, command = capsys.readouterr().out.splitlines()
+    where = [str(file), "--runs-dir", str(tmp_path / "runs")]
+
+    def lines(*arguments: str) -> list[str]:
+        assert cli.main([arguments[0], *where, *arguments[1:]]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    note, command = lines("run", "--dry-run")
     assert note == f"# {search.id} searches 1 to 512: its next probe, which decides those after it"
     words = shlex.split(command)
     assert words[words.index("--per_device_train_batch_size") + 1] == "1"
-    end_probe(search, root, 1, "oom", "CUDA out of memory")
-    assert cli.main(arguments) == 0
-    assert capsys.readouterr().out == f"# {search.id} is answered: none, 1 is too large\n"
-
-
-def test_status_says_what_was_found_and_why_it_is_not_more(tmp_path, capsys):
-    file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
-    search, root = search_of(file), tmp_path / "runs" / "tiny"
-    arguments = ["status", str(file), "--runs-dir", str(tmp_path / "runs")]
-
-    def row() -> list[str]:
-        assert cli.main(arguments) == 0
-        return capsys.readouterr().out.splitlines()[-1].split()
-
-    assert row()[6:8] == ["to", "do"]
+    assert lines("status")[-1].split()[6:8] == ["to", "do"]
     end_probe(search, root, 1, "timeout", "ended after its 5 s")
-    assert "stopped at 1: timeout, ended after its 5 s" in " ".join(row())
+    assert "stopped at 1: timeout, ended after its 5 s" in " ".join(lines("status")[-1].split())
     end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
-    said = " ".join(row())
-    assert "found" in said
-    assert "none, 1 is too large" in said
-    assert "1: the cgroup's memory limit was reached" in said
+    said = lines("status")[-1]
+    assert all(words in said for words in ("found", "none, 1 is too large", "1: the cgroup's memory limit was reached"))
+    assert lines("run", "--dry-run") == [f"# {search.id} is answered: none, 1 is too large"]
 
 
-def test_retry_asks_the_record_that_bounds_the_answer_again(tmp_path):
-    search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
-    end_probe(search, tmp_path, 1, "oom")
-    assert next(search.probes(tmp_path, retry=False), None) is None
-    again = search.probes(tmp_path, retry=True)
-    assert next(again).config.per_device_train_batch_size == 1
-    assert next(again, None) is None, "asked once, it is the answer"
-
-
-def test_a_failed_probe_ends_its_search_for_this_call_and_is_run_again_by_the_next(tmp_path):
+def test_retry_repeats_the_record_that_sets_the_limit_and_every_call_a_failed_probe(tmp_path):
     search = search_of(write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER))
     for _ in range(2):
         probes = search.probes(tmp_path, retry=False)
         assert next(probes).config.per_device_train_batch_size == 1
         end_probe(search, tmp_path, 1, "failed", "no luck")
         assert next(probes, None) is None
-    assert search.finding(tmp_path).state == "stopped"
+    assert search.what_fits(tmp_path).state == "stopped"
+    end_probe(search, tmp_path, 1, "oom")
+    assert next(search.probes(tmp_path, retry=False), None) is None
+    again = search.probes(tmp_path, retry=True)
+    assert next(again).config.per_device_train_batch_size == 1
+    assert next(again, None) is None, "once repeated, it is the answer"
 
 
-def test_a_probe_that_the_box_cannot_run_ends_its_search(tmp_path):
-    file = write_suite(tmp_path, {"strategy": "zero2"}, {**UNSIZED, "world_size": 2}, **LADDER)
-    box = Box((80.0,), 64.0)
-    outcome = run_cells(plan_cells(read_suite(file), box), tmp_path, box)
-    assert (outcome.finished, outcome.left) == (1, 0)
-    search: Any
-    (search,) = plan_cells(read_suite(file), box)
-    assert search.finding(tmp_path).state == "stopped"
-
-
-@pytest.mark.parametrize("order_seed", range(4))
-def test_a_probe_that_another_grid_names_too_is_run_once(tmp_path, order_seed):
+@pytest.mark.parametrize("order_seed", range(2))
+def test_a_probe_that_another_grid_names_too_is_run_once_and_ends_its_search_if_the_box_cannot_run_it(
+    tmp_path, order_seed
+):
     same = {"per_device_train_batch_size": 1, "global_batch_size": 2, "train_samples": 2, "max_steps": 3}
     grids = [{"axes": {"strategy": "zero2"}, **LADDER}, {"axes": {"strategy": "zero2"}, "fixed": same}]
     document = {"name": "tiny", "description": "a test's", "order_seed": order_seed, "grids": grids}
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump({**document, "fixed": {**UNSIZED, "world_size": 2}}))
     box = Box((80.0,), 64.0)
-    assert run_cells(plan_cells(read_suite(file), box), tmp_path / "runs", box).left == 0
+    cells = plan_cells(read_suite(file), box)
+    assert run_cells(cells, tmp_path / "runs", box).left == 0
+    (search,) = (cell for cell in cells if isinstance(cell, Search))
+    assert search.what_fits(tmp_path / "runs").state == "stopped"
     (directory,) = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
     assert read_status(directory)["attempt"] == 1
 
@@ -249,16 +213,16 @@ def test_a_probe_answers_every_search_that_comes_by_it(tmp_path):
                 write_run(root, "single", name=probe.id, ranks=1, steps=3, state=state, reason="full", config=asked)
                 append_attempt(root / probe.id, probe, ["accelerate"], {"attempt": 1})
     note_searches(cells, root)
-    told = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
-    assert told == {search.axis: search.finding(root).what_fits.answer for search in cells}
+    answers = {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))}
+    assert answers == {search.axis: search.what_fits(root).answer for search in cells}
     # What was noted with all of them stays when some are looked at again.
     note_searches(cells[:1], root)
-    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == told
+    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
     # One that the suite names for itself is a run like others as well.
     assert real(read_runs(root)).runs.empty
     note_searches([*cells, cells[0].probe_of(0)], root)
     assert real(read_runs(root)).runs["run"].tolist() == [cells[0].probe_of(0).id]
-    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == told
+    assert {fit.axis: fit.what_fits.answer for fit in fits(read_runs(root))} == answers
 
 
 @pytest.mark.long
@@ -286,15 +250,15 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
     assert f"{search.id}: 4 (64: the host" in result.stderr
     assert "[1/1+] " in result.stderr
     assert "[3/3+] " in result.stderr, "how many probes there will be shows while they run"
-    finding = search.finding(runs / "tiny")
-    assert (finding.state, finding.what_fits.answer, len(finding.states)) == ("found", "4", 4)
+    finding = search.what_fits(runs / "tiny")
+    assert (finding.state, finding.answer, len(finding.states)) == ("found", "4", 4)
     assert [read_run(directory).state for directory in directories] == ["ok", "ok", "ok", "oom"]
     assert read_status(directories[0]) == first
     orders = [read_json(directory / "sweep.json")["attempts"][-1]["order"] for directory in directories]
     assert orders[1] < orders[3] < orders[2], "64 is tried before 4: doubling comes first"
     assert "largest_micro_batch" in result.stdout
     (fit,) = fits(read_runs(runs / "tiny"))
-    assert (fit.what_fits.answer, fit.value(fit.too_large), len(fit.rungs)) == ("4", "64", 4)
+    assert (fit.what_fits.answer, fit.value(fit.bracket.too_large), len(fit.rungs)) == ("4", "64", 4)
 
     again = run(suite, runs)
     assert (again.returncode, again.stderr) == (0, "")
@@ -303,21 +267,19 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_every_rented_slice_runs_from_end_to_end_with_tiny_models(tmp_path):
-    """The suites of a box that is paid by the minute, with the commands that run there."""
-    names = sorted({part.suite for part in read_suite(find_suite("one_gpu")).slices})
-    assert names
-    for name in names:
-        arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
-        result = subprocess.run(
-            [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
-        )
-        assert result.returncode == 0, f"{name}: {result.stderr}"
-        root = tmp_path / f"{name}-rehearsal"
-        cells = plan_cells(rehearsed(read_suite(find_suite(name))), this_box())
-        for cell, record in cell_states(cells, root):
-            assert record.state == "ok", f"{cell.id}: {record}"
-            assert read_run(root / cell.id).engine["trainer"] == cell.trainer
-        for search in (each for each in cells if isinstance(each, Search)):
-            assert search.finding(root).bracket.fits == search.last
-        assert not [each for each in cells if not isinstance(each, Search) and not (root / each.id).is_dir()]
+@pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
+def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
+    """Suites of a box that is paid by the minute, with the commands that run there."""
+    arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
+    result = subprocess.run(
+        [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
+    )
+    assert result.returncode == 0, result.stderr
+    root = tmp_path / f"{name}-rehearsal"
+    cells = plan_cells(rehearsed(shipped()[name]), this_box())
+    for cell, record in cell_states(cells, root):
+        assert record.state == "ok", f"{cell.id}: {record}"
+        assert read_run(root / cell.id).engine["trainer"] == cell.trainer
+    for search in (each for each in cells if isinstance(each, Search)):
+        assert search.what_fits(root).bracket.fits == search.last
+    assert all((root / each.id).is_dir() for each in cells if not isinstance(each, Search))

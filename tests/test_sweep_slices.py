@@ -1,4 +1,4 @@
-"""A suite that is made of others: slices in the order they are worth, each record where its own suite keeps it."""
+"""A series of suites: slices in order of their value, each record where its own suite keeps it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from study import cli
 from study.config.errors import UserError
 from study.host.box import Box
 from study.records.frames import read_parquet, read_runs, write_parquet
-from study.report.questions import TABLES, remaining
+from study.report.questions import TABLES
+from study.report.questions.runs import REMAINING
 from study.sweep.cell import Cell
 from study.sweep.command import _runnable, in_order
-from study.sweep.notes import left_to_run
-from study.sweep.remaining import remaining_of
-from study.sweep.slices import plan_suite
+from study.sweep.forecast import left_to_run
+from study.sweep.plan import plan_suite
 from study.sweep.suite_file import SUITE_DIRECTORY, read_suite
+from study.sweep.tables import remaining_of
 from sweeps import TINY
 from synthetic_records import write_run
 
@@ -44,25 +45,18 @@ def write_series(folder: Path, slices: Sequence[Mapping[str, object]], **wide: A
     return folder / "whole.yaml"
 
 
-def _seeds(cells: Sequence[Any]) -> list[int]:
-    return sorted(cell.config.seed for cell in cells)
-
-
 def planned(file: Path, runs: Path, *only: str, **how: bool) -> list[tuple[str, list[int]]]:
     """Each slice by its suite and the seeds of its cells."""
     plan = plan_suite(str(file), CPU_BOX, runs, only, **how)
-    return [(part.suite.name, _seeds(part.cells)) for part in plan.slices]
+    slices: list[tuple[str, list[Any]]] = [(part.suite.name, part.cells) for part in plan.slices]
+    return [(name, sorted(cell.config.seed for cell in cells)) for name, cells in slices]
 
 
-def test_slices_come_in_their_order_and_name_each_cell_once(tmp_path):
+def test_slices_come_in_their_order_with_each_cell_once_and_a_rehearsal_has_every_suite_whole(tmp_path):
     file = write_series(tmp_path, SEED_FIRST)
     assert planned(file, tmp_path) == [("wide", [2]), ("narrow", [1]), ("wide", [1])]
     assert planned(file, tmp_path, "seed=1") == [("narrow", [1]), ("wide", [1])]
     assert [part.root.name for part in plan_suite(str(file), CPU_BOX, tmp_path).slices] == ["wide", "narrow", "wide"]
-
-
-def test_a_rehearsal_has_every_suite_once_and_whole(tmp_path):
-    file = write_series(tmp_path, SEED_FIRST)
     assert planned(file, tmp_path, rehearse=True) == [("wide-rehearsal", [1]), ("narrow-rehearsal", [1])]
 
 
@@ -77,19 +71,18 @@ def test_a_rehearsal_has_every_suite_once_and_whole(tmp_path):
         ([{"suite": "whole"}], "whole is made of slices itself"),
         ([{"suite": "wide", "only": ["seed=3"]}], "matches no cell of wide"),
         ([{"suite": "wide", "only": ["sed=1"]}], "no run has a sed"),
+        ([{"suite": "wide"}, {"suite": "namesake"}], "another suite here is called wide, too"),
+        ("- suite: wide\ngrids: []\n", "unknown key 'grids'"),
     ],
 )
 def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
+    file = write_series(tmp_path, slices if isinstance(slices, list) else [])
+    if isinstance(slices, str):
+        file.write_text(f"name: whole\ndescription: both\nslices:\n{slices}")
+    (tmp_path / "namesake.yaml").write_text((tmp_path / "wide.yaml").read_text())
     with pytest.raises(UserError) as refusal:
-        plan_suite(str(write_series(tmp_path, slices)), CPU_BOX, tmp_path)
+        plan_suite(str(file), CPU_BOX, tmp_path)
     assert says in refusal.value.problem
-
-
-def test_a_series_has_no_cells_of_its_own(tmp_path):
-    file = write_series(tmp_path, SEED_FIRST)
-    file.write_text(file.read_text() + "grids: []\n")
-    with pytest.raises(UserError, match="unknown key 'grids'"):
-        read_suite(file)
 
 
 def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(tmp_path, capsys):
@@ -104,16 +97,13 @@ def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(
     assert "narrow:" in said
 
 
-def test_a_slice_is_left_out_for_what_its_own_cells_need(tmp_path, capsys):
+def test_a_slice_needs_what_its_own_cells_need_and_a_plan_is_made_for_the_box_that_a_suite_requires(tmp_path, capsys):
     slices: list[dict[str, object]] = [{"suite": "wide", "only": ["world_size=1"]}, {"suite": "wide"}]
     fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
     file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
     assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
     assert "notice: wide needs 2 GPUs, and this box shows 1: left out" in capsys.readouterr().err
-
-
-def test_a_plan_is_made_for_the_box_that_a_suite_wants(tmp_path):
-    """Elsewhere `--dry-run` and the list of what remains would tell of other runs than those that box has."""
+    # Elsewhere `--dry-run` and the list of what remains would otherwise name other runs than that box has.
     file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
     cells: list[Any] = [cell for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells]
     assert {cell.ranks for cell in cells} == {4}
@@ -147,19 +137,18 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
     write_parquet(records, tmp_path / "kept")
     kept = read_parquet(tmp_path / "kept")
     for each in (records, kept):
-        answer = remaining.answer(each)
+        answer = REMAINING.answer(each)
         assert answer is not None
-        assert answer.sentence.startswith("1 of 3 cells and searches are measured; 2 remain, about")
+        assert answer.sentence.startswith("1 of 3 runs and searches are measured; 2 remain, about")
         assert answer.table[["Suite", "Planned", "Left"]].to_numpy().tolist() == [["wide", 2, 1], ["narrow", 1, 1]]
         left = TABLES["left"](each)
-        assert left[["Suite", "Cells left"]].to_numpy().tolist() == [["narrow", "single"], ["wide", "single, seed 1"]]
+        assert left[["Suite", "Left"]].to_numpy().tolist() == [["narrow", "single"], ["wide", "single, seed 1"]]
     table = TABLES["slices"](kept)
-    assert table["Of it"].tolist() == ["seed=2", "all", "the rest"]
+    assert table["Part"].tolist() == ["seed=2", "all", "the rest"]
     assert table["Left"].tolist() == [0, 1, 1]
 
 
-def test_what_was_cut_off_before_comes_after_all_that_nobody_tried(tmp_path, capsys):
-    """A cell that hangs until a call is over would have every call."""
+def test_what_was_interrupted_comes_after_all_that_was_never_tried(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     (hung,) = plan_suite(str(file), CPU_BOX, tmp_path, ["seed=2"]).slices
     write_run(hung.root, name=hung.cells[0].id, state="interrupted", gpu=False)
@@ -190,21 +179,13 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
     assert records.refused[0].startswith("wide/broken/status.json: ")
 
 
-def test_two_suites_of_one_name_are_refused(tmp_path):
-    file = write_series(tmp_path, [{"suite": "wide"}, {"suite": "narrow"}])
-    narrow = tmp_path / "narrow.yaml"
-    narrow.write_text(narrow.read_text().replace("name: narrow", "name: wide"))
-    with pytest.raises(UserError, match="another suite here is called wide, too"):
-        plan_suite(str(file), CPU_BOX, tmp_path)
-
-
 def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     output = tmp_path / "report"
     arguments = ["report", str(file), "--runs-dir", str(tmp_path / "runs"), "--output", str(output)]
     assert cli.main(arguments) == 0
     for text in ((output / "index.html").read_text(), (output / "summary.md").read_text()):
-        assert "None of it is measured yet: 3 cells and searches remain" in text
+        assert "None of it is measured yet: 3 runs and searches remain" in text
         assert "single, seed 1" in text
         assert "single, seed 2" in text
     assert not list(output.glob("*.ipynb"))
@@ -228,29 +209,21 @@ def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_p
     ]  # fmt: skip
 
 
-def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_that_fit_nine_minutes(tmp_path):
+def test_one_gpu_has_every_cell_of_every_rented_suite_in_slices_of_nine_minutes_and_its_report_keeps_them(tmp_path):
     suites = [read_suite(file) for file in SUITE_DIRECTORY.glob("*.yaml")]
-    # Those for another kind of box with one GPU, and the rest is rented.
+    # Without the suites for another kind of box with one GPU, which are not rented.
     names = {suite.name for suite in suites if suite.requires.gpus == 1} - {"a100", "a100_6b", "colab", "offload"}
-    plan = plan_suite("one_gpu", CPU_BOX, Path("runs"))
+    plan = plan_suite("one_gpu", CPU_BOX, tmp_path)
     found = Counter((part.suite.name, cell.id) for part in plan.slices for cell in part.cells)
-    alone = Counter(
-        (name, cell.id)
-        for name in names
-        for part in plan_suite(name, CPU_BOX, Path("runs")).slices
-        for cell in part.cells
-    )
-    assert found == alone
+    alone = (part for name in names for part in plan_suite(name, CPU_BOX, tmp_path).slices)
+    assert found == Counter((part.suite.name, cell.id) for part in alone for cell in part.cells)
     assert set(found.values()) == {1}
     for part in plan.slices:
         seconds = sum(seconds for _, seconds in left_to_run(part.cells, tmp_path))
-        # What preparing a fresh machine leaves of nine minutes.
+        # Nine minutes less the preparation of a new machine.
         assert 0 < seconds <= 8 * 60, part.title
-
-
-def test_the_report_of_one_gpu_keeps_all_that_its_suites_plan(tmp_path):
-    planned = remaining_of(plan_suite("one_gpu", CPU_BOX, tmp_path))
-    write_parquet(read_runs(tmp_path, (), planned), tmp_path / "kept")
+    remaining = remaining_of(plan)
+    write_parquet(read_runs(tmp_path, (), remaining), tmp_path / "kept")
     kept = read_parquet(tmp_path / "kept")
-    assert [each[:3] for each in kept.remaining] == [each[:3] for each in planned]
-    assert TABLES["slices"](kept)["Left"].sum() == sum(len(each.left) for each in planned) > 200
+    assert [each[:3] for each in kept.remaining] == [each[:3] for each in remaining]
+    assert TABLES["slices"](kept)["Left"].sum() == sum(len(each.left) for each in remaining) > 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_ctrl_c_says_how_to_go_on_from_the_last_checkpoint(tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 1
     last = max(file.parent.name for file in run.glob("checkpoints/step_*/checkpoint.json"))
-    assert read_status(run)["hint"] == f"--resume_from_checkpoint latest goes on from {last}"
+    assert read_status(run)["hint"] == f"--resume_from_checkpoint latest resumes from {last}"
 
 
 def test_ctrl_c_before_there_is_a_record_is_one_line_and_leaves_nothing(tmp_path):
@@ -340,6 +341,16 @@ def test_a_dead_process_s_swap_folder_is_cleared_away_and_a_living_one_s_and_a_l
         pass
     assert set(tmp_path.iterdir()) == {likeness.parent, link}
     assert likeness.read_bytes() == PHOTO
+
+
+def test_the_swap_folder_of_another_machine_is_left_to_it(tmp_path):
+    from study.host.folders import swap_folder
+
+    with swap_folder(tmp_path) as mine:
+        theirs = shutil.copytree(mine, tmp_path / f"{mine.name}-theirs")
+        (marker,) = theirs.iterdir()
+        marker.write_text('{"host": "another"}')
+    assert list(tmp_path.iterdir()) == [theirs]
 
 
 def test_a_child_does_not_hold_the_lock_of_a_parent_that_is_gone(tmp_path):

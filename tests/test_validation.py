@@ -5,20 +5,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pandas as pd
 import pytest
 import yaml
 
-from study.config.strategies import REPOSITORY
+from study.config.strategies import REPOSITORY, read_strategy
 from study.host.memory import GIB
 from study.metrics.flops import accelerate_bytes, deepspeed_bytes
-from study.predictor.buckets import COPIES, GAPS
+from study.predictor import records, validation
+from study.predictor.hardware import ANY_DEVICE, Hardware
+from study.predictor.memory import COPIES, GAPS, points_of, small_blocks
+from study.predictor.request import Request
+from study.predictor.shape import model_shape
 from study.predictor.time import FITTED
-from study.predictor.validation import league, own
-from study.predictor.validation import league as fit
-from study.predictor.validation import own as saving
-from study.predictor.validation.measured import impossible, predicted_peak, predicted_step_s
-from study.predictor.validation.published import published_rows, refused_sources, sources
+from study.predictor.validation import (
+    describe_nearest,
+    distance,
+    impossible,
+    league,
+    nearest,
+    predicted_peak,
+    predicted_step_s,
+    published_rows,
+    refused_sources,
+    sources,
+)
 from study.report.pages import prediction as report
 from study.report.pages import prediction as tables
 
@@ -38,7 +50,7 @@ def test_there_are_rows_enough_of_many_sources() -> None:
 
 
 def test_no_row_both_fits_a_constant_and_scores_it() -> None:
-    fitting, scoring = fit.fit_rows(), [row for row in COUNTED if row.use == "score"]
+    fitting, scoring = league.fit_rows(), [row for row in COUNTED if row.use == "score"]
     # A name does not say the optimizer.
     assert not {(row.source, row.name, row.step_s) for row in fitting} & {
         (row.source, row.name, row.step_s) for row in scoring if row.step_s
@@ -63,17 +75,19 @@ def test_the_page_whose_sequences_are_shorter_than_it_says_is_found_by_arithmeti
 
 def test_the_committed_constants_are_what_the_fit_gives() -> None:
     """From where they are no search finds better ones; from its usual start that takes minutes."""
-    rows = fit.fit_rows()
-    assert fit.mean_error(rows, FITTED) == pytest.approx(fit.mean_error(rows, fit.searched(rows, FITTED)), abs=0.005)
+    rows = league.fit_rows()
+    assert league.mean_error(rows, FITTED) == pytest.approx(
+        league.mean_error(rows, league.searched(rows, FITTED)), abs=0.005
+    )
 
 
 @pytest.mark.long
 def test_a_fit_goes_on_while_it_gains() -> None:
-    rows = [row for row in fit.fit_rows() if row.request.box.ranks < 8]
-    once, whole = fit.searched(rows, fit._START), fit.fitted(rows)
-    again = fit.searched(rows, whole)
-    assert fit.mean_error(rows, whole) <= fit.mean_error(rows, once)
-    assert fit.mean_error(rows, whole) - fit.mean_error(rows, again) <= fit._GAIN
+    rows = [row for row in league.fit_rows() if row.request.box.ranks < 8]
+    once, whole = league.searched(rows, league._START), league.fitted(rows)
+    again = league.searched(rows, whole)
+    assert league.mean_error(rows, whole) <= league.mean_error(rows, once)
+    assert league.mean_error(rows, whole) - league.mean_error(rows, again) <= league._GAIN
 
 
 def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says() -> None:
@@ -90,7 +104,7 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
 
 
 def test_no_run_without_a_gpu_is_a_measured_time() -> None:
-    processes = [row for row in own.own_rows() if row.request.box.in_host_memory]
+    processes = [row for row in records.own_rows() if row.request.box.in_host_memory]
     assert any(row.request.strategy.offloads for row in processes)
     assert all(row.step_s is None for row in processes)
 
@@ -110,7 +124,7 @@ def test_stage_3_holds_its_gradients_in_the_forward_pass_as_well() -> None:
 
 
 def test_what_waited_for_a_bucket_or_was_gathered_together_is_let_go_of_once_it_is_copied() -> None:
-    rows = [row for row in own.own_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
+    rows = [row for row in records.own_rows() if row.name.startswith(("virtual_models ", "virtual_tuning "))]
     assert {row.request.strategy.zero_stage for row in rows} == {1, 2, 3}
     # A table of these models is 0.25 to 1.2 GiB, and once more of it is 7 to 22 % of a peak. Where a part of it goes to
     # the host, its norm in fp64 is 4 %.
@@ -127,11 +141,22 @@ def test_a_pool_with_room_is_larger_than_what_must_be_in_it() -> None:
 
 
 def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
-    assert fit.kept_fit() == pytest.approx((GAPS, COPIES), rel=0.01)
+    document = yaml.safe_load(Path(validation.__file__).with_name("kept.yaml").read_text(encoding="utf-8"))
+    device = dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
+    box = Hardware("processes", device, document["ranks"], gathers_into_copies=True)
+    parts = []
+    for row in document["rows"]:
+        request = Request(
+            model_shape(document["model"]), read_strategy(row["strategy"]), box, row["sequence"], row["micro_batch"],
+            row["accumulation"], "fp32", gradient_checkpointing=False, attention="sdpa",
+        )  # fmt: skip
+        parts.append(small_blocks(request, [point.parts for point in points_of(request)]))
+    kept = [(row["kept"] - row["returned"]) * 2**20 for row in document["rows"]]
+    assert numpy.linalg.lstsq(parts, kept, rcond=None)[0] == pytest.approx([GAPS, COPIES], rel=0.01)
 
 
 def test_saving_takes_the_host_memory_that_is_predicted() -> None:
-    found = saving.saving_table()
+    found = records.saving_table()
     assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(found["strategy"])
     assert (found["predicted"] / found["while it saves, GiB"]).between(0.8, 1.1).all()
 
@@ -230,3 +255,28 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
     )
     assert answer.returncode == 2
     assert "fit|report" in answer.stderr
+
+
+def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
+    row = next(each for each in ROWS if each.use == "score" and each.step_s and impossible(each) is None)
+    assert distance(row.request, row.request) == 0
+    assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
+    twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
+    again = dataclasses.replace(twice, gradient_checkpointing=not twice.gradient_checkpointing)
+    assert 0 < distance(row.request, twice) < distance(row.request, again)
+
+
+def test_no_row_that_a_constant_was_fitted_on_or_that_cannot_be_true_is_quoted() -> None:
+    quoted = nearest(ROWS[0].request, ROWS, count=len(ROWS))
+    assert {row.use for row in quoted} == {"score"}
+    assert not [row for row in quoted if impossible(row)]
+    assert 10 < len(quoted) < len(ROWS)
+
+
+def test_a_line_has_the_measurement_the_prediction_and_its_page() -> None:
+    row = nearest(ROWS[-1].request, ROWS)[0]
+    line = next(describe_nearest(ROWS[-1].request))
+    assert row.name in line
+    assert row.url in line
+    if row.step_s is not None:
+        assert f"{predicted_step_s(row) / row.step_s - 1:+.0%}" in line

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from study.config.text import format_bytes
 from study.records.directory import Run, read_run
 from study.records.rows import run_row
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS
 from study.records.virtual_summary import PEAKS, Extrapolation, RankSummary
-from study.virtual.command import describe, gb, table
+from study.virtual.command import describe, table
 from study.virtual.lines import STEP_TIMES, crossed, extrapolate
 from synthetic_records import write_run
 
@@ -72,7 +73,7 @@ def test_a_line_is_what_the_model_itself_would_have_shown() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_live_parameters", "max_reuse_distance"])
-def test_where_stage_3_begins_to_let_go_between_depths_and_model_there_is_no_traffic(name: str) -> None:
+def test_where_stage_3_begins_to_release_between_depths_and_model_there_is_no_traffic(name: str) -> None:
     found = lines_of("zero3", 40, **{name: 300})
     assert how(found).crossed == [name]
     assert set(how(found).residual.values()) == {0.0}
@@ -80,7 +81,7 @@ def test_where_stage_3_begins_to_let_go_between_depths_and_model_there_is_no_tra
     for figure in ("comm_bytes_per_step", "comm_calls_per_step", "sent_bytes_per_step", "host_peak_rss_gib"):
         assert found.document()[figure] is None
         assert figure in how(found).not_linear
-    # Neither what is reduced nor what is held depends on it.
+    # Neither reduced gradients nor model state depends on it.
     whole = at_depth(40)
     assert found.collectives["reduce_scatter"] == whole.collectives["reduce_scatter"]
     assert found.state_bytes_total == whole.state_bytes_total
@@ -96,22 +97,40 @@ def test_depths_that_are_all_beyond_a_threshold_are_a_line_again() -> None:
     assert deeper.comm_bytes_per_step == at_depth(40).comm_bytes_per_step
 
 
-def test_a_parameter_waits_for_its_next_use_while_the_model_is_passed_twice() -> None:
-    """The model of 40 layers has 500 parameters."""
-    assert how(lines_of(max_live_parameters=700)).crossed == []
-    assert how(lines_of(max_reuse_distance=700)).crossed == ["max_reuse_distance"]
-    assert how(lines_of(max_reuse_distance=1000)).crossed == []
-    # Where nothing may wait nothing is crossed.
-    assert how(lines_of(max_reuse_distance=0)).crossed == []
+@pytest.mark.parametrize(
+    ("strategy", "buckets", "crossed_names", "beyond"),
+    [
+        # The model of 40 layers has 500 parameters, and is passed twice between two uses of a parameter.
+        ("zero3", {"max_live_parameters": 700}, [], {}),
+        ("zero3", {"max_reuse_distance": 700}, ["max_reuse_distance"], {"max_reuse_distance": 78}),
+        ("zero3", {"max_reuse_distance": 1000}, [], {}),
+        ("zero3", {"max_reuse_distance": 0}, [], {}),
+        # A sub-group is compared with one rank's shard.
+        ("zero3", {"sub_group_size": 120}, ["sub_group_size"], {"sub_group_size": 51}),
+        ("zero3", {"sub_group_size": 130}, [], {}),
+        ("zero2", {"reduce_bucket_size": 300}, ["reduce_bucket_size"], {"reduce_bucket_size": 28}),
+        *((name, {"max_live_parameters": 300, "max_reuse_distance": 300, "sub_group_size": 120}, [], {})
+          for name in ("ddp", "zero0", "zero1", "zero2_cpu", "fsdp2")),
+    ],
+)  # fmt: skip
+def test_a_threshold_between_depths_and_model_is_crossed_under_the_strategies_that_have_it(
+    strategy: str, buckets: dict[str, int], crossed_names: list[str], beyond: dict[str, int]
+) -> None:
+    found = lines_of(strategy, **buckets)
+    assert (how(found).crossed, how(found).depths_beyond) == (crossed_names, beyond)
+    if strategy == "zero2":
+        assert found.run_figures["host_peak_rss_gib"] is None
+    if "sub_group_size" in crossed_names:
+        assert found.sent_bytes_per_step == at_depth(40).sent_bytes_per_step
 
 
-@pytest.mark.parametrize(("strategy", "collective"), [("zero1", "reduce_scatter"), ("zero3", "reduce_scatter")])
-def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: str, collective: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: str) -> None:
     found, whole = lines_of(strategy, reduce_bucket_size=110), at_depth(40)
     assert how(found).crossed == ["reduce_bucket_size"]
     # Every depth is beyond it, and deeper ones would do no better.
     assert how(found).depths_beyond == {}
-    assert found.collectives[collective] == whole.collectives[collective] | {"calls": None}
+    assert found.collectives["reduce_scatter"] == whole.collectives["reduce_scatter"] | {"calls": None}
     assert found.comm_calls_per_step is None
     assert found.comm_bytes_per_step == whole.comm_bytes_per_step
     assert found.run_figures["host_peak_rss_gib"] == whole.run_figures["host_peak_rss_gib"]
@@ -119,34 +138,11 @@ def test_full_buckets_are_counted_in_steps_and_their_bytes_are_a_line(strategy: 
     assert how(lines_of(strategy, reduce_bucket_size=9)).crossed == []
 
 
-def test_a_peak_is_no_line_where_the_bucket_is_full_in_the_model_only() -> None:
-    found = lines_of("zero2", reduce_bucket_size=300)
-    assert found.run_figures["host_peak_rss_gib"] is None
-    assert how(found).depths_beyond == {"reduce_bucket_size": 28}
-
-
-def test_a_sub_group_is_held_against_one_ranks_part() -> None:
-    assert how(lines_of(sub_group_size=120)).crossed == ["sub_group_size"]
-    assert how(lines_of(sub_group_size=120)).depths_beyond == {"sub_group_size": 51}
-    assert how(lines_of(sub_group_size=130)).crossed == []
-    assert lines_of(sub_group_size=120).sent_bytes_per_step == at_depth(40).sent_bytes_per_step
-
-
-def test_ddp_fills_its_buckets_with_fp32() -> None:
+def test_ddp_fills_its_buckets_with_fp32_and_without_an_engine_s_buckets_no_threshold_is_known() -> None:
     first = at_depth(2, "ddp", buckets={"ddp_bucket_bytes": 800})
-    assert [(name, one.straight_from) for name, one in crossed(first, 500, PER_LAYER).items()] == [
-        ("ddp_bucket_bytes", None)
-    ]
+    found = crossed(first, 500, PER_LAYER)
+    assert {name: one.straight_from for name, one in found.items()} == {"ddp_bucket_bytes": None}
     assert crossed(first, 200, PER_LAYER) == {}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero0", "zero1", "zero2_cpu", "fsdp2"])
-def test_what_only_stage_3_does_is_no_threshold_elsewhere(strategy: str) -> None:
-    found = lines_of(strategy, max_live_parameters=300, max_reuse_distance=300, sub_group_size=120)
-    assert how(found).crossed == []
-
-
-def test_without_the_engines_buckets_no_threshold_is_known() -> None:
     assert how(line(*(at_depth(depth, buckets=None) for depth in (2, 3, 4)))).crossed == []
 
 
@@ -162,8 +158,7 @@ def test_a_state_of_which_a_part_is_no_line_has_no_sum_and_shows_none() -> None:
     assert "  model state  ?" in lines
     assert "    params     ? on device" in lines
     assert "    grads      0" in lines
-    _, row = table([found])
-    assert row.split()[:7] == ["zero3", "bf16-engine", "?", "0", "B", "500", "B"]
+    assert table([found]).rows[0][:5] == ["zero3", "bf16-engine", "?", "0 B", "500 B"]
 
 
 def test_what_the_third_depth_is_off_grows_on_the_way_to_the_model() -> None:
@@ -206,7 +201,7 @@ def test_a_collective_that_the_first_depth_never_sent_is_not_lost() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Of one virtual rank."""
+    """Record of one virtual rank."""
     path = write_run(tmp_path, "zero3", virtual=True, ranks=64, gpu=False, config={"global_batch_size": 64},
                      engine={"virtual_rank": 0, "model_parameters": 2_500_000, "model_layers": 2, "preset_layers": 2,
                              "emulated_device_memory_gib": None, "per_device_train_batch_size": 1,
@@ -228,34 +223,26 @@ def test_an_extrapolated_document_has_the_keys_of_a_measured_one(run: Run) -> No
 def test_a_rank_is_the_same_in_its_record_and_in_the_table_of_records(run: Run) -> None:
     of_run, of_row = RankSummary.of_run(run), RankSummary.of_row(run_row(run))
     assert of_row.run_figures == {peak: of_run.run_figures[peak] for peak in PEAKS}
-    # What a report has no use for, and moments that this record does not have.
+    # Fields that no report uses, and snapshots that this record does not have.
     others = {name: getattr(of_row, name) for name in ("run_dir", "memory_gib_by_phase", "run_figures")}
     assert dataclasses.replace(of_run, **others, grads_by_moment={}) == of_row
 
 
-def test_what_is_sent_and_what_is_payload_go_by_their_names() -> None:
-    lines = list(describe(at_depth(10)))
-    assert lines[0].endswith("bf16-engine, 1 sample of 16 tokens a step")
+def test_a_rank_and_a_line_are_described_with_their_thresholds_and_without_unknown_state() -> None:
+    unknown = {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
+    lines = list(describe(at_depth(10, state_bytes_per_rank=unknown, buffer_bytes=None)))
+    assert lines[0].endswith("bf16-engine, micro-batch 1, 16 tokens a sample")
+    assert "    params     ? on device, ? on host, ? on nvme" in lines
     assert "  ring bytes per step  600 B in 60 calls, payload 800 B" in lines
     assert "    all_gather      300 B in 50 calls, payload 400 B" in lines
-
-
-def test_a_rank_whose_state_was_never_read_is_shown_without_it() -> None:
-    unknown = {kind: dict.fromkeys(STATE_PLACES) for kind in STATE_KINDS}
-    lines = list(describe(at_depth(2, state_bytes_per_rank=unknown, buffer_bytes=None)))
-    assert "    params     ? on device, ? on host, ? on nvme" in lines
-
-
-def test_a_line_says_what_it_crosses_and_how_the_whole_model_ended() -> None:
     found = lines_of(max_live_parameters=300)
     tried = dataclasses.replace(how(found), whole_model={"state": "oom", "reason": "CUDA out of memory"})
-    lines = "\n".join(describe(dataclasses.replace(found, extrapolated=tried)))
-    assert (
-        "crosses max_live_parameters: what depends on it has no figure; --layers-fit 28,29,30 starts beyond max_live"
-        in lines
-    )
-    assert "the whole model: oom: CUDA out of memory" in lines
-    assert f"    {STATE_KINDS[0]:<10} 1.000 kB on device" in lines
+    text = "\n".join(describe(dataclasses.replace(found, extrapolated=tried)))
+    for said in (
+        "crosses max_live_parameters: figures that depend on it are ?; --layers-fit 28,29,30 starts beyond max_live",
+        "the whole model: oom: CUDA out of memory", f"    {STATE_KINDS[0]:<10} 1.000 kB on device",
+    ):  # fmt: skip
+        assert said in text
 
 
 @pytest.mark.parametrize(
@@ -266,30 +253,28 @@ def test_a_line_says_what_it_crosses_and_how_the_whole_model_ended() -> None:
     ],
 )  # fmt: skip
 def test_a_size_has_four_digits(size: float | None, shown: str) -> None:
-    assert gb(size) == shown
+    assert format_bytes(size) == shown
 
 
-def read_twice(layers: int, after: float, before: float) -> RankSummary:
-    moments = {"grads_after_backward": after, "grads_before_step": before}
-    nothing = dict.fromkeys(STATE_PLACES, 0)
-    state = at_depth(layers).state_bytes_per_rank | {"grads": nothing | {"device": max(moments.values())}}
-    return at_depth(
-        layers,
-        state_bytes_per_rank=state,
-        grads_by_moment={moment: nothing | {"device": size} for moment, size in moments.items()},
-    )
-
-
-def test_the_larger_moment_of_the_gradients_may_be_another_one_in_the_whole_model() -> None:
-    """One gradient is kept whole and outweighs the shards of three shallow models, but not those of forty layers."""
-    found = line(*(read_twice(layers, after=100, before=10 * layers) for layers in (2, 3, 4)))
-    assert found.state_bytes_per_rank["grads"]["device"] == 400
-    assert "state.grads.device" not in how(found).not_linear
-
-
-def test_what_is_reduced_by_chance_after_backward_is_no_obstacle_while_it_is_less() -> None:
-    found = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 17))))
-    assert found.state_bytes_per_rank["grads"]["device"] == 400
-    more = line(*(read_twice(layers, after, 10 * layers) for layers, after in ((2, 0), (3, 0), (4, 45))))
-    assert more.state_bytes_per_rank["grads"]["device"] is None
-    assert "state.grads.device" in how(more).not_linear
+@pytest.mark.parametrize(
+    ("after_backward", "before_step", "expected"),
+    [
+        # One unpartitioned gradient outweighs the shards of three shallow models, but not those of forty layers.
+        ((100, 100, 100), (20, 30, 40), 400),
+        # The part that is reduced after backward varies, which matters only where it is the larger one.
+        ((0, 0, 17), (20, 30, 40), 400),
+        ((0, 0, 45), (20, 30, 40), None),
+    ],
+)
+def test_gradients_are_the_larger_of_two_readings_also_where_another_one_is_larger_in_the_whole_model(
+    after_backward: tuple[int, ...], before_step: tuple[int, ...], expected: int | None
+) -> None:
+    nothing, depths = dict.fromkeys(STATE_PLACES, 0), []
+    for layers, after, before in zip((2, 3, 4), after_backward, before_step, strict=True):
+        sizes = {"grads_after_backward": after, "grads_before_step": before}
+        state = at_depth(layers).state_bytes_per_rank | {"grads": nothing | {"device": max(after, before)}}
+        readings = {name: nothing | {"device": size} for name, size in sizes.items()}
+        depths.append(at_depth(layers, state_bytes_per_rank=state, grads_by_moment=readings))
+    found = line(*depths)
+    assert found.state_bytes_per_rank["grads"]["device"] == expected
+    assert ("state.grads.device" in how(found).not_linear) == (expected is None)

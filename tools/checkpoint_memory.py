@@ -24,7 +24,7 @@ from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
 from study.host.environment import describe_environment
 from study.records.directory import is_finished, read_run
 from study.records.schema import STATE_KINDS
-from study.report.site.page import table_markdown
+from study.report.document import table_markdown
 from study.run.checkpoint import clear_checkpoint
 from study.sweep.cell import accelerate
 from study.sweep.launch import clean_environment

@@ -27,12 +27,12 @@ from typing import Any
 import pandas as pd
 
 from study.config.flags import RunConfig
-from study.config.strategies import LEAST_RANKS_WITH_COPIES, REPOSITORY, STRATEGY_NAMES, WITH_COPIES, read_strategy
+from study.config.strategies import LEAST_RANKS_WITH_REPLICAS, REPOSITORY, STRATEGY_NAMES, WITH_REPLICAS, read_strategy
 from study.host.memory import MIB
 from study.records.directory import read_run
-from study.report.site.page import table_markdown
+from study.report.document import table_markdown
 from study.sweep.cell import Cell
-from study.sweep.forks import ForkServer
+from study.sweep.fork_server import ForkServer
 from study.sweep.launch import run_cell
 
 _CASE = ["strategy", "ranks", "accumulation"]
@@ -46,15 +46,15 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: ForkServer) -> dict[str, Any]:
     # Tensor parallelism without ZeRO takes all ranks into one group.
-    team_size = ranks if strategy == "tp" else None
-    teams = ranks // read_strategy(strategy).with_team(team_size).team_size
+    group_size = ranks if strategy == "tp" else None
+    groups = ranks // read_strategy(strategy).with_group_size(group_size).group_size
     counters = [transmitted()]
     for steps in _STEPS:
         config = RunConfig(
             task="gpt-wikitext", scale="laptop", precision="fp32", dropout=0.0, weights="random", data="builtin",
             model_name_or_path="gpt-tiny", seq_length=128, per_device_train_batch_size=_MICRO_BATCH,
-            global_batch_size=_MICRO_BATCH * accumulation * teams, max_steps=steps, eval_steps=0, eval_samples=8,
-            team_size=team_size, nvme_path=str(root / "nvme"),
+            global_batch_size=_MICRO_BATCH * accumulation * groups, max_steps=steps, eval_steps=0, eval_samples=8,
+            group_size=group_size, nvme_path=str(root / "nvme"),
         )  # fmt: skip
         cell = Cell(strategy, ranks, config, config, repeat=1, time_limit_s=600)
         ended = run_cell(cell, root, forks=forks).ending
@@ -147,7 +147,7 @@ def main() -> int:
     cases = [
         (strategy, ranks, accumulation)
         for strategy in options.strategy for ranks in options.ranks for accumulation in options.accumulation
-        if ranks >= LEAST_RANKS_WITH_COPIES or strategy not in WITH_COPIES
+        if ranks >= LEAST_RANKS_WITH_REPLICAS or strategy not in WITH_REPLICAS
     ]  # fmt: skip
     options.csv.parent.mkdir(parents=True, exist_ok=True)
     forks = ForkServer()

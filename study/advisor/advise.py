@@ -1,88 +1,55 @@
-"""Every strategy for a model on a box, with the largest micro-batch that fits, and which of them to take."""
+"""Every strategy for a model on a box, with the largest micro-batch that fits, ranked by speed."""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from study.config.errors import UserError
-from study.config.flags import Precision
+from study.advisor.predict_command import precision_under, workload_text
 from study.config.registry import REGISTRY
-from study.config.strategies import WITH_COPIES, Strategy, read_strategy
+from study.config.strategies import WITH_REPLICAS, Strategy, read_strategy
 from study.host.memory import GIB
-from study.predictor.activations import has_fused
+from study.predictor.hardware import Hardware
 from study.predictor.memory import predict_memory
-from study.predictor.request import Attention, Hardware, Memory, ModelShape, Request, Time
-from study.predictor.state import FP32_BYTES, SMALLEST_SWAPPED_BYTES, unswapped
-from study.predictor.time import excess_bytes, fits, predict_time, slowest_offload, why
-
-# The settings that a strategy is tried with: its own, fitted to the model and the box.
+from study.predictor.request import FP32_BYTES, Attention, Memory, Request, Time
+from study.predictor.shape import ModelShape
+from study.predictor.state import SMALLEST_SWAPPED_BYTES, unswapped
+from study.predictor.time import (
+    device_bytes,
+    excess_bytes,
+    fits,
+    left_share,
+    predict_time,
+    slowest_offload,
+    usable_bytes,
+    why,
+)
 
 # Elements: 16-bit buckets of 100 MB keep a network busy.
 _SMALL_BUCKET = 50_000_000
-# What is live and kept for reuse where memory is short, in layers.
-_LAYERS_LIVE = 2
-_SMALLEST_SUB_GROUPS = 10
-
-
-def fitted(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
-    """With buckets that suit the model; at stage 3 also with little of it live at once."""
-    if strategy.deepspeed is None or not strategy.zero_stage:
-        yield strategy
-        return
-    largest = shape.largest_trained
-    layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
-    small = min(_SMALL_BUCKET, shape.trained_parameters)
-    # A bucket between the two takes in no more of the large tensors' gradients than the small one. Where all are
-    # smaller a bucket of the largest would be many calls.
-    for bucket in sorted({small, max(small, largest)}):
-        base = _with(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
-        if strategy.zero_stage == 3:
-            base = _with(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
-        base = _with_offloads(base, shape, box.ranks)
-        if (of_a_copy := strategy.ranks_of_a_copy(box.ranks, box.gpus_per_node)) is not None:
-            base = _with(base, zero_hpz_partition_size=of_a_copy)
-        live = _LAYERS_LIVE * layer
-        # A second copy is read only where parameters are released and gathered again.
-        if of_a_copy is None or live >= shape.parameters:
-            yield base
-        if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
-            yield _with(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
-
-
-def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
-    """Buffers of the drive that hold the largest part, and sub-groups that leave room for some of them."""
-    assert strategy.deepspeed is not None
-    zero = strategy.deepspeed["zero_optimization"]
-    if strategy.offload_device("param") == "nvme":
-        part = -(-shape.largest * 11 // 10 // ranks)
-        strategy = _with(strategy, offload_param={**zero["offload_param"], "buffer_size": 1}).with_swap_buffers(part)
-    if strategy.offload_device("optimizer") == "nvme":
-        part = shape.trained_parameters // ranks // _SMALLEST_SUB_GROUPS
-        swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES
-        size = min(1_000_000_000, max(part, shape.largest_trained // ranks, swapped))
-        strategy = _with(strategy, sub_group_size=size)
-    return strategy
-
-
-def _with(strategy: Strategy, **settings: Any) -> Strategy:
-    assert strategy.deepspeed is not None
-    zero = {**strategy.deepspeed["zero_optimization"], **settings}
-    return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
-
-
+# Live parameters and reuse distance where memory is short, in layers.
+_LIVE_LAYERS = 2
+_FEWEST_SUB_GROUPS = 10
 # A larger micro-batch makes a step no faster per token, on any device that is known here.
 LARGEST_MICRO_BATCH = 512
-# Of two that are so near each other in speed the simpler one is taken.
+# Where two strategies' speeds are within this share of each other, the simpler one is recommended.
 AS_FAST = 0.05
-# Of rented machines: 1 TiB beside eight GPUs. Many have twice as much, and some half.
-USUAL_HOST_GIB_OF_A_GPU = 128
+# Rented machines have 1 TiB for eight GPUs; many have twice as much, and some half.
+USUAL_HOST_GIB_PER_GPU = 128
+# A sample makes these on its rank; more ranks do not divide them. "context" is the process's own.
+_PARTS_OF_A_SAMPLE = ("logits", "activations", "attention", "context")
+# Options that are slower than this share of the best one are not tried for the questions nearby.
+_FAR_BEHIND = 0.5
+_WORTH_SAYING = 0.05
+_PARTS_OF_A_STEP = {
+    "compute": "compute", "communication_exposed": "exposed communication", "offload": "transfers from and to the host",
+    "cpu_adam": "the optimizer on the CPU", "nvme": "NVMe",
+}  # fmt: skip
 _SIMPLICITY = {name: row.simplicity for name, row in REGISTRY.items() if row.simplicity is not None}
 SIMPLEST_FIRST = sorted(_SIMPLICITY, key=_SIMPLICITY.__getitem__)
-# What a micro-batch makes of a question.
-Asked = Callable[[int], tuple[Request, Memory]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +59,7 @@ class AdviceRequest:
     sequence_length: int
     # bf16 and fp16 are mixed precision: 16-bit weights with fp32 masters where an engine has them, else autocast.
     precision: str
-    # None: whatever trains faster.
+    # None: whatever is faster.
     gradient_checkpointing: bool | None = None
     attention: Attention = "sdpa"
     chunked_loss: bool = False
@@ -100,26 +67,22 @@ class AdviceRequest:
     price_per_gpu_hour: float | None = None
 
     @property
-    def ranks(self) -> int:
-        return self.box.ranks
-
-    @property
     def share(self) -> int | None:
-        """Samples of one rank in a step; None: one micro-batch."""
-        return None if self.global_batch is None else max(1, round(self.global_batch / self.ranks))
+        """Samples of one rank in an optimizer step; None: one micro-batch."""
+        return None if self.global_batch is None else max(1, round(self.global_batch / self.box.ranks))
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One strategy, at its best."""
+    """One strategy with its best settings."""
 
-    # Of accelerate_configs/, from whose files the settings come.
+    # In accelerate_configs/, from whose files the settings come.
     name: str
     request: Request
     memory: Memory
     # None where it does not fit.
     time: Time | None
-    # One line: what is too large, or how much is left.
+    # One line: what is too large, or how much memory is left.
     why: str
     cost_per_million_tokens: float | None = None
 
@@ -128,17 +91,13 @@ class Option:
         return self.time is not None
 
     @property
-    def batches(self) -> str:
-        """Of one rank before each step: samples of one, and how many."""
-        return f"{self.request.micro_batch} x {self.request.accumulation}"
-
-    @property
     def is_sure(self) -> bool:
+        """Whether it fits at the upper bound of its predicted peak too."""
         return fits(self.memory, self.request.box, at_upper_end=True)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.time.tokens_per_s_per_gpu.value * self.request.box.ranks if self.time else 0.0
 
 
@@ -165,17 +124,17 @@ class Advice:
 
 
 def advise(question: AdviceRequest, names: Sequence[str] | None = None, *, surely: bool = True) -> Advice:
-    """What fits at the upper end of its peak's interval comes first; without `surely` the peak itself counts."""
-    found = [_best_of(question, name, surely) for name in names or candidates(question)]
-    return Advice(question, ranked(sorted(found, key=_order if surely else _speed), surely))
+    """Rank strategies; what fits at the upper bound of its peak comes first, and without `surely` the peak counts."""
+    options = [_best_option(question, name, surely) for name in names or candidates(question)]
+    return Advice(question, ranked(sorted(options, key=functools.partial(_order, surely=surely)), surely))
 
 
 def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]:
-    """The simplest of those that are as fast as the first and that a usual host can load, then the others as they come.
+    """Put the simplest option that is as fast as the first, and that a usual host can load, before the others.
 
-    First is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: what
-    needs no host is taken then, if it is as sure to fit. Of two that both stay on the device the errors are alike, and
-    `AS_FAST` is enough.
+    The first is the fastest, but for an offload that is ahead by less than such steps were longer than predicted: then
+    an option that needs no host is the first, if it is as sure to fit. Two options that both stay on the device have
+    similar errors, and `AS_FAST` is enough.
     """
     fastest = options[0]
     as_sure = [each for each in options if each.is_sure or not (surely and fastest.is_sure)]
@@ -183,143 +142,286 @@ def ranked(options: Sequence[Option], surely: bool = True) -> tuple[Option, ...]
     first = fastest if fastest.tokens_per_s > slowest_offload() * plain.tokens_per_s else plain
     equal = [each for each in as_sure if each.tokens_per_s >= (1 - AS_FAST) * first.tokens_per_s
              and each.request.strategy.offloads == first.request.strategy.offloads]  # fmt: skip
-    equal.sort(key=lambda option: (asks_much_of_a_host(option), SIMPLEST_FIRST.index(option.name)))
+    equal.sort(key=lambda option: (needs_large_host(option), SIMPLEST_FIRST.index(option.name)))
     return (*equal, *(option for option in options if option not in equal))
 
 
-def asks_much_of_a_host(option: Option) -> bool:
-    """Where nobody said what the host has."""
+def needs_large_host(option: Option) -> bool:
+    """Whether it needs more host memory than machines usually have, where the user did not say what this one has."""
     box = option.request.box
-    usual = USUAL_HOST_GIB_OF_A_GPU * GIB * box.gpus_per_node
+    usual = USUAL_HOST_GIB_PER_GPU * GIB * box.gpus_per_node
     return box.host_gib_per_node is None and option.memory.host_peak.value > usual
 
 
-def error_of_time(option: Option) -> float | None:
-    """Half the width of the interval of its step, as a share; None where nothing was validated."""
-    time = option.time
-    if time is None or time.step_s.low is None or time.step_s.high is None:
-        return None
-    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
-
-
-def _order(option: Option) -> tuple[bool, bool, float, float]:
-    return not option.is_sure, *_speed(option)
-
-
-def _speed(option: Option) -> tuple[bool, float, float]:
-    return not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
+def _order(option: Option, surely: bool) -> tuple[bool, bool, float, float]:
+    is_unsure = surely and not option.is_sure
+    return is_unsure, not option.fits, -option.tokens_per_s, option.memory.peak_reserved.value
 
 
 def candidates(question: AdviceRequest) -> list[str]:
-    """On one rank nothing is sharded: plain training, and offloads.
+    """Strategies to try. On one rank nothing is sharded, so those are plain training and offloads.
 
     In 16 bits also stage 1: plain training keeps fp32 weights and autocasts, an engine has 16-bit ones with fp32
     masters. Offloads have them too, and against plain training would be ahead by that.
     """
-    left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.ranks == 1 else {"single"}
+    left_out = {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"} if question.box.ranks == 1 else {"single"}
     if question.precision != "fp32":
         left_out -= {"zero1"}
     if question.precision == "fp16":
         # DeepSpeed's stage 0 divides by a loss scale that nothing was multiplied by.
         left_out |= {"zero0"}
     if question.box.nodes == 1 or question.box.gpus_per_node == 1:
-        # On one machine a copy in each part of it only holds more.
-        left_out |= set(WITH_COPIES)
+        # On one machine several replicas only need more memory.
+        left_out |= set(WITH_REPLICAS)
     return [name for name in _SIMPLICITY if name not in left_out]
 
 
-def precision_under(strategy: Strategy, precision: str) -> Precision:
-    engine: Mapping[str, Precision] = {"bf16": "bf16-engine", "fp16": "fp16-engine", "fp32": "fp32"}
-    plain: Mapping[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-    # Stage 0 has no fp16 of its own that trains.
-    has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
-    return (engine if has_own else plain)[precision]
-
-
-def usual_precision(box: Hardware) -> str:
-    """Where nobody says one."""
-    if box.in_host_memory:
-        return "fp32"
-    return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
-
-
-def refuse_precision(box: Hardware, precision: str) -> None:
-    """As a run on such a device is refused."""
-    if precision.startswith("bf16") and usual_precision(box) == "fp16":
-        raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
-
-
-def refuse_attention(request: Request | AdviceRequest) -> None:
-    """What cannot run, and what nobody has counted."""
-    device, shape = request.box.device, request.shape
-    if request.attention != "flash_attention_2":
-        return
-    if usual_precision(request.box) != "bf16":
-        raise UserError(f"{device.name} has no flash_attention_2", "use --attn_implementation sdpa")
-    if request.precision == "fp32":
-        raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
-    if not has_fused(shape):
-        raise UserError(f"no arithmetic for flash_attention_2 of {shape.model_type}", "use --attn_implementation eager")
-
-
-def _best_of(question: AdviceRequest, name: str, surely: bool) -> Option:
-    """Of the strategy's settings, with and without checkpointing."""
+def _best_option(question: AdviceRequest, name: str, surely: bool) -> Option:
+    """Return the fastest option over the strategy's settings, with and without checkpointing."""
     checkpointing = (False, True) if question.gradient_checkpointing is None else (question.gradient_checkpointing,)
     tried = [
-        _largest(question, name, strategy, again, surely)
-        for strategy in fitted(read_strategy(name), question.shape, question.box) for again in checkpointing
+        _largest_option(question, name, strategy, each, surely)
+        for strategy in fitted(read_strategy(name), question.shape, question.box) for each in checkpointing
     ]  # fmt: skip
-    return min(tried, key=_order if surely else _speed)
+    return min(tried, key=functools.partial(_order, surely=surely))
 
 
-def _largest(question: AdviceRequest, name: str, strategy: Strategy, again: bool, surely: bool) -> Option:
-    """At the largest micro-batch that is sure to fit, else at the largest that may, else at the smallest."""
+def _largest_option(
+    question: AdviceRequest, name: str, strategy: Strategy, checkpointing: bool, surely: bool
+) -> Option:
+    """Return the largest micro-batch that is sure to fit, else the largest that may, else the smallest."""
+    share, box = question.share, question.box
+    largest = min(LARGEST_MICRO_BATCH, share or LARGEST_MICRO_BATCH)
+    sizes = [size for size in range(1, largest + 1) if not share or share % size == 0]
 
     @functools.cache
-    def asked(micro_batch: int) -> tuple[Request, Memory]:
-        steps = (question.share or 0) // micro_batch
+    def predicted(micro_batch: int) -> tuple[Request, Memory]:
         request = Request(
-            shape=question.shape, strategy=strategy, box=question.box, sequence_length=question.sequence_length,
-            micro_batch=micro_batch, accumulation=max(1, steps),
-            precision=precision_under(strategy, question.precision), gradient_checkpointing=again,
-            # A user's own program is what the files are for.
+            shape=question.shape, strategy=strategy, box=box, sequence_length=question.sequence_length,
+            micro_batch=micro_batch, accumulation=share // micro_batch if share else 1,
+            precision=precision_under(strategy, question.precision), gradient_checkpointing=checkpointing,
+            # The files are for a user's own program.
             attention=question.attention, chunked_loss=question.chunked_loss, autocast=not strategy.is_fsdp,
         )  # fmt: skip
         return request, predict_memory(request)
 
-    sizes, box = _micro_batches(question), question.box
-    request, memory = _search(sizes, asked, box, surely)
-    if surely and not fits(memory, box, at_upper_end=True):
-        request, memory = _search(sizes, asked, box, False)
-    unused_drive = unswapped(request)
-    time = predict_time(request) if fits(memory, box) and unused_drive is None else None
+    count = 0
+    for at_upper_end in (True, False) if surely else (False,):
+        # More samples never need less memory.
+        count = count or bisect.bisect_left(
+            sizes, True, key=lambda size: not fits(predicted(size)[1], box, at_upper_end)
+        )
+    request, memory = predicted(sizes[max(count - 1, 0)])
+    unused_nvme = unswapped(request)
+    time = predict_time(request) if fits(memory, box) and unused_nvme is None else None
     cost = None
     if question.price_per_gpu_hour is not None and time is not None:
         cost = question.price_per_gpu_hour / 3600 / time.tokens_per_s_per_gpu.value * 1e6
-    told = why(memory, box) if unused_drive is None else f"no part of the {unused_drive} has the 1 MiB that is swapped"
-    return Option(name, request, memory, time, told, cost)
+    reason = why(memory, box) if unused_nvme is None else f"no part of the {unused_nvme} has the 1 MiB that is swapped"
+    return Option(name, request, memory, time, reason, cost)
 
 
-def _search(sizes: list[int], asked: Asked, box: Hardware, surely: bool) -> tuple[Request, Memory]:
-    """More samples never hold less, and each about as much: where a line over the two ends crosses is a good guess."""
-    best, last = asked(sizes[0]), asked(sizes[-1])
-    if fits(last[1], box, surely):
-        return last
-    low, high = 0, len(sizes) - 1
-    room, missing = -excess_bytes(best[1], box, surely), excess_bytes(last[1], box, surely)
-    while room >= 0 and high - low > 1:
-        guess = low + int((high - low) * room / (room + missing))
-        place = min(max(guess, low + 1), high - 1)
-        tried = asked(sizes[place])
-        if (excess := excess_bytes(tried[1], box, surely)) <= 0:
-            low, room, best = place, -excess, tried
-        else:
-            high, missing = place, excess
-    return best
+def fitted(strategy: Strategy, shape: ModelShape, box: Hardware) -> Iterator[Strategy]:
+    """Yield the strategy with buckets that suit the model; stage 3 also with few live parameters."""
+    if strategy.deepspeed is None or not strategy.zero_stage:
+        yield strategy
+        return
+    layer = sum(tensor.elements for tensor in shape.tensors if tensor.in_layer)
+    small = min(_SMALL_BUCKET, shape.trained_parameters)
+    # A bucket between the two has room for no more of the large tensors' gradients than the small one. Where all
+    # tensors are smaller, a bucket of the largest would be many calls.
+    for bucket in sorted({small, max(small, shape.largest_trained)}):
+        base = _with_zero(strategy, reduce_bucket_size=bucket, allgather_bucket_size=bucket)
+        if strategy.zero_stage == 3:
+            base = _with_zero(base, stage3_prefetch_bucket_size=min(_SMALL_BUCKET, layer))
+        base = _with_offloads(base, shape, box.ranks)
+        if (ranks_per_replica := strategy.ranks_per_replica(box.ranks, box.gpus_per_node)) is not None:
+            base = _with_zero(base, zero_hpz_partition_size=ranks_per_replica)
+        live = _LIVE_LAYERS * layer
+        # A second copy is read only where parameters are released and gathered again.
+        if ranks_per_replica is None or live >= shape.parameters:
+            yield base
+        if strategy.zero_stage == 3 and live < shape.parameters and bucket == small:
+            yield _with_zero(base, stage3_max_live_parameters=live, stage3_max_reuse_distance=0)
 
 
-def _micro_batches(question: AdviceRequest) -> list[int]:
-    """With a global batch those that divide a rank's share of it."""
-    share = question.share
-    limit = min(LARGEST_MICRO_BATCH, share or LARGEST_MICRO_BATCH)
-    return [size for size in range(1, limit + 1) if not share or share % size == 0]
+def _with_offloads(strategy: Strategy, shape: ModelShape, ranks: int) -> Strategy:
+    """Return NVMe buffers with room for the largest shard, and sub-groups that leave room for several of them."""
+    assert strategy.deepspeed is not None
+    zero = strategy.deepspeed["zero_optimization"]
+    if strategy.offload_device("param") == "nvme":
+        shard = -(-shape.largest * 11 // 10 // ranks)
+        strategy = _with_zero(strategy, offload_param={**zero["offload_param"], "buffer_size": 1})
+        strategy = strategy.with_swap_buffers(shard)
+    if strategy.offload_device("optimizer") == "nvme":
+        swapped = SMALLEST_SWAPPED_BYTES // FP32_BYTES
+        least = max(shape.trained_parameters // ranks // _FEWEST_SUB_GROUPS, shape.largest_trained // ranks, swapped)
+        strategy = _with_zero(strategy, sub_group_size=min(1_000_000_000, least))
+    return strategy
+
+
+def _with_zero(strategy: Strategy, **settings: Any) -> Strategy:
+    assert strategy.deepspeed is not None
+    zero = {**strategy.deepspeed["zero_optimization"], **settings}
+    return dataclasses.replace(strategy, deepspeed={**strategy.deepspeed, "zero_optimization": zero})
+
+
+# How sure the advice is, and what would change it.
+
+
+def how_sure(advice: Advice) -> str:
+    best, other = advice.best, advice.runner_up
+    if best is None:
+        return _why_nothing_fits(advice)
+    memory = "; ".join([_memory_text(best), *unchecked(best)])
+    if other is None:
+        return f"it is the only one that fits; {memory}"
+    if best.is_sure and not other.is_sure:
+        return f"it is the only one that is sure to fit; {memory}"
+    gap = best.tokens_per_s / other.tokens_per_s - 1
+    if other.request.strategy.offloads and not best.request.strategy.offloads and gap < 0:
+        ahead, slowest = other.tokens_per_s / best.tokens_per_s - 1, slowest_offload()
+        return (
+            f"no offload: one is predicted {ahead:.0%} faster, but such steps took up to {slowest:.1f} x the"
+            f" prediction; {memory}"
+        )
+    if gap <= AS_FAST:
+        reason = " and simpler"
+        if needs_large_host(other) and not needs_large_host(best):
+            reason = f" and the next needs {other.memory.host_peak.value / GIB:,.0f} GiB of host memory"
+        return f"as fast as the next, within {AS_FAST:.0%},{reason}; {memory}"
+    error = None if error_of_time(other) is None else error_of_time(best)
+    if error is None:
+        return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
+    verb = "more than" if gap > error else "but no more than"
+    return f"{gap:.0%} faster than the next, {verb} the error of a step time ({error:.0%}); {memory}"
+
+
+def error_of_time(option: Option) -> float | None:
+    """Half the width of the step time's interval, as a share; None where nothing was validated."""
+    time = option.time
+    if time is None or time.step_s.low is None or time.step_s.high is None:
+        return None
+    return (time.step_s.high - time.step_s.low) / 2 / time.step_s.value
+
+
+def _why_nothing_fits(advice: Advice) -> str:
+    least = min(advice.options, key=lambda option: device_bytes(option.memory))
+    request, parts, box = least.request, least.memory.device_parts, least.request.box
+    if box.host_gib_per_node is not None and not box.in_host_memory:
+        any_host = dataclasses.replace(box, host_gib_per_node=None)
+        short = [option for option in advice.options if excess_bytes(option.memory, any_host) <= 0]
+        if short:
+            nearest = min(short, key=lambda option: option.memory.host_peak.value)
+            needed = nearest.memory.host_peak.value / GIB
+            return f"nothing fits this host: {nearest.name} needs {needed:,.0f} GiB, the least of what fits on the GPUs"
+    # More ranks divide a model's state, and not what a sample makes on its rank.
+    undivided = {name: parts[name] for name in _PARTS_OF_A_SAMPLE if parts[name]}
+    if sum(undivided.values()) <= (usable := usable_bytes(box)):
+        return "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in undivided.items())
+    helps = ["fewer tokens per sample"]
+    if not request.gradient_checkpointing:
+        helps.append("gradient checkpointing")
+    if parts["logits"] and not request.chunked_loss:
+        helps.append("a chunked loss (--chunked_loss)")
+    return (
+        f"nothing fits, and no number of GPUs helps: one sample needs {sum(undivided.values()) / GIB:.1f} GiB on its"
+        f" rank ({named}) of {usable / GIB:.1f}; what helps: {', '.join(helps)}, or its tokens divided over ranks"
+        " (strategies cp and ulysses_zero1 to ulysses_zero3, which are not predicted)"
+    )
+
+
+def _memory_text(best: Option) -> str:
+    memory, box = best.memory, best.request.box
+    if (memory.process_peak or memory.peak_reserved).high is None:
+        return f"{left_share(memory, box):.0%} of the memory is left, but peaks are not validated here"
+    if not best.is_sure:
+        return "it may not fit: the upper bound (90 %) of its peak does not"
+    return f"it fits at the upper bound (90 %) of its peak too, with {left_share(memory, box, True):.0%} left"
+
+
+def unchecked(option: Option) -> Iterator[str]:
+    """Yield what an offload needs and the user did not say that the box has."""
+    box, strategy = option.request.box, option.request.strategy
+    if strategy.offloads and box.host_gib_per_node is None:
+        needed = option.memory.host_peak.value / GIB
+        yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host-memory says what there is"
+    if strategy.uses_nvme:
+        read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
+        yield f"NVMe is taken to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"
+
+
+def because(option: Option, best: Option) -> str:
+    """Say why `option` is slower, by what it would do with the micro-batch and the checkpointing of `best`."""
+    ours, box = best.request, best.request.box
+    same = dataclasses.replace(
+        option.request, micro_batch=ours.micro_batch, accumulation=ours.accumulation,
+        gradient_checkpointing=ours.gradient_checkpointing,
+    )  # fmt: skip
+    if not fits(predict_memory(same), box, at_upper_end=best.is_sure):
+        return f": with {workload_text(ours)}, as {best.name} trains, it does not fit"
+    assert best.time is not None
+    time, bests = predict_time(same), best.time
+    part = max(_PARTS_OF_A_STEP, key=lambda name: time.parts[name] - bests.parts[name])
+    its, other = (f"{each.parts[part] / each.step_s.value:.0%}" for each in (time, bests))
+    return (
+        f": trained as {best.name} is, {_PARTS_OF_A_STEP[part]} takes {its} of its step, and {other} of {best.name}'s"
+    )
+
+
+def worth_trying(advice: Advice) -> Option | None:
+    """Return an option that is faster than the recommended one, and not as sure to fit."""
+    best = advice.best
+    if best is None or not best.is_sure:
+        return None
+    faster = advise(advice.question, _near(advice, advice.question), surely=False).best
+    enough = (1 + _WORTH_SAYING) * best.tokens_per_s
+    return faster if faster is not None and faster.tokens_per_s >= enough else None
+
+
+def _near(advice: Advice, question: AdviceRequest) -> list[str]:
+    """Return the candidates without the slowest ones, which are no better for another question."""
+    slowest = 0.0 if advice.best is None else _FAR_BEHIND * advice.best.tokens_per_s
+    slow = {option.name for option in advice.options if option.is_sure and option.tokens_per_s <= slowest}
+    return [name for name in candidates(question) if name not in slow]
+
+
+def changes(advice: Advice) -> Iterator[str]:
+    """Yield questions near this one where the answer is another."""
+    question, best = advice.question, advice.best
+    box = question.box
+    more = "twice the nodes" if box.nodes > 1 else "a second such box" if box.ranks > 1 else "a second GPU"
+    twice: dict[str, Any] = {"gpus_per_node": 2} if box.ranks == 1 else {"nodes": 2 * box.nodes}
+    others: dict[str, dict[str, Any]] = {more: {"box": dataclasses.replace(box, **twice)}}
+    if box.nodes > 1:
+        alone = advise(dataclasses.replace(question, box=dataclasses.replace(box, nodes=1))).best
+        if alone is not None and (best is None or _is_as_good(alone, best)):
+            times = "enough" if best is None else f"{alone.tokens_per_s / best.tokens_per_s:.1f} x as fast"
+            yield "; ".join([f"one of these machines alone is {times}, under {alone.name}", *unchecked(alone)])
+        slower = dataclasses.replace(box, network_gb_per_s=box.network_gb_per_s / 8)
+        others["an eighth of the network"] = {"box": slower}
+    longer, positions = 2 * question.sequence_length, question.shape.positions
+    if positions is None or longer <= positions:
+        others[f"{longer} tokens per sample"] = {"sequence_length": longer}
+    if box.gpus_per_node > 1:
+        others["half the GPUs"] = {"box": dataclasses.replace(box, gpus_per_node=box.gpus_per_node // 2)}
+    for label, changed in others.items():
+        asked = dataclasses.replace(question, **changed)
+        there = advise(asked, _near(advice, asked))
+        still = best and there.option(best.name)
+        if there.best is None:
+            if best is not None:
+                yield f"with {label} nothing would fit"
+        elif best is not None and there.best.name == best.name:
+            if best.is_sure and not there.best.is_sure:
+                yield f"with {label} it may not fit"
+        elif still is None or not still.is_sure or still.tokens_per_s < (1 - _WORTH_SAYING) * there.best.tokens_per_s:
+            yield f"with {label} it would be {there.best.name}"
+
+
+def _is_as_good(alone: Option, best: Option) -> bool:
+    """Whether fewer machines are as fast; with an offload, as in `ranked`, only where it is far ahead."""
+    is_offload = alone.request.strategy.offloads and not best.request.strategy.offloads
+    least = slowest_offload() if is_offload else 1 - AS_FAST
+    return (alone.is_sure or not best.is_sure) and alone.tokens_per_s >= least * best.tokens_per_s

@@ -1,12 +1,17 @@
-"""`study advise`: which strategy for a model on a box, and its files."""
+"""`study advise`: which strategy for a model on a box, how sure that is, what would change it, and its files."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from study.advisor.advise import (
     AS_FAST,
@@ -14,84 +19,92 @@ from study.advisor.advise import (
     AdviceRequest,
     Option,
     advise,
+    because,
+    changes,
+    how_sure,
+    unchecked,
+    worth_trying,
+)
+from study.advisor.predict_command import (
+    add_model_arguments,
+    known_optimizer,
     refuse_attention,
     refuse_precision,
     usual_precision,
+    workload_text,
 )
-from study.advisor.advise_files import Files, write_files
-from study.advisor.advise_words import ONE_RANK_NOTE, because, changes, count_text, how_sure, unchecked, worth_trying
-from study.advisor.predict_command import CHUNKED_LOSS, known_optimizer
 from study.config.errors import UserError
+from study.config.printing import TextTable, print_page
+from study.config.strategies import STRATEGY_DIRECTORY, read_yaml
 from study.host.folders import folder_argument
 from study.host.memory import GIB
 from study.predictor import shape as adapters
-from study.predictor.boxes import add_speed_arguments, box_asked, real, whole
+from study.predictor.hardware import box_asked, real, whole
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, sequence_length
 from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note
+from study.workloads.presets import find_preset
 
-# What validation knows of a request's neighbours, in lines for the reader.
-Nearest = Callable[[Request], Iterable[str]]
 EPILOG = """\
-Each strategy of accelerate_configs/ is taken with its settings fitted to the model, with and without gradient
+Each strategy of accelerate_configs/ is tried with its settings fitted to the model, with and without gradient
 checkpointing, at the largest micro-batch that fits by the predicted peak. Nothing is run, and nothing is fetched
-without --hub. docs/advice.md says what the errors are and what this cannot know.
+without --hub. docs/advice.md has the errors, and what this cannot know.
 """
-# Samples of a step, where nobody says it: strategies are compared at the same batch.
-# Of a step, at least; and a rank's share of them, which a micro-batch divides.
+# Samples of an optimizer step by default, at least; and a rank's share of them, which a micro-batch divides.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_MUCH_FOR_A_HOST_BYTES = 256 * GIB
-_ROW = "{:<20} {:>8} {:>6} {:>8} {:>6} {:>10} {:>8} {:>8} {:>7}  {}"
+_LARGE_HOST_BYTES = 256 * GIB
+_PORT = 29500
+_COLUMNS = (
+    "strategy", "micro-\nbatch", "accumu-\nlation", "gradient\ncheckpointing", "peak\nGiB", "upper\nbound", "tokens/s",
+    "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "",
+)  # fmt: skip
+LEGEND = """\
+The recommended strategy, others that are about as fast, then the rest by speed. Micro-batch: samples of one forward
+pass on one rank; accumulation: micro-batches of an optimizer step. Upper bound (90 %) of the peak. tokens/s: all
+ranks; host and NVMe: one node; cost/M tokens: with --price-per-gpu-hour. GiB are 2**30 bytes.
+"""
+ONE_RANK_NOTE = (
+    "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of what is trained, where"
+    " single keeps fp32 weights and autocasts"
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
-    """Beside the advice itself."""
-
-    # Faster, and not as sure to fit.
-    riskier: Option | None
-    others: list[str]
-    nearest: list[str]
-    files: Files | None
+class AdvisedFiles:
+    accelerate: Path
+    deepspeed: Path | None
+    # As a user's own program is launched, and as this study's is, if it can train that.
+    command: str
+    of_study: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
-    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or all that it takes")
-    add(
-        "--precision",
-        choices=("bf16", "fp16", "fp32"),
-        help="by default bf16, or what the device has",
-    )
+    add_model_arguments(parser)
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="by default bf16, or what the device has")
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
-    add("--attn_implementation", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
-    add("--chunked_loss", action="store_true", help=CHUNKED_LOSS)
-    add("--global_batch_size", type=whole, metavar="B", help="samples of a step; by default 64, or one a rank")
+    batch = "samples of an optimizer step; by default 64, or one a rank"
+    add("--global_batch_size", type=whole, metavar="B", help=batch)
     add("--host-memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
     add("--price-per-gpu-hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
-    add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on the drive that the files name")
-    add_speed_arguments(parser)
+    add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
-    adapters.add_arguments(parser)
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
-    add("--hub", action="store_true", help="ask the hub for the model's config.json")
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
-def run(options: argparse.Namespace, nearest: Nearest | None = None) -> int:
+def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]] | None = None) -> int:
+    """`nearest` yields what was measured nearest to a request, in lines for the reader."""
     advice = advise(question_of(options))
-    best = advice.best
-    files = None
+    best, files = advice.best, None
     if best and options.output:
         files = write_files(best, options.output, options.nvme_path, options.model_name_or_path)
-    near = list(nearest(best.request)) if nearest and best else []
-    told = _Told(worth_trying(advice), list(changes(advice)), near, files)
+    measured = list(nearest(best.request)) if nearest and best else []
+    riskier, others = worth_trying(advice), list(changes(advice))
     if options.json:
-        print(json.dumps(_document(advice, told), indent=2))
+        print(json.dumps(_document(advice, riskier, others, measured, files), indent=2))
     else:
-        print("\n".join(_page(advice, told)))
+        written = _file_lines(files, best.request) if files and best else ()
+        print_page([*_page(advice, riskier), *others, *measured, *written])
     return 0 if best else 1
 
 
@@ -104,11 +117,10 @@ def question_of(options: argparse.Namespace) -> AdviceRequest:
     batch = options.global_batch_size or next(share * box.ranks for share in _SHARES if share * box.ranks >= _BATCH)
     if batch % box.ranks:
         more = -(-batch // box.ranks) * box.ranks
-        raise UserError(f"--global_batch_size {batch} is no multiple of {box.ranks} ranks", f"use {more}")
+        raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     question = AdviceRequest(
-        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048),
-        precision=precision,
+        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour,
@@ -117,22 +129,24 @@ def question_of(options: argparse.Namespace) -> AdviceRequest:
     return question
 
 
-def _document(advice: Advice, told: _Told) -> dict[str, Any]:
-    question, best, other, files = advice.question, advice.best, advice.runner_up, told.files
+def _document(
+    advice: Advice, riskier: Option | None, others: list[str], measured: list[str], files: AdvisedFiles | None
+) -> dict[str, Any]:
+    question, best, other = advice.question, advice.best, advice.runner_up
     return {
         "model": question.shape.name, "parameters": question.shape.parameters,
         "trained_parameters": question.shape.trained_parameters, "lora_rank": question.shape.lora_rank,
-        "hardware": question.box.name, "ranks": question.ranks,
+        "hardware": question.box.name, "ranks": question.box.ranks,
         "sequence_length": question.sequence_length, "precision": question.precision,
         "chunked_loss": question.chunked_loss,
         "recommended": best and best.name, "runner_up": other and other.name, "how_sure": how_sure(advice),
-        "faster_if_it_fits": told.riskier and _row(told.riskier), "changes": told.others, "nearest": told.nearest,
-        "strategies": [_row(option) for option in advice.options],
+        "faster_if_it_fits": riskier and _entry(riskier), "changes": others, "nearest": measured,
+        "strategies": [_entry(option) for option in advice.options],
         "files": files and {key: value and str(value) for key, value in dataclasses.asdict(files).items()},
     }  # fmt: skip
 
 
-def _row(option: Option) -> dict[str, Any]:
+def _entry(option: Option) -> dict[str, Any]:
     request, memory, time = option.request, option.memory, option.time
     return {
         "strategy": option.name, "fits": option.fits, "sure_to_fit": option.is_sure, "why": option.why,
@@ -147,87 +161,132 @@ def _row(option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(advice: Advice, told: _Told) -> Iterator[str]:
+def _page(advice: Advice, riskier: Option | None) -> Iterator[str | TextTable]:
     question, best, other = advice.question, advice.best, advice.runner_up
+    shape, box = question.shape, question.box
     yield (
-        f"{question.shape.name} ({count_text(question.shape.parameters)} parameters{adapters.told(question.shape)})"
-        f" on {question.box.name}:"
-        f" {question.ranks} x {question.box.device.name}, {question.global_batch} samples of {question.sequence_length}"
-        f" tokens a step, {question.precision}{', the loss in chunks' * question.chunked_loss}\n"
+        f"{shape.name} ({_count_text(shape.parameters)} parameters{adapters.lora_text(shape)}) on {box.name}:"
+        f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
+        f" sample, {question.precision}{', chunked loss' * question.chunked_loss}\n"
     )
-    yield (
-        "The advised one, what is about as fast, then the others by speed. a rank: samples of a batch x batches before"
-        "\na step. again: gradient checkpointing. up to: the upper end of the peak's interval. tokens/s are of all"
-        "\nranks, host and NVMe of one node, cost/M of a million tokens. GiB are 2**30 bytes.\n"
-    )
-    yield _ROW.format(
-        "strategy", "a rank", "again", "peak GiB", "up to", "tokens/s", "host GiB", "NVMe GiB", "cost/M", ""
-    )
-    for option in advice.options:
-        yield _line(option)
+    yield LEGEND
+    yield TextTable(_COLUMNS, [_row(option) for option in advice.options])
     if best is None:
         yield f"\n{how_sure(advice)}"
-    else:
-        yield f"\ntake {_named(best)}: {how_sure(advice)}"
-        if other is not None:
-            yield "; ".join([f"next best {_named(other)}, {_apart(best, other)}", *unchecked(other)])
-        if told.riskier is not None:
-            faster = told.riskier.tokens_per_s / best.tokens_per_s - 1
-            said = f"{faster:.0%} faster, and not as sure to fit: {_named(told.riskier)}"
-            yield "; ".join([said, *unchecked(told.riskier)])
-        yield from _of_loading(best)
-        if (of_host := host_adam_note(best.request)) is not None:
-            yield of_host
-        if best.name == "zero1" and question.ranks == 1:
-            yield ONE_RANK_NOTE
-        if question.box.nodes > 1:
-            yield f"each GPU is taken to have {question.box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
-        if question.shape.lora_rank:
-            yield LORA_NOTE
-    yield from told.others
-    yield from told.nearest
-    if told.files is not None and best is not None:
-        files = told.files
-        yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
-        yield f"  {files.command}    ({_of_program(best.request)})"
-        if files.of_study is not None:
-            yield f"  {files.of_study}"
-
-
-def _of_loading(best: Option) -> Iterator[str]:
+        return
+    yield f"\ntake {_named(best)}: {how_sure(advice)}"
+    if other is not None:
+        gap = other.tokens_per_s / best.tokens_per_s - 1
+        behind = f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
+        behind += because(other, best) if -gap > AS_FAST else ""
+        if best.is_sure and not other.is_sure:
+            behind = "not as sure to fit"
+        yield "; ".join([f"next best {_named(other)}, {behind}", *unchecked(other)])
+    if riskier is not None:
+        faster = riskier.tokens_per_s / best.tokens_per_s - 1
+        yield "; ".join([f"{faster:.0%} faster, and not as sure to fit: {_named(riskier)}", *unchecked(riskier)])
     loading = best.memory.host_parts["load"]
-    if loading > _MUCH_FOR_A_HOST_BYTES and best.request.strategy.zero_stage != 3:
+    if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""
-        yield f"while loading a node's host holds {loading / GIB:,.0f} GiB: each process makes all of it in fp32{only}"
+        needed = f"{loading / GIB:,.0f} GiB of a node's host memory"
+        yield f"loading needs {needed}: each process makes the whole model in fp32{only}"
+    if (note := host_adam_note(best.request)) is not None:
+        yield note
+    if best.name == "zero1" and box.ranks == 1:
+        yield ONE_RANK_NOTE
+    if box.nodes > 1:
+        yield f"each GPU is taken to have {box.network_gb_per_s:g} GB/s of network (--network_gb_per_s)"
+    if shape.lora_rank:
+        yield LORA_NOTE
 
 
-def _apart(best: Option, other: Option) -> str:
-    if best.is_sure and not other.is_sure:
-        return "not as sure to fit"
-    gap = other.tokens_per_s / best.tokens_per_s - 1
-    return f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}" + (because(other, best) if -gap > AS_FAST else "")
-
-
-def _of_program(request: Request) -> str:
-    """What is in no file, and the figures rest on."""
-    several = f", {request.accumulation} of them before each step" if request.accumulation > 1 else ""
-    again = "on" if request.gradient_checkpointing else "off"
-    chunks = ", the loss in chunks" * request.chunked_loss
-    return f"batches of {request.micro_batch}{several}, gradient checkpointing {again}{chunks}"
+def _row(option: Option) -> list[str]:
+    request, memory, cost = option.request, option.memory, option.cost_per_million_tokens
+    return [
+        option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
+        "yes" if request.gradient_checkpointing else "no", f"{device_bytes(memory) / GIB:.1f}",
+        f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
+        f"{memory.host_peak.value / GIB:.0f}", f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
+        "-" if cost is None else f"{cost:.3f}", option.why,
+    ]  # fmt: skip
 
 
 def _named(option: Option) -> str:
-    again = "with" if option.request.gradient_checkpointing else "without"
-    return f"{option.name} ({option.batches} a rank, {again} checkpointing)"
+    return f"{option.name} ({workload_text(option.request)})"
 
 
-def _line(option: Option) -> str:
-    request, memory = option.request, option.memory
-    cost = option.cost_per_million_tokens
-    return _ROW.format(
-        option.name, option.batches if option.fits else "-", "yes" if request.gradient_checkpointing else "no",
-        f"{device_bytes(memory) / GIB:.1f}", f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}",
-        f"{option.tokens_per_s:,.0f}" if option.fits else "-", f"{memory.host_peak.value / GIB:.0f}",
-        f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
-        f"{cost:.3f}" if cost is not None and option.fits else "-", option.why,
-    )  # fmt: skip
+def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
+    yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
+    # What is in no file, and the figures rest on.
+    yield f"  {files.command}    ({workload_text(request)}{', chunked loss' * request.chunked_loss})"
+    if files.of_study is not None:
+        yield f"  {files.of_study}"
+
+
+def _count_text(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e8 else f"{parameters / 1e6:.3g} M"
+
+
+# The Accelerate file and the DeepSpeed file of what is advised, which `accelerate launch` takes as they are.
+
+
+def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> AdvisedFiles:
+    """`model` is what the user asked for, in the user's words."""
+    request = option.request
+    outer, inner = folder / f"{option.name}-fitted.yaml", None
+    texts: dict[Path, str] = {}
+    document = read_yaml(STRATEGY_DIRECTORY / f"{option.name}.yaml")
+    document |= {"num_machines": request.box.nodes, "num_processes": request.box.ranks}
+    if request.box.nodes > 1:
+        # Each machine's number and the first one's address are given with the launch.
+        document["main_process_port"] = _PORT
+    if request.strategy.mesh is not None:
+        shards = request.ranks_per_replica or request.box.ranks
+        document["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": request.box.ranks // shards,
+            "parallelism_config_dp_shard_size": shards,
+        }
+    if request.strategy.deepspeed is None:
+        document["mixed_precision"] = "no" if request.precision == "fp32" else request.precision
+    else:
+        inner = outer.with_suffix(".json")
+        settings: dict[str, Any] = copy.deepcopy(dict(request.strategy.deepspeed))
+        # Accelerate refuses a precision in its own file if there is a DeepSpeed JSON.
+        if request.precision.endswith("-engine"):
+            settings[request.precision.removesuffix("-engine")] = {"enabled": True}
+        for what in ("offload_optimizer", "offload_param"):
+            section = settings["zero_optimization"].get(what)
+            if section and section["device"] == "nvme":
+                section["nvme_path"] = nvme_path
+        document["deepspeed_config"]["deepspeed_config_file"] = str(inner)
+        texts[inner] = json.dumps(settings, indent=2) + "\n"
+    texts[outer] = yaml.safe_dump(document, sort_keys=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            if file.exists() and file.read_text(encoding="utf-8") != text:
+                raise UserError(f"{file} exists with other contents", "name another --output")
+        for file, text in texts.items():
+            file.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"the files cannot be written to {folder} ({reason})", "name another --output") from None
+    launch = ["accelerate", "launch", "--config_file", str(outer)]
+    return AdvisedFiles(outer, inner, shlex.join([*launch, "YOUR_PROGRAM.py"]), _study_command(request, model, launch))
+
+
+def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
+    """This study's trainer has no chunked loss, and takes no model that is nothing but sizes or their file."""
+    preset = find_preset(model)
+    if request.chunked_loss or "=" in model or Path(model).expanduser().is_file():
+        return None
+    task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
+    flags = ["--task", task, "--model_name_or_path", model]
+    flags += ["--weights", "random"] * (preset is not None and not preset.has_published_weights)
+    flags += ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
+    flags += ["--per_device_train_batch_size", str(request.micro_batch)]
+    flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
+    flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
+    if request.shape.lora_rank:
+        flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
+    return shlex.join([*launch, "study/train.py", *flags])

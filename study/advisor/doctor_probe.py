@@ -1,7 +1,7 @@
-"""The checks that need torch, DeepSpeed or the hub's library, as a process of their own: one JSON line per check.
+"""The checks that need torch, DeepSpeed or the hub's library, in a process of their own: one JSON line per check.
 
-`study doctor` starts it and never imports it: the `study` command works, and starts at once, where no torch is. What
-ends this process (a library that aborts, an I/O that hangs) leaves the lines that were written before.
+`study doctor` starts it and never imports it, so the `study` command works, and starts at once, where torch is missing.
+What ends this process (a library that aborts, an I/O that hangs) leaves the lines that were written before.
 """
 
 from __future__ import annotations
@@ -57,15 +57,10 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
         os.dup2(2, 1)
         sections: dict[str, Callable[[], Check]] = {
-            "gpus": _gpus,
-            "nccl": _nccl,
-            "nvcc": _nvcc,
-            "matmul": _matmul,
-            "hub": functools.partial(_hub, options.hub),
-            "libaio": _libaio,
-            "operators": _operators,
+            "gpus": _gpus, "nccl": _nccl, "nvcc": _nvcc, "matmul": _matmul,
+            "hub": functools.partial(_hub, options.hub), "libaio": _libaio, "operators": _operators,
             "nvme bandwidth": functools.partial(_nvme_bandwidth, options.measure_in, options.not_measured),
-        }
+        }  # fmt: skip
         for name, section in sections.items():
             try:
                 check = section() if unusable is None else Check(name, "missing", unusable.problem, unusable.fix)
@@ -114,14 +109,14 @@ def _nvcc() -> Check:
     version = toolkit_version()
     same = version is not None and str(version[0]) == str(torch.version.cuda).partition(".")[0]
     found = f"{'.'.join(map(str, version))} in {shown(Path(CUDA_HOME))}" if CUDA_HOME and version else "no CUDA toolkit"
-    problem = f"NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
+    problem = f"operators of NVMe strategies are built with it, for torch's CUDA {torch.version.cuda}"
     return needed("nvcc", same, found, problem, toolkit_fix())
 
 
 def _matmul() -> Check:
-    from study.metrics.matmul import measure
+    from study.metrics.flops import measure_matmul_rates
 
-    measured = measure(seconds=0.2)
+    measured = measure_matmul_rates(seconds=0.2)
     rates = ", ".join(f"{rate:.3g} TFLOP/s {name}" for name, rate in measured["tflops"].items())
     where = f"{measured['threads']} threads" if measured["threads"] else measured["device"]
     return Check("matmul", "ok", f"{rates} (random matrices of {measured['size']}, {where})")
@@ -129,8 +124,8 @@ def _matmul() -> Check:
 
 def _libaio() -> Check:
     links = libaio_is_there()
-    found = f"a program that calls it {'links' if links else 'does not link'}"
-    return needed("libaio", links, found, "libaio or a C compiler is missing", "apt-get install gcc libaio-dev")
+    problem, fix = "libaio or a C compiler is missing", "apt-get install gcc libaio-dev"
+    return needed("libaio", links, f"a program that calls it {'links' if links else 'does not link'}", problem, fix)
 
 
 def _operators() -> Check:
@@ -158,10 +153,7 @@ def _operator_state(builder: Any) -> str:
 
 
 def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
-    """Through DeepSpeed's own asynchronous I/O, with the settings that the strategies use and locked buffers as there.
-
-    It opens with O_DIRECT, so the page cache is not what is measured.
-    """
+    """Measure with DeepSpeed's asynchronous I/O, the strategies' settings and pinned buffers, past the page cache."""
     import torch
 
     from study.config.strategies import read_strategy
@@ -169,7 +161,7 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
     name, strategy = "nvme bandwidth", read_strategy("zero3_nvme")
     if folder is None:
         return Check(name, "none", why_not, ANOTHER_DRIVE)
-    # Loading would build it, which takes a minute, and would wait for ever if a build was killed.
+    # Loading would build it, which takes a minute, and would hang if a build was killed.
     asynchronous_io = builders(strategy)[-1]
     if any(_operator_state(builder) != "built" for builder in builders(strategy)):
         return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
@@ -195,7 +187,7 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
 
 
 def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
-    """How many chunks were moved, and at how many GiB/s."""
+    """Return how many chunks were moved, and GiB/s."""
     started = time.perf_counter()
     for index in range(chunks):
         if step(index * CHUNK_MIB * MIB) != 1:
@@ -208,7 +200,7 @@ def _transfer(step: Callable[[int], int], chunks: int) -> tuple[int, float]:
 def _hub(ask: bool) -> Check:
     from huggingface_hub import HfApi, constants, get_token, try_to_load_from_cache
 
-    from study.workloads.hub import PROBE_TIMEOUT_S
+    from study.workloads.presets import PROBE_TIMEOUT_S
     from study.workloads.sources import IMDB, IMDB_FILES, IMDB_REVISION, WIKITEXT, WIKITEXT_FILES, WIKITEXT_REVISION
 
     # Each data set at the revision that runs use, and its files.
@@ -216,12 +208,12 @@ def _hub(ask: bool) -> Check:
     for name, splits in WIKITEXT_FILES.items():
         files = [f"{name}/{file}" for file in chain(*splits.values())]
         pinned.append((f"{WIKITEXT} {name}", WIKITEXT, WIKITEXT_REVISION, files))
-    absent = []
-    for title, name, revision, files in pinned:
-        found = [try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files]
-        if not all(isinstance(file, str) for file in found):
-            absent.append(title)
 
+    def is_cached(name: str, revision: str, files: list[str]) -> bool:
+        found = (try_to_load_from_cache(name, file, revision=revision, repo_type="dataset") for file in files)
+        return all(isinstance(file, str) for file in found)
+
+    absent = [title for title, name, revision, files in pinned if not is_cached(name, revision, files)]
     offline, is_needed = constants.is_offline_mode(), bool(absent)
     # The addresses of a mirror or a proxy, and the token, stay private.
     said = [

@@ -1,21 +1,37 @@
-"""What each setting of a user's file costs one rank of N."""
+"""`study explain CONFIG MODEL`: what each setting of a user's file costs one rank of N, and what it does not do."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from study.advisor.explain_case import ConfigCase
-from study.advisor.user_settings import ZERO
+from study.advisor.explain_case import ConfigCase, Workload, resolve
+from study.advisor.explain_findings import findings
+from study.advisor.user_settings import ZERO, read_user_file
+from study.config.printing import TextTable, print_page
 from study.predictor.gathers import gathers_of
+from study.predictor.hardware import whole
 from study.predictor.memory import predict_memory
-from study.predictor.request import Memory
-from study.predictor.state import FP32_BYTES, kept_whole, sub_groups
+from study.predictor.request import FP32_BYTES, Memory
+from study.predictor.shape import model_shape, sequence_length
+from study.predictor.state import persistent_params, sub_groups
+
+EPILOG = """\
+CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
+run, and nothing is fetched without --hub. GiB are 2**30 bytes.
+"""
+_COUNT = functools.partial(whole, most=1_000_000, what="number")
+_MOST_RANKS = 1024
+# A part that does not fall to two thirds on twice as many ranks is not sharded.
+_FALLS_TO = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class SettingCost:
     """Bytes of one rank that are there because of a setting."""
 
     key: str
@@ -28,158 +44,10 @@ class Cost:
     says: str
 
 
-def costs(case: ConfigCase) -> list[Cost]:
-    """Largest first."""
-    if case.file.deepspeed is None:
-        return []
-    found = [cost for rule in _RULES for cost in rule(case)]
-    return sorted(found, key=lambda cost: -(cost.device + cost.host + cost.nvme))
-
-
-def _cost(case: ConfigCase, key: str, says: str, device: float = 0, host: float = 0, nvme: float = 0) -> list[Cost]:
-    value: Any = case.zero
-    for part in key.split("."):
-        value = value[part]
-    return [Cost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.given, device, host, nvme, says)]
-
-
-def _stage(case: ConfigCase) -> list[Cost]:
-    # The offloads' own lines say where it goes.
-    state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
-    each = (size / count for size in (state.params_device, state.grads_device, state.optimizer_device))
-    says = (
-        "for each of {:,} parameters a rank's device holds {:.4g} bytes of weights, {:.4g} of gradients and {:.4g} of"
-    )
-    return _cost(case, "stage", f"{says.format(count, *each)} optimizer", state.device)
-
-
-def bucket_bytes(case: ConfigCase) -> float:
-    """Of a GPU's memory, full or not."""
-    if case.stage == 0 or not case.settings.contiguous_gradients:
-        return 0.0
-    copies = 2 if case.settings.overlaps and case.stage < 3 else 1
-    return float(copies * case.settings.reduce_bucket * case.weight)
-
-
-def _bucket(case: ConfigCase) -> list[Cost]:
-    if case.stage == 0:
-        return []
-    size, elements = case.zero["reduce_bucket_size"], case.shape.parameters
-    reserved = bucket_bytes(case)
-    says = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
-    if reserved > size * case.weight:
-        says += ", twice: overlap_comm fills one while the other is reduced"
-    if size >= elements:
-        says += "; all of this model's gradients fit in, so they are there at once and nothing of them is saved"
-    found = _cost(case, "reduce_bucket_size", says, reserved)
-    if case.largest.elements > size:
-        says = f"the gradient of {case.largest.name} ({case.largest.elements:,}) is larger, and waits outside it, whole"
-        found += [dataclasses.replace(found[0], device=float(case.largest.elements * case.weight), says=says)]
-    return found
-
-
-def whole_elements(case: ConfigCase) -> int:
-    """The most of stage 3's parameters that are whole at once, with the buffers that they are gathered into."""
-    return gathers_of(case.request, case.settings).most
-
-
-def _stage3(case: ConfigCase) -> list[Cost]:
-    if case.stage != 3:
-        return []
-    kept = sum(piece.elements for piece in kept_whole(case.request, case.settings))
-    threshold = case.zero["stage3_param_persistence_threshold"]
-    says = f"tensors of up to {threshold:,.0f} elements stay whole on every rank, {kept:,} elements of this model"
-    found = _cost(case, "stage3_param_persistence_threshold", says, kept * case.weight * (1 - 1 / case.ranks))
-    whole = whole_elements(case)
-    says = f"{whole:,} elements are gathered at once: the layer at work, what comes next, what is used again soon"
-    least = whole_elements(case.at(**{"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}))
-    if least < whole:
-        says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    found += _cost(case, "stage3_max_reuse_distance", says, whole * case.weight)
-    if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
-        says = f"each {group:,.0f} ranks hold a second set of all weights"
-        found += _cost(case, "zero_hpz_partition_size", says, case.shape.parameters * case.weight / group)
-    if case.zero["stage3_gather_16bit_weights_on_model_save"]:
-        says = "when the model is saved, the first rank has all of its weights in host memory"
-        size = case.shape.parameters * case.weight
-        found += _cost(case, "stage3_gather_16bit_weights_on_model_save", says, host=size)
-    return found + _step(case)
-
-
-def _step(case: ConfigCase) -> list[Cost]:
-    """With its optimizer on the host a rank's device has no such gradients."""
-    if case.offload("offload_optimizer"):
-        return []
-    groups = sub_groups(case.request, case.settings)
-    says = f"a step makes fp32 gradients of one sub-group at a time, {max(groups):,} elements; a rank has {len(groups)}"
-    return _cost(case, "sub_group_size", says, max(groups) * FP32_BYTES)
-
-
-def _moved(before: ConfigCase, after: ConfigCase) -> tuple[float, float, float]:
-    """Bytes of state on the device, on the host and on the drive."""
-    one, other = before.state, after.state
-    return other.device - one.device, other.host - one.host, other.nvme - one.nvme
-
-
-def _offloaded_optimizer(case: ConfigCase) -> list[Cost]:
-    optimizer = case.offload("offload_optimizer")
-    if optimizer is None or case.stage == 0:
-        return []
-    all_of_it = case.at(offload_param=None, offload_optimizer={**optimizer, "ratio": 1.0})
-    says = "the optimizer leaves the device, and gradients wait where it is"
-    found = _cost(case, "offload_optimizer.device", says, *_moved(all_of_it.at(offload_optimizer=None), all_of_it))
-    groups = sub_groups(case.request, case.settings)
-    if optimizer["device"] == "nvme" and case.stage == 3:
-        size = optimizer["buffer_count"] * max(groups) * FP32_BYTES
-        says = f"so many buffers of the largest sub-group, {max(groups):,} elements in fp32, are locked in host memory"
-        found += _cost(case, "offload_optimizer.buffer_count", says, host=size)
-    elif optimizer["ratio"] < 1 and case.stage == 3:
-        stays = len(groups) - on_host(case)
-        says = (
-            f"whole sub-groups move, of which a rank has {len(groups)}: {stays} stay{'s' * (stays == 1)} on the device"
-        )
-        found += _cost(case, "offload_optimizer.ratio", says, *_moved(all_of_it, case.at(offload_param=None)))
-    return found
-
-
-def on_host(case: ConfigCase) -> int:
-    """Sub-groups whose optimizer `ratio` sends there."""
-    optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request, case.settings))
-    assert optimizer is not None
-    return count - int((1 - optimizer["ratio"]) * count)
-
-
-def _offloaded_parameters(case: ConfigCase) -> list[Cost]:
-    parameters = case.offload("offload_param")
-    if parameters is None or case.stage != 3:
-        return []
-    says = "this rank's part of the weights leaves the device"
-    found = _cost(case, "offload_param.device", says, *_moved(case.at(offload_param=None), case))
-    if parameters["device"] == "nvme":
-        says = f"so many buffers of {parameters['buffer_size']:,.0f} elements are locked in host memory"
-        size = parameters["buffer_count"] * parameters["buffer_size"] * case.weight
-        found += _cost(case, "offload_param.buffer_count", says, host=size)
-    return found
-
-
-_RULES: tuple[Callable[[ConfigCase], list[Cost]], ...] = (
-    _stage,
-    _bucket,
-    _stage3,
-    _offloaded_optimizer,
-    _offloaded_parameters,
-)
-
-
-# The questions that people bring to forums about a file of settings, answered for this one in bytes.
-
-_MOST_RANKS = 1024
-# A part that does not fall to two thirds on twice as many ranks is not shared among them.
-_FALLS_TO = 2 / 3
-
-
 @dataclasses.dataclass(frozen=True)
 class Explanation:
+    """A question that people bring to forums about a file of settings, answered for this one in bytes."""
+
     question: str
     short: str
     because: tuple[str, ...]
@@ -187,25 +55,231 @@ class Explanation:
     figures: Mapping[str, float]
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
+    add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
+    add("--world-size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
+    add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision where the file leaves it open")
+    add("--micro-batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
+    add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
+    length = "tokens of a sample; by default 1024, or the model's maximum"
+    add("--seq-length", type=_COUNT, metavar="T", help=length)
+    add("--gradient-checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
+    add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
+
+
+def run(options: argparse.Namespace) -> int:
+    file = read_user_file(options.config)
+    shape = model_shape(options.model, ask_hub=options.hub)
+    length = sequence_length(shape, options.seq_length, 1024)
+    work = Workload(
+        length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
+    )
+    case = resolve(file, shape, options.world_size, work)
+    case = dataclasses.replace(case, findings=tuple(findings(case)))
+    memory = predict_memory(case.request)
+    if options.json:
+        print(json.dumps(_document(case, memory), indent=2))
+    else:
+        print_page(_page(case, memory))
+    return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
+
+
+def _document(case: ConfigCase, memory: Memory) -> dict[str, Any]:
+    return {
+        "file": case.file.name, "launcher": case.file.launcher, "distributed_type": case.file.distributed_type,
+        "model": case.shape.name, "parameters": case.shape.parameters, "world_size": case.ranks,
+        "precision": case.request.precision, "zero_stage": case.stage if case.file.deepspeed is not None else None,
+        "sequence_length": case.request.sequence_length, "micro_batch": case.request.micro_batch,
+        "accumulation": case.request.accumulation, "gradient_checkpointing": case.request.gradient_checkpointing,
+        "settings": [dataclasses.asdict(cost) for cost in costs(case)],
+        "findings": [dataclasses.asdict(finding) for finding in case.findings],
+        "answers": [dataclasses.asdict(answer) for answer in answers(case)], "memory": dataclasses.asdict(memory),
+    }  # fmt: skip
+
+
+def _page(case: ConfigCase, memory: Memory) -> Iterator[str | TextTable]:
+    request = case.request
+    engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
+    yield f"{case.file.name}: {engine}, {request.precision}, one of {case.ranks} ranks"
+    yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest.elements:,}"
+    yield (
+        f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per"
+        f" sample{', gradient checkpointing' if request.gradient_checkpointing else ''}"
+    )
+    if found := costs(case):
+        yield "\nwhat each setting costs a rank (- none; * a default, not in your file)"
+        rows = [
+            [*map(_size, (cost.device, cost.host, cost.nvme)),
+             f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}: {cost.says}"]
+            for cost in found
+        ]  # fmt: skip
+        yield TextTable(("device", "host", "NVMe", ""), rows, indent=2)
+    if case.findings:
+        yield "\nsettings that do not do what they say"
+        yield TextTable(
+            ("", ""), [(finding.kind, f"{finding.key}: {finding.says}") for finding in case.findings], indent=2
+        )
+    yield "\npeak memory of a rank"
+    parts = sorted(memory.device_parts.items(), key=lambda item: -item[1])
+    peak = f"peak allocated, {gib(memory.peak_reserved.value)} reserved"
+    rows = [[gib(size), part] for part, size in parts if size > 2**20]
+    rows += [[gib(memory.peak_allocated.value), peak], [gib(memory.host_peak.value), "host memory of its machine"]]
+    yield TextTable(("", ""), rows, indent=2)
+    yield from (f"  {note}" for note in memory.notes)
+    for answer in answers(case):
+        yield f"\n{answer.question}\n  {answer.short}"
+        yield from (f"  - {line}" for line in answer.because)
+
+
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
+def _size(size: float) -> str:
+    return "-" if abs(size) < 2**20 / 2 else gib(size) if abs(size) >= 2**29 else f"{size / 2**20:.0f} MiB"
+
+
+# What each setting costs.
+
+
+def costs(case: ConfigCase) -> list[SettingCost]:
+    """Return the costs, the largest first."""
+    if case.file.deepspeed is None:
+        return []
+    found = [*_stage_costs(case), *_stage3_costs(case), *_offload_costs(case)]
+    return sorted(found, key=lambda cost: -(cost.device + cost.host + cost.nvme))
+
+
+def _cost(case: ConfigCase, key: str, says: str, device: float = 0, host: float = 0, nvme: float = 0) -> SettingCost:
+    value: Any = case.zero
+    for part in key.split("."):
+        value = value[part]
+    return SettingCost(f"{ZERO}.{key}", value, f"{ZERO}.{key}" in case.file.given, device, host, nvme, says)
+
+
+def bucket_bytes(case: ConfigCase) -> float:
+    """Bytes of a GPU's memory that buckets reserve, full or not."""
+    settings = case.request.settings
+    if case.stage == 0 or not settings.contiguous_gradients:
+        return 0.0
+    buckets = 2 if settings.overlaps and case.stage < 3 else 1
+    return float(buckets * settings.reduce_bucket * case.weight)
+
+
+def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
+    # The offloads' own lines say where it goes.
+    state, count = case.at(offload_optimizer=None, offload_param=None).state, case.shape.parameters
+    parameters, gradients, optimizer = (
+        size / count for size in (state.params_device, state.grads_device, state.optimizer_device)
+    )
+    says = (
+        f"for each of {count:,} parameters a rank's device has {parameters:.4g} bytes of weights, {gradients:.4g} of"
+        f" gradients and {optimizer:.4g} of optimizer"
+    )
+    yield _cost(case, "stage", says, state.device)
+    if case.stage == 0:
+        return
+    size, reserved = case.zero["reduce_bucket_size"], bucket_bytes(case)
+    says = f"{size:,.0f} elements of {case.weight} bytes are reserved, full or not"
+    if reserved > size * case.weight:
+        says += ", twice: overlap_comm fills one while the other is reduced"
+    if size >= count:
+        says += "; all of this model's gradients fit, so they are there at once and no gradient is released early"
+    yield _cost(case, "reduce_bucket_size", says, reserved)
+    largest = case.largest.elements
+    if largest > size:
+        says = f"the gradient of {case.largest.name} ({largest:,}) is larger, and stays unpartitioned outside it"
+        yield _cost(case, "reduce_bucket_size", says, float(largest * case.weight))
+
+
+def gathered_elements(case: ConfigCase) -> int:
+    """The most elements of stage 3's parameters that are gathered at once, with the buffers for them."""
+    return gathers_of(case.request).most
+
+
+def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
+    if case.stage != 3:
+        return
+    elements, weight = case.shape.parameters, case.weight
+    kept = sum(param.elements for param in persistent_params(case.request))
+    threshold = case.zero["stage3_param_persistence_threshold"]
+    says = f"tensors of up to {threshold:,.0f} elements stay unpartitioned, {kept:,} elements of this model"
+    yield _cost(case, "stage3_param_persistence_threshold", says, kept * weight * (1 - 1 / case.ranks))
+    gathered = gathered_elements(case)
+    least = gathered_elements(case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0))
+    says = f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon"
+    if least < gathered:
+        says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
+    yield _cost(case, "stage3_max_reuse_distance", says, gathered * weight)
+    if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
+        says = f"each {group:,.0f} ranks have a second copy of all weights"
+        yield _cost(case, "zero_hpz_partition_size", says, elements * weight / group)
+    if case.zero["stage3_gather_16bit_weights_on_model_save"]:
+        says = "when the model is saved, the first rank has all of its weights in host memory"
+        yield _cost(case, "stage3_gather_16bit_weights_on_model_save", says, host=elements * weight)
+    # With its optimizer on the host a rank's device has no such gradients.
+    if not case.offload("offload_optimizer"):
+        groups = sub_groups(case.request)
+        says = f"a step makes fp32 gradients of one of {len(groups)} sub-groups at a time, {max(groups):,} elements"
+        yield _cost(case, "sub_group_size", says, max(groups) * FP32_BYTES)
+
+
+def _offload_costs(case: ConfigCase) -> Iterator[SettingCost]:
+    def moved(before: ConfigCase, after: ConfigCase) -> tuple[float, float, float]:
+        one, other = before.state, after.state
+        return other.device - one.device, other.host - one.host, other.nvme - one.nvme
+
+    optimizer = case.offload("offload_optimizer")
+    if optimizer is not None and case.stage:
+        whole_optimizer = case.at(offload_param=None, offload_optimizer={**optimizer, "ratio": 1.0})
+        says = "the optimizer leaves the device, and gradients go where it is"
+        before = whole_optimizer.at(offload_optimizer=None)
+        yield _cost(case, "offload_optimizer.device", says, *moved(before, whole_optimizer))
+        groups = sub_groups(case.request)
+        if optimizer["device"] == "nvme" and case.stage == 3:
+            says = f"so many buffers of the largest sub-group, {max(groups):,} elements in fp32, are pinned host memory"
+            size = optimizer["buffer_count"] * max(groups) * FP32_BYTES
+            yield _cost(case, "offload_optimizer.buffer_count", says, host=size)
+        elif optimizer["ratio"] < 1 and case.stage == 3:
+            stays = len(groups) - sub_groups_on_host(case)
+            says = f"whole sub-groups move, {stays} of a rank's {len(groups)} stay on the device"
+            after = case.at(offload_param=None)
+            yield _cost(case, "offload_optimizer.ratio", says, *moved(whole_optimizer, after))
+    parameters = case.offload("offload_param")
+    if parameters is not None and case.stage == 3:
+        says = "this rank's shard of the weights leaves the device"
+        yield _cost(case, "offload_param.device", says, *moved(case.at(offload_param=None), case))
+        if parameters["device"] == "nvme":
+            says = f"so many buffers of {parameters['buffer_size']:,.0f} elements are pinned host memory"
+            size = parameters["buffer_count"] * parameters["buffer_size"] * case.weight
+            yield _cost(case, "offload_param.buffer_count", says, host=size)
+
+
+def sub_groups_on_host(case: ConfigCase) -> int:
+    """Number of sub-groups whose optimizer `ratio` moves to the host."""
+    optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request))
+    assert optimizer is not None
+    return count - int((1 - optimizer["ratio"]) * count)
+
+
+# The questions of forums.
+
+
 def answers(case: ConfigCase) -> list[Explanation]:
     found = []
+    optimizer = case.offload("offload_optimizer")
     if case.stage and case.ranks > 1:
-        found.append(stages(case))
+        found.append(_compare_stages(case))
     if case.file.distributed_type != "NO":
-        found.append(ranks(case))
-    if case.stage >= 2 and case.offload("offload_optimizer"):
-        found.append(host(case))
-    if case.stage == 3 and (optimizer := case.offload("offload_optimizer")) and optimizer["device"] == "cpu":
-        found.append(ratio(case))
+        found.append(_compare_ranks(case))
+    if case.stage >= 2 and optimizer:
+        found.append(_compare_host_memory(case))
+    if case.stage == 3 and optimizer and optimizer["device"] == "cpu":
+        found.append(_explain_ratio(case))
     return found
-
-
-def _held(case: ConfigCase) -> Memory:
-    return predict_memory(case.request)
 
 
 def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) -> tuple[ConfigCase, ConfigCase]:
@@ -215,111 +289,107 @@ def _with_either_stage(case: ConfigCase, ranks: int | None = None, **zero: Any) 
     return case.at(ranks, stage=2, **common), case.at(ranks, stage=3, **common)
 
 
-def stages(case: ConfigCase) -> Explanation:
-    second, third = map(_held, _with_either_stage(case))
+def _compare_stages(case: ConfigCase) -> Explanation:
+    cases = _with_either_stage(case)
+    second, third = (predict_memory(each.request) for each in cases)
     before, after = second.peak_allocated.value, third.peak_allocated.value
-    turns, count = None, case.ranks
-    while after >= before and count < _MOST_RANKS and turns is None:
+    less_from, count = None, case.ranks
+    while after >= before and count < _MOST_RANKS and less_from is None:
         count *= 2
-        at = [_held(each).peak_allocated.value for each in _with_either_stage(case, count)]
-        turns = count if at[1] < at[0] else None
+        at = [predict_memory(each.request).peak_allocated.value for each in _with_either_stage(case, count)]
+        less_from = count if at[1] < at[0] else None
     short = f"{'yes' if after >= before else 'no'}: stage 2 peaks at {gib(before)} and stage 3 at {gib(after)}"
-    if turns:
-        short += f"; from {turns} ranks on stage 3 holds less"
+    if less_from:
+        short += f"; from {less_from} ranks on stage 3 needs less"
     parts = ("parameters", "gradients", "optimizer", "buffers")
     shares = (f"{part} {gib(second.device_parts[part])} and {gib(third.device_parts[part])}" for part in parts)
-    because = ["at their peaks stage 2 and stage 3 hold " + ", ".join(shares), *_reasons(_with_either_stage(case)[1])]
-    figures = {"stage_2": before, "stage_3": after, **({"less_from_ranks": float(turns)} if turns else {})}
-    return Explanation("Does stage 3 hold more than stage 2 here?", short, tuple(because), figures)
+    because = [f"at the peaks of stage 2 and stage 3: {', '.join(shares)}", *_stage3_reasons(cases[1])]
+    figures = {"stage_2": before, "stage_3": after, **({"less_from_ranks": float(less_from)} if less_from else {})}
+    return Explanation("Does stage 3 need more memory than stage 2 here?", short, tuple(because), figures)
 
 
-def _reasons(third: ConfigCase) -> list[str]:
-    found, elements, bucket = [], third.shape.parameters, third.zero["reduce_bucket_size"]
-    kept = sum(piece.elements for piece in kept_whole(third.request, third.settings))
-    if whole := whole_elements(third):
-        of_all = whole / elements
-        found.append(
-            f"stage 3 gathers {whole:,} elements at once, {of_all:.0%} of the model, with what they are copied out of:"
-            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is used"
-            " again"
+def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
+    elements, bucket = third.shape.parameters, third.zero["reduce_bucket_size"]
+    if gathered := gathered_elements(third):
+        yield (
+            f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.0%} of the model, with the buffers"
+            " they are copied from: prefetching goes ahead up to stage3_max_live_parameters, and"
+            " stage3_max_reuse_distance keeps what is reused"
         )
+    largest = third.largest.elements
     if bucket >= elements:
-        found.append(
-            f"reduce_bucket_size ({bucket:,.0f}) holds all of this model's gradients, so neither stage saves any"
-        )
-    elif third.largest.elements > bucket:
-        largest = third.largest.elements
-        found.append(
+        yield f"all of this model's gradients fit into reduce_bucket_size ({bucket:,.0f}), so neither stage saves any"
+    elif largest > bucket:
+        yield (
             f"{third.largest.name} ({largest:,}) does not fit into reduce_bucket_size ({bucket:,.0f}): its gradient"
-            f" waits whole, {gib(largest * third.weight)}; a bucket of {largest:,} takes it in"
+            f" stays unpartitioned, {gib(largest * third.weight)}; a bucket of {largest:,} has room for it"
         )
-    if kept:
-        found.append(f"{kept:,} elements in small tensors stay whole, {gib(kept * third.weight)} on every rank")
-    return found
+    if kept := sum(param.elements for param in persistent_params(third.request)):
+        yield f"{kept:,} elements in small tensors stay unpartitioned, {gib(kept * third.weight)} on every rank"
 
 
-def ranks(case: ConfigCase) -> Explanation:
-    """Of half as many, of as many, and of twice as many."""
+def _compare_ranks(case: ConfigCase) -> Explanation:
+    """Compare half as many, as many, and twice as many ranks."""
     counts = sorted({max(case.ranks // 2, 1), case.ranks, 2 * case.ranks})
-    memories = {count: _held(case.at(count)) for count in counts}
+    memories = {count: predict_memory(case.at(count).request) for count in counts}
     now, twice = memories[case.ranks], memories[2 * case.ranks]
-    fixed = [
-        (part, size) for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
+    fixed = ", ".join(
+        f"{part} {gib(size)}" for part, size in sorted(now.device_parts.items(), key=lambda item: -item[1])
         if size > 2**20 and twice.device_parts.get(part, 0) > _FALLS_TO * size
-    ]  # fmt: skip
-    because = [f"what does not fall with more ranks: {', '.join(f'{part} {gib(size)}' for part, size in fixed)}"]
-    because.append("activations go by the micro-batch of one rank: more ranks train more samples, and hold no less")
+    )  # fmt: skip
+    because = [f"what does not fall with more ranks: {fixed}"]
+    because.append("activations depend on the micro-batch of one rank, which more ranks do not change")
     bucket = case.zero.get("reduce_bucket_size", 0)
     if case.stage and bucket >= case.shape.parameters:
         because.append(f"the bucket is {bucket:,.0f} elements wide whatever the model and the ranks")
     if not case.stage and not case.request.strategy.is_fsdp:
         because.append("without ZeRO every rank has a copy of the whole state")
     if case.request.strategy.mesh is not None:
-        because.append(f"each copy is of {case.request.ranks_of_a_copy} ranks: more ranks are more copies")
+        because.append(f"each replica has {case.request.ranks_per_replica} ranks: more ranks are more replicas")
     peaks = {count: memory.peak_allocated.value for count, memory in memories.items()}
-    said = ", ".join(f"{count} ranks {gib(peak)}" for count, peak in peaks.items())
+    short = ", ".join(f"{count} ranks {gib(peak)}" for count, peak in peaks.items())
     figures = {f"ranks_{count}": peak for count, peak in peaks.items()}
-    return Explanation("Why do more ranks not hold less?", said, tuple(because), figures)
+    return Explanation("Why does memory per rank not fall with more ranks?", short, tuple(because), figures)
 
 
-def host(case: ConfigCase) -> Explanation:
+def _compare_host_memory(case: ConfigCase) -> Explanation:
     optimizer = {**(case.offload("offload_optimizer") or {}), "device": "cpu", "ratio": 1.0}
     cases = _with_either_stage(case, offload_optimizer=optimizer)
-    second, third = map(_held, cases)
+    second, third = (predict_memory(each.request) for each in cases)
     peaks = [memory.host_peak.value for memory in (second, third)]
     per_node, largest = case.request.box.gpus_per_node, case.largest.elements
-    moments = ", ".join(
+    phases = ", ".join(
         f"{name} {gib(second.host_parts[name])} and {gib(third.host_parts[name])}" for name in ("load", "train", "save")
     )
     because = (
         f"outside stage 3 each of a node's {per_node} processes makes the whole model in fp32 before it moves it,"
         f" {gib(4 * case.shape.parameters)} each; stage 3 splits each tensor as it is made",
-        f"stage 2 keeps a locked copy of the largest tensor beside its part, {gib(largest * case.weight)} a rank,"
-        " and, with accumulation, the gradients of its part as whole tensors",
-        "locked memory is handed out in powers of two, so a part just above one takes twice as much",
+        f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
+        " with accumulation, the gradients of its shard as whole tensors",
+        "pinned memory is allocated in powers of two, so a tensor just above one needs twice as much",
         f"state alone is {gib(second.host_parts['state'])} and {gib(third.host_parts['state'])} on a node",
     )
     return Explanation(
-        "Does offload with stage 2 want more host memory than with stage 3?",
-        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])} on a node ({moments})",
+        "Does offload need more host memory with stage 2 than with stage 3?",
+        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])} on a node ({phases})",
         because, {"stage_2": peaks[0], "stage_3": peaks[1]},
     )  # fmt: skip
 
 
-def ratio(case: ConfigCase) -> Explanation:
-    optimizer, count = case.offload("offload_optimizer"), len(sub_groups(case.request, case.settings))
+def _explain_ratio(case: ConfigCase) -> Explanation:
+    optimizer, count = case.offload("offload_optimizer") or {}, len(sub_groups(case.request))
     moves = {
-        asked: on_host(case.at(offload_optimizer={**(optimizer or {}), "ratio": asked})) / count
-        for asked in (0.0, 0.25, 0.5, 0.75, 1.0)
+        ratio: sub_groups_on_host(case.at(offload_optimizer={**optimizer, "ratio": ratio})) / count
+        for ratio in (0.0, 0.25, 0.5, 0.75, 1.0)
     }
-    said = ", ".join(f"{asked:g} sends {share:.0%}" for asked, share in moves.items())
     because = [
         f"the optimizer moves by whole sub-groups, the first ones stay on the device, and a rank has {count} here"
     ]
     if count == 1:
         because.append(
-            f"sub_group_size ({case.zero['sub_group_size']:,.0f}) holds a rank's whole part, so any ratio above 0 is 1:"
-            f" {case.shape.parameters // case.ranks // 10:,} would make ten of them"
+            f"sub_group_size ({case.zero['sub_group_size']:,.0f}) is larger than a rank's shard, so any ratio above 0"
+            f" is 1: {case.shape.parameters // case.ranks // 10:,} would make ten of them"
         )
-    figures = {f"ratio_{asked:g}": share for asked, share in moves.items()}
-    return Explanation("What does `ratio` move?", f"to the host: {said}", tuple(because), figures)
+    short = f"to the host: {', '.join(f'{ratio:g} moves {share:.0%}' for ratio, share in moves.items())}"
+    figures = {f"ratio_{ratio:g}": share for ratio, share in moves.items()}
+    return Explanation("What does `ratio` move?", short, tuple(because), figures)

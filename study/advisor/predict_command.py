@@ -1,4 +1,4 @@
-"""`study predict`: what one strategy would hold, send and take, before it is run."""
+"""`study predict`: memory, communication and step time of one strategy, before it is run."""
 
 from __future__ import annotations
 
@@ -6,72 +6,78 @@ import argparse
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from study.advisor.advise import precision_under, refuse_attention, refuse_precision, usual_precision
 from study.advisor.user_settings import UserFile, check_deepspeed
 from study.config.errors import UserError
 from study.config.flags import Precision, RunConfig
+from study.config.printing import TextTable, print_page
 from study.config.strategies import (
-    LEAST_RANKS_WITH_COPIES,
+    LEAST_RANKS_WITH_REPLICAS,
     STRATEGY_NAMES,
-    WITH_COPIES,
-    WITH_TEAMS,
+    WITH_GROUPS,
+    WITH_REPLICAS,
     Strategy,
     read_strategy,
 )
 from study.host.memory import GIB
 from study.predictor import shape as adapters
-from study.predictor.boxes import add_speed_arguments, box_asked, whole
+from study.predictor.activations import has_fused
 from study.predictor.communication import payload_of, sent_bytes
+from study.predictor.hardware import Hardware, add_speed_arguments, box_asked, whole
 from study.predictor.memory import predict_memory
-from study.predictor.request import Attention, Estimate, Hardware, OptimizerName, Prediction, Request
+from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
 from study.predictor.shape import model_shape, sequence_length
 from study.predictor.state import refused_accumulation
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
 
+if TYPE_CHECKING:
+    from study.advisor.advise import AdviceRequest
+
 EPILOG = """\
-Nothing is run, and nothing is fetched without --hub. Between the ends of an interval lie 80 % of what was
-measured elsewhere (reports/prediction); a figure without one was not validated. An all-reduce counts once in
-what collectives move; ring bytes are what leaves a rank where each collective is a ring, as with NCCL.
+Nothing is run, and nothing is fetched without --hub. An interval covers 80 % of what was measured elsewhere
+(reports/prediction); a figure without one was not validated. Payload counts an all-reduce once; ring bytes are what
+leaves a rank where each collective is a ring, as with NCCL.
 """
-CHUNKED_LOSS = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
-_PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_TEAMS]
-_WHAT = {
+_PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_GROUPS]
+_HOST_PARTS = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
-    "state": "of that, the strategy's state", "pinned": "of that, locked in memory",
+    "state": "of that, model state", "pinned": "of that, pinned",
 }  # fmt: skip
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model, the box and the output, which advise has too."""
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
+    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
+    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or the model's maximum")
+    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
+    chunked = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
+    add("--chunked_loss", action="store_true", help=chunked)
+    adapters.add_arguments(parser)
+    add_speed_arguments(parser)
+    add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--strategy", required=True, metavar="S", help=f"one of {', '.join(_PREDICTED)}")
-    add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or what the model takes")
+    add_model_arguments(parser)
     add("--micro_batch", type=whole, default=1, metavar="B", help="samples of one forward pass on one rank")
-    add("--accumulation", type=whole, default=1, metavar="A", help="forward passes of an optimizer step")
-    add(
-        "--precision",
-        choices=get_args(Precision),
-        help="by default bf16, or what the device has; under DeepSpeed its own",
-    )
+    add("--accumulation", type=whole, default=1, metavar="A", help="micro-batches of an optimizer step")
+    default = "by default bf16, or what the device has; under DeepSpeed with 16-bit weights"
+    add("--precision", choices=get_args(Precision), help=default)
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False)
-    add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     add("--optimizer", type=known_optimizer, choices=get_args(OptimizerName), default="adamw")
-    adapters.add_arguments(parser)
-    add_speed_arguments(parser)
     add("--autocast", action="store_true", help="under FSDP: fp32 weights are gathered, as this study trains")
     add("--dropout", action="store_true", help="the model's own dropout is on")
-    add("--chunked_loss", action="store_true", help=CHUNKED_LOSS)
-    add(
-        "--pure_bf16", action="store_true", help="without DeepSpeed: weights, gradients and moments in bf16, no masters"
-    )
+    pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters"
+    add("--pure_bf16", action="store_true", help=pure)
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
-    add("--hub", action="store_true", help="ask the hub for the model's config.json")
-    add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
 def known_optimizer(text: str) -> str:
@@ -84,8 +90,7 @@ def known_optimizer(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     request = _request(options)
-    prediction = predict(request)
-    traced = None
+    prediction, traced = predict(request), None
     if options.traced:
         from study.predictor.traced import traced as trace_of
 
@@ -93,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:
-        print("\n".join(_page(prediction, traced)))
+        print_page(_page(prediction, traced))
     return 0
 
 
@@ -101,40 +106,71 @@ def predict(request: Request) -> Prediction:
     if refusal := refused_accumulation(request):
         raise UserError(f"data_types.grad_accum_dtype: {refusal}", "leave it out, or ask for zero1")
     memory = predict_memory(request)
-    return Prediction(
-        request=request,
-        memory=memory,
-        time=predict_time(request, memory),
-        sent_bytes_per_step=estimate("sent", sent_bytes(request)),
-        fits=fits(memory, request.box),
-    )
+    sent = estimate("sent", sent_bytes(request))
+    return Prediction(request, memory, predict_time(request, memory), sent, fits(memory, request.box))
+
+
+def precision_under(strategy: Strategy, precision: str) -> Precision:
+    """Return what study/train.py calls mixed precision under this strategy."""
+    # Stage 0 has no fp16 of its own that trains.
+    has_own = strategy.deepspeed is not None and (strategy.zero_stage != 0 or precision != "fp16")
+    return cast(Precision, f"{precision}-engine" if has_own and precision != "fp32" else precision)
+
+
+def usual_precision(box: Hardware) -> str:
+    if box.in_host_memory:
+        return "fp32"
+    return "bf16" if box.device.peak_tflops["bf16"] else "fp16"
+
+
+def refuse_precision(box: Hardware, precision: str) -> None:
+    if precision.startswith("bf16") and usual_precision(box) == "fp16":
+        raise UserError(f"{box.device.name} has no bf16", "use --precision fp16 or --precision fp32")
+
+
+def refuse_attention(request: Request | AdviceRequest) -> None:
+    """Refuse flash_attention_2 where it cannot run, and where its memory is not modelled."""
+    device, shape = request.box.device, request.shape
+    if request.attention != "flash_attention_2":
+        return
+    if usual_precision(request.box) != "bf16":
+        raise UserError(f"{device.name} has no flash_attention_2", "use --attn_implementation sdpa")
+    if request.precision == "fp32":
+        raise UserError("flash_attention_2 does not compute in fp32", "use --attn_implementation sdpa, or 16 bits")
+    if not has_fused(shape):
+        raise UserError(f"no arithmetic for flash_attention_2 of {shape.model_type}", "use --attn_implementation eager")
+
+
+def workload_text(request: Request) -> str:
+    """Micro-batch, accumulation and checkpointing of a rank."""
+    checkpointing = "gradient checkpointing" if request.gradient_checkpointing else "no gradient checkpointing"
+    return f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {checkpointing}"
 
 
 def _request(options: argparse.Namespace) -> Request:
     strategy = read_strategy(options.strategy)
-    if strategy.team is not None:
-        raise UserError(f"nobody predicts {strategy.name}, whose ranks share their samples", "ask for another strategy")
+    if strategy.group is not None:
+        raise UserError(f"{strategy.name} is not predicted: its ranks share samples", "ask for another strategy")
     box = box_asked(options)
-    default = precision_under(strategy, usual_precision(box))
-    config = RunConfig(precision=options.precision or default, engine_override=tuple(options.engine_override))
+    precision: Precision = options.precision or precision_under(strategy, usual_precision(box))
+    config = RunConfig(precision=precision, engine_override=tuple(options.engine_override))
     strategy.check_engine_flags(config)
-    refuse_precision(box, "bf16" if options.pure_bf16 else config.precision or default)
+    refuse_precision(box, "bf16" if options.pure_bf16 else precision)
     if strategy.name == "single":
         box = dataclasses.replace(box, gpus_per_node=1, nodes=1)
-    if strategy.name in WITH_COPIES and (box.ranks < LEAST_RANKS_WITH_COPIES or box.ranks % 2):
-        problem = f"{strategy.name} takes an even number of ranks from {LEAST_RANKS_WITH_COPIES} up, not {box.ranks}"
-        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one copy")
+    if strategy.name in WITH_REPLICAS and (box.ranks < LEAST_RANKS_WITH_REPLICAS or box.ranks % 2):
+        problem = f"{strategy.name} needs an even number of ranks from {LEAST_RANKS_WITH_REPLICAS} up, not {box.ranks}"
+        raise UserError(problem, f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica")
     if options.pure_bf16 and strategy.deepspeed is not None:
         raise UserError(
             f"--pure_bf16 is for strategies without DeepSpeed, and {strategy.name} has it",
             "use --engine_override bf16.bf16_master_weights_and_grads=true bf16.bf16_optimizer_states=true",
         )
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
-    asked = _asked(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box)
     request = Request(
-        shape=shape, strategy=asked, box=box,
-        sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
-        accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else config.precision,
+        shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
+        box=box, sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
+        accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,
         autocast=options.autocast or not strategy.is_fsdp, chunked_loss=options.chunked_loss,
@@ -143,23 +179,22 @@ def _request(options: argparse.Namespace) -> Request:
     return request
 
 
-def _asked(strategy: Strategy, config: RunConfig, box: Hardware) -> Strategy:
-    """With the settings of --engine_override, which DeepSpeed must know and heed."""
-    asked = strategy.overridden(config)
-    if asked.deepspeed is None or not config.engine_override:
-        return asked
-    file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(asked.deepspeed)), ())
+def _overridden(strategy: Strategy, config: RunConfig, box: Hardware) -> Strategy:
+    """Return the strategy with the settings of --engine_override, which DeepSpeed must know and use."""
+    changed = strategy.overridden(config)
+    if changed.deepspeed is None or not config.engine_override:
+        return changed
+    file = UserFile("--engine_override", "deepspeed", "DEEPSPEED", copy.deepcopy(dict(changed.deepspeed)), ())
     check_deepspeed(file)
     if file.findings:
         raise UserError(f"--engine_override {file.findings[0].key}: {file.findings[0].says}", "fix the key")
-    if asked.zero_stage != strategy.zero_stage:
-        raise UserError(
-            f"--engine_override makes {strategy.name} a stage {asked.zero_stage}", "ask for that stage's strategy"
-        )
-    group = min(asked.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1), box.ranks)
+    if changed.zero_stage != strategy.zero_stage:
+        problem = f"--engine_override makes {strategy.name} a stage {changed.zero_stage}"
+        raise UserError(problem, "ask for that stage's strategy")
+    group = min(changed.deepspeed["zero_optimization"].get("zero_hpz_partition_size", 1), box.ranks)
     if group > 1 and box.ranks % group:
         raise UserError(f"zero_hpz_partition_size {group} does not divide {box.ranks} ranks", "set one that does")
-    return asked
+    return changed
 
 
 def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
@@ -178,62 +213,54 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(prediction: Prediction, traced: float | None) -> Iterator[str]:
-    request, memory, box = prediction.request, prediction.memory, prediction.request.box
-    each = "rank" if box.in_host_memory else "GPU"
+def _page(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
+    request, memory, time = prediction.request, prediction.memory, prediction.time
+    shape, box = request.shape, request.box
+    rank = "rank" if box.in_host_memory else "GPU"
     yield (
-        f"{request.shape.name} ({request.shape.parameters / 1e9:.2f} B{adapters.told(request.shape)}),"
-        f" {request.strategy.name}"
-        f" on {box.name} ({box.ranks} ranks), {request.precision}, {request.micro_batch}"
-        f" x {request.sequence_length} tokens,"
-        f" {request.accumulation} pass(es) a step{', checkpointed' if request.gradient_checkpointing else ''}"
-        f"{', the loss in chunks' if request.chunked_loss else ''}"
+        f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
+        f" {box.name} ({box.ranks} ranks), {request.precision}, {workload_text(request)}, {request.sequence_length}"
+        f" tokens per sample{', chunked loss' if request.chunked_loss else ''}"
     )
-    yield from ("", f"memory of one {each} at its peak, GiB")
-    parts = {name: size for name, size in memory.device_parts.items() if size >= 0.005 * GIB}
-    yield from _rows(parts, GIB)
-    yield _line("allocated between steps", memory.steady_allocated, GIB)
-    yield _line("allocated at the peak", memory.peak_allocated, GIB)
-    yield _line("reserved at the peak", memory.peak_reserved, GIB)
+    rows = _rows({name: size for name, size in memory.device_parts.items() if size >= 0.005 * GIB}, GIB)
+    rows += [
+        _row("allocated between steps", memory.steady_allocated, GIB),
+        _row("peak allocated", memory.peak_allocated, GIB), _row("peak reserved", memory.peak_reserved, GIB),
+    ]  # fmt: skip
     if not box.in_host_memory:
-        yield f"  {'and where there is room':<26} {memory.pool_with_room / GIB:>9.2f}"
+        rows.append(("reserved where there is room", f"{memory.pool_with_room / GIB:.2f}", ""))
     if memory.process_peak is not None:
-        yield _line("its whole process", memory.process_peak, GIB)
-    limit = f" of {usable_bytes(box) / GIB:.1f}"
-    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all{limit}: it {_verdict(prediction)}"
+        rows.append(_row("whole process", memory.process_peak, GIB))
     if traced is not None:
-        yield f"  activations on transformers' own code: {traced / GIB:.2f}"
-    yield from ("", "host memory of one node, GiB")
-    yield from _rows({_WHAT[name]: size for name, size in memory.host_parts.items() if name in _WHAT and size}, GIB)
+        rows.append(("activations on transformers' own code", f"{traced / GIB:.2f}", ""))
+    yield from (f"\npeak memory of one {rank}, GiB", _table(rows))
+    verdict = "does not fit" if not prediction.fits else "may not fit: its upper bound (90 %) does not"
+    if fits(memory, box, at_upper_end=True):
+        verdict = "fits"
+    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all of {usable_bytes(box) / GIB:.1f}: it {verdict}"
+    host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
     if memory.nvme:
-        yield f"  {'on the drive':<26} {memory.nvme / GIB:>9.2f}"
-    # Of adapters it is thousandths of a GB.
+        host["on NVMe"] = memory.nvme
+    yield from ("\nhost memory of one node, GiB", _table(_rows(host, GIB)))
+    # Adapters send thousandths of a GB.
     name, unit = ("GB", 1e9) if prediction.sent_bytes_per_step.value >= 1e8 else ("MB", 1e6)
-    yield from ("", f"sent by one rank in a step, {name}")
-    yield from _rows(payload_of(request), unit)
-    yield _line("ring bytes (NCCL)", prediction.sent_bytes_per_step, unit)
-    time = prediction.time
-    yield from ("", "time of a step, ms")
-    yield from _rows(time.parts, 1e-3)
-    yield _line("in all", time.step_s, 1e-3)
-    rate = f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s of one {each}"
-    yield rate + (f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else "")
-    for note in (*memory.notes, *time.notes):
-        yield f"  {note}"
+    rows = [*_rows(payload_of(request), unit), _row("ring bytes (NCCL)", prediction.sent_bytes_per_step, unit)]
+    yield from (f"\ncommunication of one rank per step, {name}", _table(rows))
+    yield from ("\nstep time, ms", _table([*_rows(time.parts, 1e-3), _row("total", time.step_s, 1e-3)]))
+    utilization = f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else ""
+    yield f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s per {rank}{utilization}"
+    yield from (f"  {note}" for note in (*memory.notes, *time.notes))
 
 
-def _verdict(prediction: Prediction) -> str:
-    if fits(prediction.memory, prediction.request.box, at_upper_end=True):
-        return "fits"
-    return "may not fit: the upper end does not" if prediction.fits else "does not fit"
+def _table(rows: list[tuple[str, str, str]]) -> TextTable:
+    return TextTable(("", "", ""), rows, indent=2)
 
 
-def _rows(parts: Any, unit: float) -> Iterator[str]:
-    for name, size in parts.items():
-        yield f"  {name.replace('_', ' '):<26} {size / unit:>9.2f}"
+def _rows(parts: Mapping[str, float], unit: float) -> list[tuple[str, str, str]]:
+    return [(name.replace("_", " "), f"{size / unit:.2f}", "") for name, size in parts.items()]
 
 
-def _line(name: str, figure: Estimate, unit: float) -> str:
-    known = figure.low is not None and figure.high is not None
-    between = f"  ({(figure.low or 0) / unit:.2f} to {(figure.high or 0) / unit:.2f})" if known else ""
-    return f"  {name:<26} {figure.value / unit:>9.2f}{between}"
+def _row(name: str, figure: Estimate, unit: float) -> tuple[str, str, str]:
+    is_validated = figure.low is not None and figure.high is not None
+    interval = f"({(figure.low or 0) / unit:.2f} to {(figure.high or 0) / unit:.2f})" if is_validated else ""
+    return name, f"{figure.value / unit:.2f}", interval

@@ -1,7 +1,7 @@
-"""What the sessions say: one row per arm as read, one effect per switch and seed, and what these allow to be said.
+"""Analysis of the sessions: one row per arm, one effect per switch and seed, and the verdicts on them.
 
-A response is the log of the ZeRO arm's figure over the standard arm's in one session; everything here is in such logs
-and shown as shares. What counts as nothing stands in study/autopsy/design.py, from before the first session.
+A response is the log of the ZeRO arm's figure over the standard arm's in one session; pages show it as a share. Null
+margins are in study/autopsy/design.py, from before the first session.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from study.records.directory import read_json
 from study.records.statistics import CONFIDENCE, Equivalence, Interval, equivalence, holm, interval, t_quantile
 
 FILE = "arms.parquet"
-# Of a session, beside what its arms read.
+# Columns of a session, next to those of its arms.
 _ABOUT = ("session", "kind", "cell", "seed", "scale", "state", "reason", "started_at", "session_s", "lanes", "core")
 _AS_JSON = ("environment", "options", "optimizer_classes")
 _PAIRS = tuple(itertools.combinations(LETTERS, 2))
 
 
 def read_sessions(runs: Path) -> pd.DataFrame:
-    """One row per arm; a session that read nothing is one row as well."""
+    """Read one row per arm; a session without arms is one row as well."""
     rows = []
     for file in sorted((runs / SESSIONS).glob("*.json")):
         said = read_json(file)
@@ -65,14 +65,14 @@ def with_responses(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_arms(folder: Path) -> pd.DataFrame:
-    """As `study autopsy report` has kept them."""
+    """Read the table of an earlier `study autopsy report`."""
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE} is not there", "run: study autopsy run, and study autopsy report")
     return pd.read_parquet(folder / FILE)
 
 
 def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.DataFrame:
-    """log(ZeRO / standard), one row per seed and one column per cell; NaN where a session did not end ok."""
+    """Return log(ZeRO / standard), a row per seed and a column per cell; NaN where a session did not end ok."""
     mine = arms[(arms["kind"] == kind) & (arms["state"] == "ok")]
     figures = mine.pivot_table(index=["seed", "cell"], columns="arm", values=response)
     if not {"zero", "standard"} <= set(figures):
@@ -81,7 +81,7 @@ def gaps(arms: pd.DataFrame, response: str, kind: Kind = "factorial") -> pd.Data
 
 
 def of_cell(arms: pd.DataFrame, response: str, kind: Kind, cell: str) -> np.ndarray:
-    """One gap per seed."""
+    """Return one gap per seed."""
     table = gaps(arms, response, kind)
     return table[cell].dropna().to_numpy() if cell in table else np.empty(0)
 
@@ -94,25 +94,25 @@ class LinearModel:
     terms: pd.DataFrame
 
     def at(self, places: Mapping[str, float]) -> np.ndarray:
-        """What each seed has with the switches there: -1 as printed, 1 corrected, 0 both alike."""
+        """Evaluate each seed with the switches at these places: -1 as printed, 1 corrected, 0 averaged."""
         return sum(
             (self.terms[term].to_numpy() * math.prod(places[letter] for letter in term) for term in self.terms),
             start=np.zeros(len(self.terms)),
         )
 
     def effect(self, letter: str) -> np.ndarray:
-        """Of correcting this switch, the others both ways; with the standard arm first, unless it is the order."""
+        """Return the effect of correcting a switch, averaged over the others; the standard arm first, but for O."""
         order = {"O": -1.0} if letter != "O" else {}
         others = dict.fromkeys(LETTERS, 0.0) | order
         return self.at(others | {letter: 1.0}) - self.at(others | {letter: -1.0})
 
     def average_effect(self, letter: str) -> np.ndarray:
-        """Over both orders as well."""
+        """Return the effect averaged over both orders as well."""
         return 2 * self.terms[letter].to_numpy()
 
     def shares(self) -> dict[str, np.ndarray]:
-        """Of the way from the listing to a corrected protocol with both orders: the mean over all sequences of
-        switches, so a switch's own part and half of each pair that it is in."""
+        """Split the way from the listing to a corrected protocol with both orders: means over all sequences of
+        switches, so a switch's own effect and half of each pair that it is in."""
         ends = {letter: (-1.0, 0.0 if letter == "O" else 1.0) for letter in LETTERS}
         found = {letter: np.zeros(len(self.terms)) for letter in LETTERS}
         sequences = list(itertools.permutations(LETTERS))
@@ -134,7 +134,7 @@ class LinearModel:
 
 
 def model(table: pd.DataFrame) -> LinearModel:
-    """From `gaps` of the factorial."""
+    """Fit the model to `gaps` of the factorial."""
     whole = table.reindex(columns=list(FACTORIAL)).dropna()
     signs = {letter: np.array([1.0 if letter in cell else -1.0 for cell in FACTORIAL]) for letter in LETTERS}
     terms = ["", *LETTERS, *("".join(pair) for pair in _PAIRS)]
@@ -146,12 +146,12 @@ def model(table: pd.DataFrame) -> LinearModel:
 
 
 def ratio(logs: np.ndarray) -> Interval:
-    """With a t interval over seeds."""
+    """Return the mean ratio with a t interval over seeds."""
     return interval(np.exp(logs))
 
 
 def sign_flip_p(values: np.ndarray) -> float:
-    """How many of all choices of signs have a mean as far from nothing: exact, and no normal noise assumed."""
+    """Return the exact sign-flip p: the share of sign choices with a mean as far from zero."""
     if not len(values):
         return math.nan
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(values))))
@@ -161,7 +161,7 @@ def sign_flip_p(values: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """Of correcting one switch on one response."""
+    """Effect of correcting one switch on one response."""
 
     letter: str
     response: Response
@@ -174,7 +174,7 @@ class Effect:
 
     @property
     def outcome(self) -> str:
-        """`0` where the whole interval is inside the margin, a sign where it excludes nothing, else `?`."""
+        """`0` where the whole interval is inside the null margin, a sign where it excludes zero, else `?`."""
         low, high = self.ratio.low, self.ratio.high
         if low is None or high is None:
             return "?"
@@ -190,13 +190,13 @@ class Effect:
 
 
 def margin_of(arms: pd.DataFrame, response: Response) -> float:
-    """A fixed share, or twice the scatter of two equal arms where that is more."""
+    """Return the null margin: a fixed share, or twice the SD of two equal arms where that is more."""
     equal = of_cell(arms, response.name, "aa", AA)
     return max(response.margin, AA_DEVIATIONS * float(np.std(equal, ddof=1))) if len(equal) > 1 else response.margin
 
 
 def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
-    """Empty where no seed has all its sessions."""
+    """Return the effect of each switch; empty where no seed has all its sessions."""
     made = model(gaps(arms, response.name))
     if made.terms.empty:
         return []
@@ -211,18 +211,18 @@ def effects(arms: pd.DataFrame, response: Response) -> list[Effect]:
 
 
 def measured_responses(arms: pd.DataFrame) -> list[Response]:
-    """A laptop has no device whose peak could be read."""
+    """Return the responses with figures: a laptop has no device peak."""
     return [each for each in RESPONSES if each.name in arms and arms[each.name].notna().any()]
 
 
 def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
-    """Is the engine's effect on a loss inside the margin? Over both orders: two one-sided tests."""
+    """Test the engine's effect on a loss, over both orders, for equivalence (TOST)."""
     values = 1 + model(gaps(arms, response.name)).average_effect("E")
     return equivalence(values.tolist(), np.ones(len(values)).tolist(), margin_of(arms, response))
 
 
 def detectable(arms: pd.DataFrame, response: Response) -> float:
-    """What eight seeds can tell apart, by what a session adds to the cell of two equal arms.
+    """Return the minimum detectable effect of these seeds, by the SD of two equal arms.
 
     An effect is a difference of two means of four cells, in each seed.
     """
@@ -234,16 +234,18 @@ def detectable(arms: pd.DataFrame, response: Response) -> float:
     return float(t * deviation * math.sqrt(2 / 4 / n))
 
 
-# ------------------------------------------------------------------------------------------- for the ledger of claims
+# For the ledger of claims
+
+
 def engine_was_on(arms: pd.DataFrame, where: Callable[[pd.DataFrame], pd.Series]) -> tuple[int, int]:
-    """Sessions whose ZeRO arms had a live DeepSpeed, and all of them."""
+    """Count sessions whose ZeRO arms had a live DeepSpeed, and all sessions."""
     mine = arms[arms["arm"].astype(str).str.startswith("zero") & where(arms) & (arms["state"] == "ok")]
     on = mine.groupby("session")["deepspeed_enabled"].any()
     return int(on.sum()), len(on)
 
 
 def sets_it_as_printed(arms: pd.DataFrame) -> pd.Series:
-    """Every session whose engine switch is the listing's, whatever the others are."""
+    """Select sessions whose engine switch is the listing's, whatever the others are."""
     return arms["cell"].str.startswith("e") & (arms["kind"] != "gate")
 
 
@@ -252,10 +254,10 @@ def is_as_printed(arms: pd.DataFrame) -> pd.Series:
 
 
 def printed_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """ZeRO over standard, as the listing's table prints the two."""
+    """Return ZeRO over standard, as the listing's table prints the two."""
     return ratio(of_cell(arms, response, "factorial", PRINTED))
 
 
 def corrected_ratio(arms: pd.DataFrame, response: str) -> Interval:
-    """The same with everything corrected."""
+    """Return ZeRO over standard with everything corrected."""
     return ratio(of_cell(arms, response, "corrected", CORRECTED))

@@ -1,4 +1,4 @@
-"""The experiment as data: switches, cells, scales, what is expected, and what counts as nothing. Without torch.
+"""The experiment as data: switches, cells, scales, expected signs and null margins. Without torch.
 
 All of this was committed before the first session ran. A cell is named by one letter per switch: small where the
 listing's way is kept (`ewpob` is the listing), large where it is corrected.
@@ -60,14 +60,14 @@ FACTORIAL = tuple(
 )
 SEEDS = tuple(range(1, 9))
 
-# What a lane says once it can run sessions.
-READY = "ready"
+# The line of a lane that can run sessions, and the file in which a process leaves its result.
+READY, RESULT = "ready", "result.json"
 PRINTED_RATE = 5e-5
 _AT_PRINTED_RATE = {"learning_rate": PRINTED_RATE}
 
 # -1.22 % validation loss and -1.18 % training loss at the end of S2's training.
 PUBLISHED = {"eval_loss": -0.0122, "train_loss": -0.0118}
-# A tenth of that is nothing, and so is twice what a cell of two equal arms scatters.
+# The null margin: 10 % of the published effect, or twice the SD of two equal arms where that is more.
 LOSS_MARGIN, AA_DEVIATIONS = 0.0012, 2.0
 # Below this a time or a memory is called unchanged.
 TIME_MARGIN, MEMORY_MARGIN = 0.03, 0.01
@@ -90,9 +90,9 @@ RESPONSES = (
     Response("less_eval_s", "without evaluations", TIME_MARGIN),
     Response("less_eval_and_save_s", "without evaluations and checkpoint", TIME_MARGIN),
     Response("warm_s_per_sample", "a sample in warm steps", TIME_MARGIN),
-    # Where others use the same cores, only these tell what an arm itself takes. A GPU's work is in neither.
-    Response("whole_cpu_s", "the listing's clock, in processor time", TIME_MARGIN),
-    Response("warm_cpu_s_per_sample", "a sample in warm steps, in processor time", TIME_MARGIN),
+    # Independent of other work on the same cores. A GPU's work is in neither.
+    Response("whole_cpu_s", "the listing's clock, in CPU time", TIME_MARGIN),
+    Response("warm_cpu_s_per_sample", "a sample in warm steps, in CPU time", TIME_MARGIN),
     Response("device_peak_never_reset", "device, never reset", MEMORY_MARGIN),
     Response("device_peak_reset", "device, reset for each arm", MEMORY_MARGIN),
     Response("host_peak_never_reset", "host, never reset", MEMORY_MARGIN),

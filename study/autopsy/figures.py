@@ -1,4 +1,4 @@
-"""The one screen: what each switch does, how the listing's gap is made of that, and the picture of the order."""
+"""Figures: the effect of each switch, the waterfall from the listing to a corrected protocol, and the order of arms."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from study.autopsy.contrasts import (
     sets_it_as_printed,
 )
 from study.autopsy.design import AA, CORRECTED, PUBLISHED, SWITCHES, Response
-from study.records.statistics import Interval, percent
-from study.report.plots.canvas import ACCENT, FAINT, INK, QUIET, SETTINGS, Drawing, finish, sheet
+from study.config.text import percent
+from study.records.statistics import Interval
+from study.report.canvas import ACCENT, FAINT, INK, QUIET, SETTINGS, Drawing, finish, sheet
 
 PANELS = ("loss", "time", "memory")
 _TITLES = {"loss": "Loss", "time": "Time", "memory": "Peak memory"}
@@ -42,13 +43,13 @@ _OFFSETS = (-0.14, 0.14)
 
 
 def shown(arms: pd.DataFrame, panel: str) -> list[Response]:
-    """Two readings of a panel, the device's memory where there is one."""
+    """Return two responses of a panel, the device's memory where there is one."""
     measured = {response.name: response for response in measured_responses(arms)}
     return [measured[name] for name in _SHOWN[panel] if name in measured][:2]
 
 
 def effect_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
-    """A row per switch and a marker per reading, with its interval over seeds."""
+    """Draw a row per switch and a marker per response, with its interval over seeds."""
     responses = shown(arms, panel)
     band = ratio(of_cell(arms, responses[0].name, "aa", AA))
     if band.low is not None and band.high is not None:
@@ -94,7 +95,7 @@ def _tick(log: float) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """At most six round shares between these logs, and none so near to the one before that their names would touch."""
+    """Return at most six round shares between these logs, far enough apart for their labels."""
     first, last = math.expm1(low), math.expm1(high)
     sizes = (base * 10.0**power for power in range(-5, 6) for base in (1, 2, 5))
     step = next(size for size in sizes if (last - first) / size <= 6)
@@ -107,7 +108,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def waterfall_panel(axes: Axes, arms: pd.DataFrame, panel: str, names: bool = True) -> None:
-    """From the listing's gap to a corrected protocol's, in both orders; below it the corrected cell as measured."""
+    """Draw the way from the listing's gap to a corrected protocol's, and the corrected cell as measured."""
     response = shown(arms, panel)[0]
     made = model(gaps(arms, response.name))
     ends = [float(made.printed().mean())]
@@ -140,7 +141,7 @@ _LINES = (
 
 
 def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
-    """The gap with the standard arm first and with ZeRO first, at equal batches: carried weights, and fresh ones."""
+    """Draw the gap with the standard arm first and with ZeRO first, at equal batches: carried and fresh weights."""
     for turn, (letter, response, name, colour, marker) in enumerate(_LINES):
         centres = []
         for place, values in enumerate(_by_order(arms, response, letter)):
@@ -162,7 +163,7 @@ def order_panel(axes: Axes, arms: pd.DataFrame) -> None:
 
 
 def _by_order(arms: pd.DataFrame, response: str, letter: str) -> list[np.ndarray]:
-    """One gap per seed, with the standard arm first and with ZeRO first; batches are equal."""
+    """Return one gap per seed, with the standard arm first and with ZeRO first; batches are equal."""
     table = gaps(arms, response)
     cells = ([cell for cell in table if letter in cell and order in cell and "B" in cell] for order in "oO")
     return [table[each].mean(axis="columns").dropna().to_numpy() for each in cells]
@@ -187,7 +188,7 @@ def legend(panel: str, arms: pd.DataFrame) -> list[Line2D | Patch]:
 
 
 def drawings(arms: pd.DataFrame) -> list[Drawing]:
-    """Each panel as a figure of its own, for a page that may be narrow."""
+    """Draw each panel as a figure of its own, for a page that may be narrow, and last all of them on one sheet."""
     made = []
     with matplotlib.rc_context(SETTINGS):
         for panel in PANELS:
@@ -240,7 +241,7 @@ def headline(arms: pd.DataFrame) -> str:
 
 
 def _screen(arms: pd.DataFrame) -> Drawing:
-    """All of it on one sheet, for a document."""
+    """Draw all panels on one sheet, for a document."""
     figure = Figure(figsize=(15.5, 8.4), layout="constrained")
     grid = figure.subplot_mosaic(
         [[*(f"e-{panel}" for panel in PANELS), "order"], [*(f"w-{panel}" for panel in PANELS), "order"]],

@@ -1,7 +1,14 @@
-"""`study autopsy run`: every session that has no record yet, side by side where the scale allows it."""
+"""`study autopsy run` and `study autopsy report`, and the lanes that run sessions.
+
+A lane is a process that runs sessions one after the other: `python -m study.autopsy.run CORE THREADS` prints READY,
+then answers each session, one line of JSON, with another, until its standard input ends. CORE -1 is any. Each process
+of a session is a fork of it: imports are paid before any clock, but what a process pays in its first steps it still
+pays. With a GPU, which does not survive a fork, every process is started anew.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -18,24 +25,69 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from study.autopsy.design import READY, Scale, Session
-from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
-from study.host.box import this_box
-from study.records.directory import is_part_of, read_json, write_json
+from study.autopsy.design import READY, RESULT, SCALES, Scale, Session, plan
+from study.config.errors import UserError, extra
+from study.config.strategies import REPOSITORY, read_strategy
+from study.host.box import this_box, visible_gpus
+from study.host.folders import cache_directory, folder_argument
+from study.host.operators import build_operators
+from study.host.stacks import import_libraries, importing
+from study.records.directory import is_part_of, read_json, utc_now, write_json
 from study.records.lock import FileLock
 from study.records.schema import RecordError
 
+REPORT = Path("reports") / "autopsy"
+RUNS = Path("runs") / "autopsy"
 MARK, SESSIONS, _LOCK = "autopsy.json", "sessions", ".lock"
-# Checkpoints and carried weights of sessions that are under way: gigabytes on a GPU, and left behind by a kill.
+# Checkpoints and carried weights of running sessions: gigabytes on a GPU, and left behind by a kill.
 _WORK = ".work"
 _MADE_BY = "study autopsy"
+_LOG, _LOG_KEPT = "log.txt", 1500
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|report")
+    run_parser = actions.add_parser("run", help="run what has no record yet; stop it at any time", allow_abbrev=False)
+    boxes = "; ".join(f"{scale.name}: {scale.box}, {scale.minutes:g} min" for scale in SCALES.values())
+    run_parser.add_argument("--scale", choices=SCALES, default="laptop", help=boxes)
+    run_parser.add_argument("--retry", action="store_true", help="also run failed sessions again")
+    report_parser = actions.add_parser("report", help="make the page and its figures", allow_abbrev=False)
+    for each in (run_parser, report_parser):
+        each.add_argument("--runs", type=folder_argument, metavar="DIR", help=f"sessions; {RUNS} by default")
+    report_parser.add_argument(
+        "--output", type=folder_argument, default=REPORT, metavar="DIR", help=f"{REPORT} by default"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.action == "report":
+        with extra("report"):
+            from study.autopsy.page import build
+        print(build(options.runs or RUNS, options.output, runs_named=options.runs is not None))
+        return 0
+    scale = SCALES[options.scale]
+    if scale.on_gpu and not this_box().gpus:
+        raise UserError(f"--scale {scale.name} needs {scale.box}, and no GPU is here", "use --scale laptop")
+    folder = options.runs or (RUNS if scale.name == "laptop" else RUNS.with_name(f"autopsy-{scale.name}"))
+    with open_folder(folder, scale) as lock:
+        failed = run_sessions(folder, lock, scale, plan(scale), lambda line: print(line, flush=True), options.retry)
+    print(f"to see it: study autopsy report{'' if folder == RUNS else f' --runs {folder}'}")
+    return 1 if failed else 0
 
 
 def open_folder(folder: Path, scale: Scale) -> FileLock:
-    """The folder as this scale's own, held until it is released; refused where it is anybody else's."""
-    check_folder(folder)
+    """Lock the folder for this scale; refuse one that has files of anything else."""
+    if folder.is_file():
+        raise UserError(f"--runs {folder} is a file", "name a folder")
     mark = folder / MARK
+    others = [file.name for file in (folder.iterdir() if folder.exists() else ())
+              if file.name not in (_LOCK, SESSIONS, MARK, _WORK) and not is_part_of(file.name, MARK)]  # fmt: skip
+    try:
+        is_own = read_json(mark).get("made_by") == _MADE_BY
+    except RecordError:
+        is_own = not folder.exists() or not any(folder.iterdir())
+    if others or not is_own:
+        raise UserError(f"--runs {folder} has {[*others, MARK][0]}, which is not an autopsy's", "name another folder")
     try:
         (folder / SESSIONS).mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK, f"another autopsy is at work in {folder}")
@@ -43,53 +95,29 @@ def open_folder(folder: Path, scale: Scale) -> FileLock:
         raise UserError(f"--runs {folder} is not writable ({error.strerror})", "name another folder") from None
     if mark.exists() and read_json(mark).get("scale") != scale.name:
         lock.release()
-        raise UserError(f"{folder} holds sessions of another scale", "name another folder with --runs")
+        raise UserError(f"{folder} has sessions of another scale", "name another folder with --runs")
     write_json(mark, {"made_by": _MADE_BY, "scale": scale.name})
     return lock
 
 
-def check_folder(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UserError(f"--runs {folder} is a file", "name a folder")
-    others = [file.name for file in folder.iterdir() if file.name not in (_LOCK, SESSIONS, MARK, _WORK)
-              and not is_part_of(file.name, MARK)]  # fmt: skip
-    try:
-        is_own = read_json(folder / MARK).get("made_by") == _MADE_BY
-    except RecordError:
-        is_own = not any(folder.iterdir())
-    if others or not is_own:
-        name = others[0] if others else MARK
-        raise UserError(f"--runs {folder} holds {name} and is no autopsy's", "name a folder of its own")
-
-
-def is_done(file: Path, retry: bool) -> bool:
-    """A session that failed is an answer too, until somebody asks again."""
-    try:
-        return read_json(file)["state"] == "ok" or not retry
-    except (RecordError, KeyError):
-        return False
-
-
 def missing(folder: Path, sessions: Sequence[Session], retry: bool = False) -> list[Session]:
-    files = {session.id: folder / SESSIONS / f"{session.id}.json" for session in sessions}
-    return [each for each in sessions if not files[each.id].exists() or not is_done(files[each.id], retry)]
+    """Return sessions without a record. A failed session has one, until `retry`."""
 
+    def is_done(session: Session) -> bool:
+        try:
+            return read_json(folder / SESSIONS / f"{session.id}.json")["state"] == "ok" or not retry
+        except (RecordError, KeyError):
+            return False
 
-def check_box(scale: Scale) -> None:
-    if scale.on_gpu and not this_box().gpus:
-        raise UserError(
-            f"--scale {scale.name} needs {scale.box}, and no GPU is here", "use --scale laptop, or go there"
-        )
+    return [session for session in sessions if not is_done(session)]
 
 
 class LaneLost(Exception):
-    """It cannot even start."""
+    """A lane that cannot start."""
 
 
 class Lane:
-    """One process that runs sessions; a new one after a session that took too long."""
+    """A process that runs sessions, from outside; a new one after a session that took too long."""
 
     def __init__(self, scale: Scale, core: int, work: Path):
         self.scale, self.core, self.work = scale, core, work
@@ -123,10 +151,10 @@ class Lane:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        # Where a GPU is and is not meant, neither torch nor DeepSpeed shall find it.
+        # On a CPU scale neither torch nor DeepSpeed may find a GPU.
         hidden = {} if self.scale.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with tempfile.TemporaryFile("w+") as said:
-            command = [sys.executable, "-m", "study.autopsy.lane", str(self.core), str(self.scale.threads)]
+            command = [sys.executable, "-m", "study.autopsy.run", str(self.core), str(self.scale.threads)]
             process = self._process = subprocess.Popen(
                 command, cwd=REPOSITORY, env=os.environ | hidden, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=said, text=True, start_new_session=True,
@@ -135,11 +163,11 @@ class Lane:
             if process.stdout.readline().strip() != READY:
                 self.end()
                 said.seek(0)
-                raise LaneLost((said.read().strip().splitlines() or ["it said nothing"])[-1])
+                raise LaneLost((said.read().strip().splitlines() or ["it printed nothing"])[-1])
         return process
 
     def end(self) -> None:
-        """With every process that it has forked."""
+        """Kill it with every process that it has forked."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -150,7 +178,7 @@ def run_sessions(
     folder: Path, lock: FileLock, scale: Scale, sessions: Sequence[Session], say: Callable[[str], None],
     retry: bool = False,
 ) -> int:  # fmt: skip
-    """In the folder that is locked. Returns how many of them did not end ok."""
+    """Run what is missing in the locked folder; return how many sessions did not end ok."""
     left = missing(folder, sessions, retry)
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, min(scale.lanes, len(cores)))
@@ -180,7 +208,7 @@ def run_sessions(
     if not is_in_place:
         raise UserError(f"{folder} was renamed or removed while its sessions ran", "put it back, and run it again")
     if progress.lost:
-        raise UserError(f"sessions cannot start here ({progress.lost})", "ask: study doctor")
+        raise UserError(f"sessions cannot start here ({progress.lost})", "see: study doctor")
     return progress.failed
 
 
@@ -198,7 +226,7 @@ def _work(
             progress.lost = str(loss)
             return
         if progress.stopped or not lock.is_in_place():
-            # Ended from here: no answer of its own. Or another folder has this name by now.
+            # Killed from here, so this is not the session's answer; or another folder has this name by now.
             return
         about = {"session": session.id, "kind": session.kind, "cell": session.cell, "seed": session.seed}
         settings = {"options": {**lane.scale.options, **session.options}, "lanes": lanes, "core": lane.core}
@@ -216,7 +244,7 @@ class _Progress:
         with self._lock:
             self.done += 1
             ended_ok = answer["state"] == "ok"
-            # What a gate shows is that it is refused.
+            # A gate is expected to fail.
             self.failed += not ended_ok and session.kind != "gate"
             left_min = (time.monotonic() - self._began) / self.done * (self.count - self.done) / 60
             why = "" if ended_ok else f" ({answer['reason']})"
@@ -224,3 +252,76 @@ class _Progress:
                 f"{self.done}/{self.count} {session.id}: {answer['state']}{why}, {answer['session_s']:.0f} s;"
                 f" about {left_min:.0f} min left"
             )
+
+
+# The lane's own process
+
+
+def serve_sessions(core: int, threads: int) -> None:
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    # The answers go where standard output was, and whatever a library prints to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    strategy = read_strategy("zero3_cpu_optimizer")
+    import_libraries(strategy)
+    with importing():
+        import study.autopsy.session  # noqa: F401
+    build_operators(strategy, cache_directory())
+    answers.write(f"{READY}\n")
+    answers.flush()
+    for line in sys.stdin:
+        answers.write(json.dumps(_run_processes(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _run_processes(request: dict[str, Any]) -> dict[str, Any]:
+    """Run a session's processes in order, until one of them fails."""
+    answer: dict[str, Any] = {"started_at": utc_now(), "state": "ok", "reason": "", "arms": []}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=request["work"]) as name:
+        folder = Path(name)
+        for place, arms in enumerate(request["processes"]):
+            write_json(folder / "task.json", {"scale": request["scale"], "seed": request["seed"], "arms": arms})
+            (folder / RESULT).unlink(missing_ok=True)
+            status = _run_process(folder)
+            if not (folder / RESULT).exists():
+                answer |= {"state": "failed", "reason": f"its process ended with status {status} and no result"}
+            else:
+                said = read_json(folder / RESULT)
+                answer["arms"] += [arm | {"process": place} for arm in said.pop("arms")]
+                answer |= said
+            if answer["state"] != "ok":
+                answer["log"] = (folder / _LOG).read_text(encoding="utf-8", errors="replace")[-_LOG_KEPT:]
+                break
+    return answer | {"session_s": round(time.monotonic() - began, 2)}
+
+
+def _run_process(folder: Path) -> int:
+    task = folder / "task.json"
+    with (folder / _LOG).open("a") as log:
+        if visible_gpus():
+            command = [sys.executable, "-m", "study.autopsy.session", str(task)]
+            return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                from study.autopsy import session
+
+                status = session.main(task)
+            finally:
+                # Never back into the loop that it was forked from.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+if __name__ == "__main__":
+    serve_sessions(int(sys.argv[1]), int(sys.argv[2]))

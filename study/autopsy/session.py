@@ -1,4 +1,4 @@
-"""One process of a session: trains its arms one after the other as the listing does, and writes down what it read.
+"""One process of a session: trains its arms one after the other as the listing does, and writes their figures.
 
 python -m study.autopsy.session TASK.json
 """
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from study.autopsy.design import AutopsyArm, Scale
+from study.autopsy.design import RESULT, AutopsyArm, Scale
 from study.config.flags import RunConfig, resolved
 from study.host.environment import describe_environment
 from study.host.folders import cache_directory
@@ -28,11 +28,10 @@ from study.metrics.clock import warmup_steps
 from study.metrics.memory import MemoryMeter
 from study.records.directory import write_json
 from study.records.outcome import ending_of
-from study.workloads import load_data
-from study.workloads.blocks import Split, TaskData
 from study.workloads.initial import load_initial_model, materialize_initial_weights
+from study.workloads.tasks import Split, TaskData, load_data
 
-WEIGHTS, RESULT = "carried.safetensors", "result.json"
+WEIGHTS = "carried.safetensors"
 # Stage 3 with the optimizer on the host, as the listing's dictionary has it.
 _ZERO = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 _BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
@@ -45,7 +44,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Clock:
-    """Seconds by phase, with the device waited for at each change of phase; and what the processor was busy of them."""
+    """Seconds and CPU seconds by phase, with the device synchronized at each change of phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -56,7 +55,7 @@ class Clock:
         return time.perf_counter(), time.process_time()
 
     def enter(self, phase: str) -> str:
-        """Returns the phase that it ends."""
+        """Enter a phase and return the one that it ends."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         ended, now = self._phase, self._now()
@@ -75,7 +74,7 @@ class Clock:
 
 
 class WatchedTrainer(Trainer):
-    """The Trainer as it is, with its evaluations and checkpoints timed."""
+    """Trainer with its evaluations and checkpoints timed."""
 
     clock: Clock
     live: dict[str, Any]
@@ -106,7 +105,7 @@ class Watch(TrainerCallback):
 
 
 def live_state(trainer: Trainer) -> dict[str, Any]:
-    """Of the trainer that is about to step, and of the objects that it will call."""
+    """Read the trainer that is about to step, and the objects that it will call."""
     engine, optimizer = trainer.model_wrapped, trainer.optimizer
     chain = [type(optimizer).__name__]
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
@@ -131,7 +130,7 @@ def run_config(scale: Scale, seed: int) -> RunConfig:
 
 
 def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder: Path) -> TrainingArguments:
-    """As the listing asks. The later assignment of its dictionary is the point of this experiment."""
+    """Make the listing's arguments. The late assignment of its dictionary is the point of this experiment."""
     given = {"deepspeed": _KEYS[arm.keys]} if arm.engine == "given" else {}
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=arm.batch, per_device_eval_batch_size=arm.batch,
@@ -148,9 +147,9 @@ def training_arguments(arm: AutopsyArm, scale: Scale, config: RunConfig, folder:
 
 @contextlib.contextmanager
 def launched(arm: AutopsyArm) -> Iterator[None]:
-    """The environment of one rank of one, as a launcher sets it, for this arm alone.
+    """Set a launcher's environment of rank 0 of 1, for this arm only.
 
-    Accelerate leaves a variable behind that gives the next Trainer of the process an engine that nobody asked for.
+    Accelerate leaves a variable behind that would give the next Trainer of the process an engine as well.
     """
     before = dict(os.environ)
     if arm.launcher:
@@ -166,7 +165,7 @@ def launched(arm: AutopsyArm) -> Iterator[None]:
 
 
 class Process:
-    """What lives as long as the process: the one model of the listing, and the highest peaks so far."""
+    """State of the process: the one model of the listing, and the highest peaks so far."""
 
     def __init__(self, scale: Scale, seed: int, folder: Path):
         self.scale, self.folder = scale, folder
@@ -179,7 +178,7 @@ class Process:
     def model_for(self, arm: AutopsyArm) -> PreTrainedModel:
         if arm.start == "same model" and self.model is not None:
             return self.model
-        # The listing has one name for the model: an older one goes when a newer one is made.
+        # The listing has one name for the model: an older one is freed when a newer one is made.
         self.model = load_initial_model(self.config, self.initial)
         if arm.start == "file":
             self.model.load_state_dict(load_file(self.folder / WEIGHTS))
@@ -222,7 +221,7 @@ class Process:
         return read
 
     def _peaks(self, peaks: dict[str, int | None]) -> dict[str, int | None]:
-        """Reset for this arm, and as the listing reads them: the highest since the process began."""
+        """Return peaks reset for this arm, and as the listing reads them: the highest since the process began."""
         found: dict[str, int | None] = {}
         for place, kind in (("device", "allocated"), ("host", "host")):
             peak = peaks[kind]
@@ -233,12 +232,12 @@ class Process:
 
 
 def _samples(split: Split, count: int) -> Any:
-    """One by one, as a tokenized dataset gives them: the Trainer's own collator makes the batches."""
+    """Return single samples, as a tokenized dataset does: the Trainer's own collator makes the batches."""
     return [split[place] for place in range(count)]
 
 
 def _size_of(model: PreTrainedModel) -> float:
-    """A number that tells two sets of weights apart."""
+    """Return a checksum of the weights."""
     return float(sum(parameter.detach().double().abs().sum() for parameter in model.parameters()))
 
 
@@ -253,7 +252,7 @@ def _logged(trainer: Trainer) -> dict[str, Any]:
 
 
 def wide_evaluation(trainer: Trainer, split: Split, batch: int) -> tuple[float, float]:
-    """Loss and accuracy on all evaluation samples, with nothing of the listing's own running."""
+    """Return loss and accuracy on all evaluation samples, outside the listing's own clock."""
     model, device = trainer.model_wrapped, trainer.args.device
     model.eval()
     losses, right = 0.0, 0
@@ -278,14 +277,14 @@ def _whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def _tear_down(trainer: Trainer) -> None:
-    """So that another arm in this process, with an engine or without, finds none."""
+    """Remove the engine, so that another arm in this process does not find it."""
     trainer.model_wrapped.destroy()
     torch.distributed.destroy_process_group()
     unset_hf_deepspeed_config()
 
 
 def main(task_file: Path) -> int:
-    """Leaves RESULT beside the task in any case that Python survives."""
+    """Write RESULT next to the task in any case that Python survives."""
     task = json.loads(task_file.read_text(encoding="utf-8"))
     scale = Scale(**task["scale"])
     if scale.threads:

@@ -1,4 +1,4 @@
-"""The same run through other people's loops: what study/train.py's own loop costs, or saves, against them."""
+"""The same run through HF Trainer and through a bare loop: what study/train.py's own loop costs or saves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from study.config.errors import UserError
 from study.config.flags import RunConfig
 
 
-def refuse_what_only_the_study_does(trainer: str, config: RunConfig) -> None:
-    """A baseline is there to be compared with: it saves nothing, and is followed by nobody."""
-    asked = {
-        "checkpointing_steps": config.checkpointing_steps,
-        "resume_from_checkpoint": config.resume_from_checkpoint,
-        "report_to": config.report_to not in (None, "none"),
-        "optimizer": config.optimizer != "adamw",
-        "peft": config.peft != "none",
-        "bf16_states": config.bf16_states,
-    }
-    for flag, is_asked in asked.items():
-        if is_asked:
-            raise UserError(f"{trainer} is a baseline and knows no --{flag}", "leave it out, or use study/train.py")
+def refuse_study_only_flags(trainer: str, config: RunConfig) -> None:
+    """Refuse what a baseline does not do: it saves nothing, has no tracker, and trains with AdamW alone."""
+    only_the_study_has = (
+        "checkpointing_steps", "resume_from_checkpoint", "report_to", "optimizer", "peft", "bf16_states",
+    )  # fmt: skip
+    for flag in only_the_study_has:
+        if getattr(config, flag) not in (None, False, 0, "none", "adamw"):
+            raise UserError(f"{trainer} is a baseline without --{flag}", "leave it out, or use study/train.py")

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml study/baselines/bare_loop.py
 
-One device or DDP; a sharded engine is somebody else's loop. Accelerate only sets up the processes and gathers figures
-between steps: model, optimizer and schedule are never prepared, and no step calls it.
+It runs one device or DDP. Accelerate only sets up the processes and gathers figures between steps: model, optimizer and
+schedule are never prepared, and no step calls it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from study.baselines import refuse_what_only_the_study_does
+from study.baselines import refuse_study_only_flags
 from study.config.errors import UserError
 from study.config.flags import RunConfig
 from study.config.launched import Launch
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.run.open import open_run
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def refuse(config: RunConfig, launch: Launch) -> None:
-    refuse_what_only_the_study_does("bare_loop", config)
+    refuse_study_only_flags("bare_loop", config)
     if config.profile_steps:
         raise UserError(
-            f"bare_loop measures nothing inside, and profiles no {config.profile_steps} steps",
+            "bare_loop measures nothing inside, and has no --profile_steps",
             "leave --profile_steps out, or use study/train.py or study/baselines/hf_trainer.py",
         )
     if launch.strategy.name not in ("single", "ddp"):
@@ -38,8 +38,7 @@ def refuse(config: RunConfig, launch: Launch) -> None:
         )
 
 
-def time_when_done(device: torch.device) -> float:
-    """The time once the device has done all it was given."""
+def synchronized_time(device: torch.device) -> float:
     import torch
 
     if device.type == "cuda":
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from study.metrics import Meters
         from study.metrics.clock import STEPS_BETWEEN_EVALUATIONS
         from study.run.steps import StepLog, evaluate
-        from study.workloads import load_data
         from study.workloads.initial import load_initial_model, materialize_initial_weights
+        from study.workloads.tasks import load_data
 
         config, launch = run.config, run.launch
         data = load_data(config, run.cache)
@@ -89,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warmup_steps = round(config.warmup_ratio * run.total_steps)
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, run.total_steps)
         scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16", **GRAD_SCALER)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
-        autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+        autocast = torch.autocast(device.type, dtype=half, enabled=half is not None)
 
         log, skips = StepLog(run, accelerator), SkippedSteps(accelerator, scaler)
         progress = run.console.progress(run.total_steps, 0)
         evaluation: dict[str, float | None] = {}
         done: list[tuple[int, Any, float, Any, list[Any], bool]] = []
-        # The study warms up and then watches one step, which its window leaves out too.
+        # The study's window leaves out the warm-up and the watched step after it.
         uncounted = run.warmup_steps + 1
         started = 0.0
         model.train()
@@ -123,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             done.append((step, torch.stack(losses).mean(), learning_rate, grad_norm, micro_batches, skipped))
 
             if step == uncounted:
-                started = time_when_done(device)
+                started = synchronized_time(device)
             if run.flushes_after(step):
                 if (counted := min(len(done), step - uncounted)) > 0:
-                    meters.clock.window_s += time_when_done(device) - started
+                    meters.clock.window_s += synchronized_time(device) - started
                     meters.clock.window_steps += counted
                 for row in done:
                     log.add(*row)
@@ -140,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     # As the study's clock, which leaves out the step after an evaluation.
                     if step - uncounted >= STEPS_BETWEEN_EVALUATIONS:
                         uncounted = step + 1
-                started = time_when_done(device)
+                started = synchronized_time(device)
         progress.close()
 
         run.finish(accelerator, meters, log, evaluation)

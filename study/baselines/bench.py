@@ -1,10 +1,10 @@
 """The study's loop against transformers' Trainer and a bare PyTorch loop: the same work, in turns, pair by pair.
 
-    python -m study.baselines.bench [--repeats 5] [--case NAME] [--clock processor] [--json]
+    python -m study.baselines.bench [--repeats 5] [--case NAME] [--clock cpu] [--json]
 
 A repeat starts the three in fresh processes on one core and lets them train in turns: where a loop shows its progress
-it waits for its next turn. Turns last seconds, so whatever else the box does slows all three alike, and processes
-differ by percents for no reason but where their memory lies, so a repeat begins anew, with another of them first.
+it waits for its next turn. Turns last seconds, so whatever else the box does slows all three alike. Processes differ by
+percents for where their memory lies, so each repeat starts new ones, with another of them first.
 Exit status: 0 no target missed, 1 a target missed or a run failed, 2 the request itself is wrong.
 """
 
@@ -26,40 +26,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from study.config.errors import RunFailed
+from study.config.printing import TextTable, print_page
 from study.config.strategies import REPOSITORY
 from study.records.directory import Run, read_run
-from study.run.console import StepProgress
-from study.run.exit import exit_status_of
-from study.sweep.tables import print_tables, table_of
+from study.run.console import StepProgress, exit_status_of
 
 SCRIPTS = {
     "study": "study.train", "hf_trainer": "study.baselines.hf_trainer", "bare_loop": "study.baselines.bare_loop",
 }  # fmt: skip
 STEPS_PER_TURN = 5
-# Longer than what no window of the study counts: at most ten steps that warm up, and the one that is watched.
+# Longer than what no window of the study counts: at most ten steps of warm-up, and the watched step.
 WARMUP_TURNS = 3
 WINDOW = (
     f"one turn is {STEPS_PER_TURN} optimizer steps and the writing of their rows, the device synchronized at its ends; "
     f"start-up, the first {WARMUP_TURNS} turns (warm-up) and evaluation are left out"
 )
-CLOCKS = {
-    "wall": "by the wall clock",
-    # One thread on one core: the wall time of an idle box, where a busy one's shows little but its other processes.
-    "processor": "by the processor time of the run's process",
-}
+# One thread on one core: its CPU time is the wall time of an idle box, where a busy box's shows its other processes.
+CLOCKS = {"wall": "by the wall clock", "cpu": "of CPU time of the run's process"}
 LEAST_RATIO = {"hf_trainer": 1.00, "bare_loop": 0.98}
 LARGEST_MEASUREMENT_SHARE = 0.01
 # Without it processes differ by several percents for where their small pages happen to lie; a no-op outside glibc.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# Two loops that do the same arithmetic agree this well; a faster one that does not has done other work.
+# Two loops that do the same arithmetic agree this well; a faster one that does not has not done all of the work.
 SAME_LOSS = 1e-5
 
 
 class BenchCase(NamedTuple):
-    """One piece of work, and how many timed turns of it a repeat takes."""
+    """A workload, and the number of its timed turns in a repeat."""
 
     name: str
     arguments: tuple[str, ...]
@@ -78,8 +72,8 @@ _SHARED = (
 )  # fmt: skip
 
 
-class Runner:
-    """One trainer's run in a process of its own, which goes on only when told to."""
+class TrainerProcess:
+    """One trainer's run in a process of its own, which pauses wherever its loop shows its progress."""
 
     def __init__(self, trainer: str, case: BenchCase, folder: Path):
         self.trainer, self.output_dir = trainer, folder / trainer
@@ -90,68 +84,66 @@ class Runner:
             cwd=REPOSITORY, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, **LARGE_PAGES},
         )  # fmt: skip
-        self._processor_s = self._wait_until_it_waits()
+        self._cpu_s = self._wait_for_pause()
         for _ in range(WARMUP_TURNS - 1):
             self.turn()
 
     def turn(self) -> dict[str, float]:
-        """Let it go on until it waits again; the seconds that took by either clock."""
-        started, before = time.perf_counter(), self._processor_s
+        """Let it go on until its next pause; return the seconds by either clock."""
+        started, before = time.perf_counter(), self._cpu_s
         print("go", file=self._process.stdin, flush=True)
-        self._processor_s = self._wait_until_it_waits()
-        return {"wall": time.perf_counter() - started, "processor": self._processor_s - before}
+        self._cpu_s = self._wait_for_pause()
+        return {"wall": time.perf_counter() - started, "cpu": self._cpu_s - before}
 
     def finish(self) -> None:
-        _, said = self._process.communicate("go\n")
+        _, printed = self._process.communicate("go\n")
         if self._process.returncode:
-            raise RunFailed(f"{self.trainer} ended with exit status {self._process.returncode}: {said.strip()[-500:]}")
+            raise RunFailed(
+                f"{self.trainer} ended with exit status {self._process.returncode}: {printed.strip()[-500:]}"
+            )
 
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def _wait_until_it_waits(self) -> float:
-        """The processor seconds it says it has used so far."""
+    def _wait_for_pause(self) -> float:
+        """Return the CPU seconds that it reports so far."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            _, said = self._process.communicate()
-            raise RunFailed(f"{self.trainer} ended early: {said.strip()[-500:]}")
+            raise RunFailed(f"{self.trainer} ended early: {self._process.communicate()[1].strip()[-500:]}")
         return float(line)
 
 
-def runner(trainer: str, arguments: list[str]) -> int:
-    """In the runner's process: the launched script's loop, which takes turns."""
+def run_in_turns(trainer: str, arguments: list[str]) -> int:
+    """Run the launched script's loop in this process, and pause for the bench at every progress line."""
     # The run's console will send whatever is printed to the run's log.
-    turns = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    pauses = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
 
-    def take_turns(*_: Any) -> None:
-        """Where a loop would show its progress, its own clock paused, it says what it has used and waits."""
-        print(time.process_time(), file=turns)
+    def pause(*_: Any) -> None:
+        print(time.process_time(), file=pauses)
         sys.stdin.readline()
 
-    StepProgress.show = take_turns  # type: ignore[assignment,method-assign]
-    script = importlib.import_module(SCRIPTS[trainer])
-    return exit_status_of(functools.partial(script.main, arguments))
+    StepProgress.show = pause  # type: ignore[assignment,method-assign]
+    return exit_status_of(functools.partial(importlib.import_module(SCRIPTS[trainer]).main, arguments))
 
 
 def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
-    """Fresh processes and turns of every trainer, `repeats` times; then what they say."""
+    """Time turns of every trainer in fresh processes, `repeats` times, and compare them."""
     turns: list[list[dict[str, float]]] = []
     shares = []
     for repeat in range(repeats):
         first = repeat % len(SCRIPTS)
-        order = [*list(SCRIPTS)[first:], *list(SCRIPTS)[:first]]
         with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
             running = {}
-            for trainer in order:
-                running[trainer] = Runner(trainer, case, Path(folder))
+            for trainer in [*list(SCRIPTS)[first:], *list(SCRIPTS)[:first]]:
+                running[trainer] = TrainerProcess(trainer, case, Path(folder))
                 stack.callback(running[trainer].kill)
             turns.append([{name: one.turn()[clock] for name, one in running.items()} for _ in range(case.turns)])
             for one in running.values():
                 one.finish()
             records = {trainer: read_run(one.output_dir) for trainer, one in running.items()}
-        _check_same_work(case, records)
+        check_same_losses(case, records)
         own_clock = records["study"].memory["ranks"][0]["time"]
         shares.append(own_clock["self_cost_s"] / own_clock["window_s"])
     config = records["study"].config
@@ -159,18 +151,18 @@ def measure(case: BenchCase, repeats: int, clock: str) -> dict[str, Any]:
     return compare(case.name, tokens, turns, statistics.median(shares))
 
 
-def _check_same_work(case: BenchCase, records: dict[str, Run]) -> None:
+def check_same_losses(case: BenchCase, records: dict[str, Run]) -> None:
     wanted = records["study"].summary["train_loss_final"]
     for trainer, run in records.items():
         final = run.summary["train_loss_final"]
         if abs(final - wanted) > SAME_LOSS * abs(wanted):
-            raise RunFailed(f"{trainer} on {case.name} did other work: its loss is {final}, the study's {wanted}")
+            raise RunFailed(f"{trainer} on {case.name} diverges from the study: its loss is {final}, not {wanted}")
 
 
 def compare(
     name: str, tokens_per_turn: int, repeats: Sequence[Sequence[dict[str, float]]], share: float
 ) -> dict[str, Any]:
-    """From the seconds of each turn to ratios and verdict.
+    """Return speeds, ratios and missed targets from the seconds of each turn.
 
     Turns of one repeat that follow one another are compared; their median is the repeat's pair. Only repeats are
     independent of each other: all turns of a process share the luck of its memory.
@@ -179,20 +171,18 @@ def compare(
         trainer: [statistics.median(tokens_per_turn / turn[trainer] for turn in turns) for turns in repeats]
         for trainer in SCRIPTS
     }
-    ratios = {
-        trainer: _spread([statistics.median(turn[trainer] / turn["study"] for turn in turns) for turns in repeats])
-        for trainer in LEAST_RATIO
-    }
+    ratios: dict[str, dict[str, Any]] = {}
     missed, undecided = [], []
     for trainer, least in LEAST_RATIO.items():
-        ratio = ratios[trainer]
-        low, high = ratio["interval"]
-        line = (
-            f"{name}: study/{trainer} is {ratio['median']:.3f} ({low:.3f} to {high:.3f}), wanted at least {least:.2f}"
-        )
+        pairs = [statistics.median(turn[trainer] / turn["study"] for turn in turns) for turns in repeats]
+        median, (low, high) = statistics.median(pairs), median_interval(pairs)
+        ratios[trainer] = {
+            "pairs": pairs, "min": min(pairs), "median": median, "max": max(pairs), "interval": (low, high),
+        }  # fmt: skip
+        line = f"{name}: study/{trainer} is {median:.3f} ({low:.3f} to {high:.3f}), wanted at least {least:.2f}"
         if high < least:
             missed.append(line)
-        elif ratio["median"] < least:
+        elif median < least:
             undecided.append(line)
     if share > LARGEST_MEASUREMENT_SHARE:
         missed.append(f"{name}: measuring takes {share:.2%} of a step, wanted at most {LARGEST_MEASUREMENT_SHARE:.0%}")
@@ -207,13 +197,8 @@ def compare(
     }
 
 
-def _spread(pairs: list[float]) -> dict[str, Any]:
-    median = statistics.median(pairs)
-    return {"pairs": pairs, "min": min(pairs), "median": median, "max": max(pairs), "interval": median_interval(pairs)}
-
-
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the true median lies with 95% confidence, whatever the distribution: the sign test's order statistics."""
+    """Return the 95 % confidence interval of the median: the sign test's order statistics, for any distribution."""
     ordered, cut = sorted(values), 0
     outside = 2 / 2 ** len(ordered)
     while outside + 2 * math.comb(len(ordered), cut + 1) / 2 ** len(ordered) <= 0.05:
@@ -222,8 +207,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
-def table(results: Sequence[dict[str, Any]]) -> Table:
-    """Speeds and ratios; behind each median ratio the smallest and the largest."""
+def table(results: Sequence[dict[str, Any]]) -> TextTable:
+    """Speeds, and median ratios with the smallest and the largest in parentheses."""
     rows = [
         [
             result["case"],
@@ -236,32 +221,37 @@ def table(results: Sequence[dict[str, Any]]) -> Table:
     wanted = [f"at least {least:.2f}" for least in LEAST_RATIO.values()]
     rows.append(["wanted", *["-"] * len(SCRIPTS), *wanted, f"at most {LARGEST_MEASUREMENT_SHARE:.0%}"])
     speeds, ratios = [f"{one}, tokens/s" for one in SCRIPTS], [f"study/{one}" for one in LEAST_RATIO]
-    return table_of(["case", *speeds, *ratios, "measuring"], rows)
+    return TextTable(["case", *speeds, *ratios, "measuring"], rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m study.baselines.bench", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="how often fresh processes start")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only this; repeatable")
-    parser.add_argument("--clock", choices=list(CLOCKS), help="by default wall with a GPU and processor without one")
+    parser.add_argument("--clock", choices=list(CLOCKS), help="by default wall with a GPU and cpu without one")
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     asked = parser.parse_args(arguments)
     if asked.repeats < 1:
         parser.error(f"--repeats {asked.repeats} is out of range; use 1 or more")
-    clock = asked.clock or ("processor" if _share_one_core() else "wall")
-    cases = [case for case in CASES if not asked.case or case.name in asked.case]
+    import torch
+
+    if not torch.cuda.is_available() and hasattr(os, "sched_setaffinity"):
+        # Without a GPU a rank is one core: every run gets the same one, and none wanders between caches.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    clock = asked.clock or ("wall" if torch.cuda.is_available() else "cpu")
     results = []
     try:
-        for case in cases:
-            print(f"{case.name}: {asked.repeats} x {case.turns} turns of {', '.join(SCRIPTS)}", file=sys.stderr)
-            results.append(measure(case, asked.repeats, clock))
+        for case in CASES:
+            if not asked.case or case.name in asked.case:
+                print(f"{case.name}: {asked.repeats} x {case.turns} turns of {', '.join(SCRIPTS)}", file=sys.stderr)
+                results.append(measure(case, asked.repeats, clock))
     except RunFailed as failure:
         print(f"error: {failure.reason}", file=sys.stderr)
         return 1
     if asked.json:
         print(json.dumps({"window": WINDOW, "clock": clock, "repeats": asked.repeats, "cases": results}, indent=2))
     else:
-        print_tables(iter([table(results)]))
+        print_page([table(results)])
         print(f"\nSeconds {CLOCKS[clock]}; {WINDOW}.")
     for result in results:
         for word in ("missed", "undecided"):
@@ -270,19 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(result["missed"] for result in results) else 0
 
 
-def _share_one_core() -> bool:
-    """Without a GPU a rank is one core: every run gets the same one, and none wanders between caches."""
-    import torch
-
-    if torch.cuda.is_available():
-        return False
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    return True
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--runner"]:
         # As the scripts do: native threads must not abort a run that has finished.
-        os._exit(runner(sys.argv[2], sys.argv[3:]))
+        os._exit(run_in_turns(sys.argv[2], sys.argv[3:]))
     sys.exit(main())

@@ -20,10 +20,51 @@ from study.run.open import OpenRun
 from study.run.steps import StepLog, evaluate
 
 
-class RecordedTrainer(Trainer):
-    """Takes each step's samples in the study's order, and keeps what the step leaves behind."""
+def training_arguments(run: OpenRun) -> TrainingArguments:
+    """Translate the RunConfig; everything else keeps the Trainer's defaults."""
+    config, launch, plan = run.config, run.launch, run.plan
+    # Passed as an argument: the plugin is built while TrainingArguments is, and never again.
+    deepspeed = engine.deepspeed_settings(run) if launch.strategy.deepspeed is not None else None
+    # bf16 is torch_autocast in DeepSpeed's settings.
+    mixed = "no" if config.precision == "bf16" and deepspeed else config.precision.removesuffix("-engine")
+    arguments = TrainingArguments(
+        output_dir=str(run.output_dir),
+        # Without it the Trainer finds no GPU backend, and every rank runs as if it were alone.
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed,
+        bf16=mixed == "bf16",
+        fp16=mixed == "fp16",
+        optim="adamw_torch_fused",
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=round(config.warmup_ratio * run.total_steps),
+        max_grad_norm=config.max_grad_norm,
+        max_steps=run.total_steps,
+        per_device_train_batch_size=plan.per_device_train_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        torch_compile=config.torch_compile,
+        # By default the Trainer turns TF32 on where it compiles, and so does Accelerate after it.
+        tf32=False,
+        seed=config.seed,
+        # Every parameter is used; by default the Trainer walks the graph for unused ones in every step.
+        ddp_find_unused_parameters=False,
+        # By default the Trainer synchronizes for each loss, to see whether it is finite. The record checks that later.
+        logging_nan_inf_filter=False,
+        logging_strategy="no",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    # A single process that sees several GPUs would otherwise train with nn.DataParallel on all of them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
-    # Of the step that is under way.
+
+class RecordedTrainer(Trainer):
+    """The Trainer on the study's samples in their order; it keeps the current step's losses, batches and norm."""
+
     step_losses: list[torch.Tensor]
     step_batches: list[dict[str, torch.Tensor]]
     step_grad_norm: Any
@@ -53,13 +94,13 @@ class RecordedTrainer(Trainer):
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*arguments, **options)
-        # A fused step leaves itself out where gradients are not finite, and the Trainer's schedule would not know:
-        # without this torch's GradScaler does not call it then.
+        # A fused step skips itself where gradients are not finite, unseen by the Trainer's schedule. Without this flag
+        # torch's GradScaler skips the call instead.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
     def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], Any]:
-        """A step's batches move before its first forward pass, as the Trainer's own loader does it."""
+        """Move a step's batches before its first forward pass, as the Trainer's own loader does."""
         self.step_batches, items = super().get_batch_samples(*arguments)
         return [send_to_device(batch, self.args.device) for batch in self.step_batches], items
 
@@ -74,20 +115,18 @@ class RecordedTrainer(Trainer):
 
 
 class StepRecorder(TrainerCallback):
-    """The study's meters and rows, at the moments where study/train.py has them."""
+    """The study's meters and rows, at the places where study/train.py has them."""
+
+    learning_rate: float
+    metered: AbstractContextManager[None]
 
     def __init__(self, trainer: RecordedTrainer):
-        self.trainer = trainer
-        self.run = trainer.run
-        self.progress: Any = None
-        self.metered: AbstractContextManager[None] | None = None
-        self.learning_rate = 0.0
+        self.trainer, self.run = trainer, trainer.run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, run = self.trainer, self.run
-        plan = run.plan
+        trainer, run, plan = self.trainer, self.run, self.run.plan
         if run.launch.strategy.deepspeed is None:
-            # The Trainer accumulates by itself and tells Accelerate 1, which is what is read back there.
+            # The Trainer accumulates by itself and configures Accelerate with 1, which is what is read back there.
             plan = dataclasses.replace(plan, gradient_accumulation_steps=1)
         live = audit(run, trainer.accelerator, trainer.model_wrapped, trainer.optimizer, plan)
         run.write_engine(live | {"gradient_accumulation_steps": args.gradient_accumulation_steps})
@@ -95,7 +134,7 @@ class StepRecorder(TrainerCallback):
         engine.forget_first_step(trainer.model_wrapped)
         # Called by no other hook before the first step, and DeepSpeed's engine is there by now.
         self.skips = SkippedSteps(trainer.accelerator)
-        run.loop_starts()
+        run.start_clock()
         trainer.model_wrapped.train()
         trainer.meters.start(trainer.model_wrapped, trainer.optimizer)
 
@@ -106,10 +145,8 @@ class StepRecorder(TrainerCallback):
         self.metered.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer, run, step = self.trainer, self.run, state.global_step
-        assert self.metered is not None
+        trainer, run, log, step = self.trainer, self.run, self.trainer.log_rows, state.global_step
         self.metered.__exit__(None, None, None)
-        log = trainer.log_rows
         # The Trainer's losses are shares of the step's mean.
         loss = torch.stack(trainer.step_losses).sum()
         skipped = self.skips.last_was_skipped()

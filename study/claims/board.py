@@ -10,6 +10,7 @@ from typing import Any, get_args
 from study.claims.evidence import Evidence
 from study.claims.ledger import Claim, ClaimFinding, Ledger, read_ledger
 from study.claims.verdicts import Answer, Part, Verdict, combine
+from study.config.printing import TextTable
 from study.config.strategies import REPOSITORY
 from study.records.frames import Records
 
@@ -34,11 +35,8 @@ class JudgedClaim:
     @property
     def leading(self) -> ClaimFinding | None:
         """The first finding that the verdict comes from."""
-        for answer in _DECISIVE[self.verdict]:
-            for finding in self.findings:
-                if finding.answer == answer:
-                    return finding
-        return None
+        decisive = (each for answer in _DECISIVE[self.verdict] for each in self.findings if each.answer == answer)
+        return next(decisive, None)
 
     @property
     def sentence(self) -> str:
@@ -49,14 +47,14 @@ class JudgedClaim:
             return "No record here can judge it yet."
         if self.verdict == "partly":
             counts = Counter(finding.answer for finding in self.findings)
-            said = [f"{counts[answer]} {answer if counts[answer] == 1 else several}"
-                    for answer, several in _SEVERAL.items() if counts[answer]]  # fmt: skip
-            return f"Of {len(self.findings)} checks {', '.join(said)}. {leading.sentence}."
+            parts = [f"{counts[answer]} {answer if counts[answer] == 1 else several}"
+                     for answer, several in _SEVERAL.items() if counts[answer]]  # fmt: skip
+            return f"Of {len(self.findings)} checks {', '.join(parts)}. {leading.sentence}."
         return f"{leading.sentence}."
 
     @property
     def kinds(self) -> list[str]:
-        """Of evidence that has said something."""
+        """The kinds of evidence that answered."""
         return list(dict.fromkeys(each.kind for each in self.findings if each.answer != "not judged"))
 
     def document(self) -> dict[str, Any]:
@@ -96,13 +94,13 @@ class Board:
     judged: tuple[JudgedClaim, ...]
 
     def counts(self) -> list[tuple[str, Counter[str]]]:
-        """By document, then of all."""
+        """The verdicts by document, then of all claims."""
         codes = [each.code for each in self.ledger.documents]
         rows = [(code, [one for one in self.judged if one.claim.document == code]) for code in codes]
         return [(name, Counter(str(one.verdict) for one in of)) for name, of in [*rows, ("all", list(self.judged))]]
 
     def contradictions_of(self, claim: str) -> list[tuple[str, str]]:
-        """Each with the other claims' ids, or `itself`, and why."""
+        """The other claims' ids, or `itself`, with the reason."""
         return [
             (", ".join(each.others(claim)) or "itself", each.why)
             for each in self.ledger.contradictions
@@ -120,18 +118,16 @@ class Board:
             "corrections": [dataclasses.asdict(each) for each in self.ledger.corrections],
         }
 
-    def lines(self) -> list[str]:
+    def text(self) -> list[str | TextTable]:
         verdicts = get_args(Verdict)
-        width = max(map(len, verdicts)) + 2
-        table = ["".join(["document".ljust(10), *(each.rjust(width) for each in verdicts), "claims".rjust(8)])]
-        for name, counts in self.counts():
-            cells = (str(counts[each] or "-").rjust(width) for each in verdicts)
-            table.append("".join([name.ljust(10), *cells, str(counts.total()).rjust(8)]))
-        return [*table, "", *(f"{one.claim.id}  {one.verdict.ljust(12)}  {one.sentence}" for one in self.judged)]
+        counts = [[name, *(str(count[each] or "-") for each in verdicts), str(count.total())]
+                  for name, count in self.counts()]  # fmt: skip
+        claims = [[one.claim.id, one.verdict, one.sentence] for one in self.judged]
+        return [TextTable(["document", *verdicts, "claims"], counts), TextTable(["", "", ""], claims)]
 
 
 def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:
-    """The claims of which some figure comes from these records of a report, each with those findings."""
+    """Return the claims with a figure from these records of a report, each with those findings."""
     evidence = Evidence(REPORTS).instead(report, records)
     found = []
     for claim in ledger.claims:

@@ -1,4 +1,4 @@
-"""`study claims`: the scoreboard and its page; `study claims check-table FILE`: a table against arithmetic."""
+"""`study claims`: the scoreboard and its page; `study claims check-table FILE`: a table compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.config.errors import UserError, extra
+from study.config.printing import print_page
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.claims import Resting
+    from study.report.questions.runs import Resting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,47 +32,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.page and (options.action or options.json):
+        raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
     with extra("report"):
         if options.page:
-            return _page(options)
-        if options.action == "check-table":
-            return _check_table(options)
-        from study.claims.board import board
-    made = board()
-    print(json.dumps(made.document(), indent=1) if options.json else "\n".join(made.lines()))
-    return 0
+            from study.claims.page import write_page
 
+            write_page(options.page)
+            print(options.page)
+        elif options.action == "check-table":
+            from study.claims.published import check_table
 
-def _page(options: argparse.Namespace) -> int:
-    if options.action or options.json:
-        raise UserError("--page goes with neither --json nor check-table", "leave one of them out")
-    from study.claims.show import write_page
+            checked = check_table(options.file)
+            if options.json:
+                print(json.dumps([dataclasses.asdict(row) for row in checked], indent=1))
+            else:
+                for each in checked:
+                    row, training = each.row, f"{each.row.model} on {each.row.gpus} under {each.row.strategy}"
+                    print(f"line {row.line}: {each.plausibility}: {training}: {each.why}")
+        else:
+            from study.claims.board import board
 
-    write_page(options.page)
-    print(options.page)
-    return 0
-
-
-def _check_table(options: argparse.Namespace) -> int:
-    from study.claims.published import check_table
-
-    rows = check_table(options.file)
-    if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
-        return 0
-    for each in rows:
-        row = each.row
-        print(f"line {row.line}: {each.plausibility}: {row.model} on {row.gpus} under {row.strategy}: {each.why}")
+            made = board()
+            if options.json:
+                print(json.dumps(made.document(), indent=1))
+            else:
+                print_page(made.text())
     return 0
 
 
 def resting(records: Records, report: str, output: Path) -> list[Resting]:
-    """For a report at this place: the claims that rest on its records. A ledger that cannot be read costs no report."""
+    """Return the claims that rest on the records of a report at this place; none where the ledger is not readable."""
     with extra("report"):
         from study.claims.board import resting_on
         from study.claims.ledger import read_ledger
         from study.claims.page import address
-        from study.report.questions.claims import Resting
+        from study.report.questions.runs import Resting
     try:
         found = resting_on(report, records, read_ledger())
     except UserError as error:
@@ -80,6 +76,6 @@ def resting(records: Records, report: str, output: Path) -> list[Resting]:
     rows = []
     for judged, findings in found:
         claim, more = judged.claim, f" And {len(findings) - 1} more." if len(findings) > 1 else ""
-        said = f"{findings[0].sentence}.{more}"
-        rows.append(Resting(claim.id, address(claim.id, output), judged.verdict, claim.says, said))
+        sentence = f"{findings[0].sentence}.{more}"
+        rows.append(Resting(claim.id, address(claim.id, output), judged.verdict, claim.says, sentence))
     return rows

@@ -1,4 +1,4 @@
-"""The committed records that claims are judged by: what virtual ranks held and sent, and what real runs did."""
+"""The committed records that judge claims: state and traffic of virtual ranks, and measurements of real runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from study.records.frames import RUNS_FILE, STEPS_FILE, Records, read_parquet, r
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Interval, by_seed, paired_ratio
 from study.records.virtual_summary import ring_bytes
-from study.report.searches import Fit, fits
-from study.virtual.records import Summary, held, known, rank_state_bytes, setting_of, summaries
+from study.report.questions.fits import Fit, fits
+from study.virtual.records import Summary, known, rank_state_bytes, setting_of, state_bytes_of, summaries
 
 # The precision of the ZeRO paper, and of every virtual rank that a claim is judged by.
 _PRECISION = "bf16-engine"
@@ -33,12 +33,12 @@ KEYS_FILE = "keys.json"
 # The folder of the published listing's sessions.
 AUTOPSY = "autopsy"
 _PEAKS = {"host_peak": "host_peak_rss_gib", "device_peak": "peak_memory_gib_allocated"}
-# The invariants that a changed setting breaks and is meant to.
-_MEANT = {
+# The invariants that each changed setting breaks by intent.
+_INTENDED = {
     "precision": ("precision", "parameter type"), "dropout": ("dropout",), "global_batch_size": ("global batch",),
     "seq_length": ("sequence length", "training data", "evaluation set"),
 }  # fmt: skip
-# By which a check may choose its runs.
+# The settings by which a check may choose its runs.
 SETTINGS = ("world_size", "model_name_or_path", "seq_length", "precision", "dropout", "global_batch_size",
             "micro_batch_size", "train_samples", "max_steps", "engine_override")  # fmt: skip
 
@@ -61,7 +61,7 @@ class Evidence:
         return self._records[report]
 
     def _ended(self, report: str, kind: Callable[[Records], Records]) -> pd.DataFrame:
-        """Its runs of one kind that ended well."""
+        """Return the runs of one kind that ended ok."""
         records = self.records(report)
         if (known := self._of_kind.get((report, kind))) is None or known[0] is not records:
             runs = kind(records).runs
@@ -69,14 +69,14 @@ class Evidence:
         return known[1]
 
     def instead(self, report: str, records: Records) -> Evidence:
-        """The same, with other records in one report."""
+        """Return evidence with other records in one report."""
         other = Evidence(self.root)
         other._records = self._records | {report: records}
         other._summaries = {name: made for name, made in self._summaries.items() if name != report}
         return other
 
     def rank(self, report: str, model: str, strategy: str, ranks: int, setting: str) -> Summary:
-        """One virtual rank; measured whole, or a line over layers."""
+        """Return one virtual rank, measured with all its layers or extrapolated over layers."""
         if report not in self._summaries:
             self._summaries[report] = summaries(self.records(report))
         wanted = (model, strategy, ranks, setting, _PRECISION)
@@ -86,24 +86,23 @@ class Evidence:
         raise NotJudged(f"{report} has no {strategy} of {model} at {ranks} ranks")
 
     def runs_of(self, report: str, one: Summary) -> tuple[str, ...]:
-        """The runs that a virtual rank was made of."""
+        """Return the runs behind the figures of a virtual rank."""
         runs = self._ended(report, virtual)
         models = runs["model_name_or_path"].str.replace(r".*/|-\d+layers$", "", regex=True)
         is_alike = (runs["strategy"] == one["strategy"]) & (runs["world_size"] == one["world_size"])
         runs = runs[is_alike & (runs["precision"] == _PRECISION) & (models == one["model"])]
         mine = runs[[setting_of(run) == one["setting"] for run in runs.to_dict("records")]]
-        is_whole = mine["model_layers"] == mine["preset_layers"]
-        mine = mine[is_whole] if one["extrapolated"] is None else mine[~is_whole].nsmallest(3, "model_layers")
+        is_full = mine["model_layers"] == mine["preset_layers"]
+        mine = mine[is_full] if one["extrapolated"] is None else mine[~is_full].nsmallest(3, "model_layers")
         return tuple(f"{report}/{run}" for run in mine["run"])
 
     def pair(
         self, report: str, task: str, strategy: str, over: str, where: str = "", over_where: str = "",
         is_loss: bool = False,
     ) -> Pair:  # fmt: skip
-        """The fair runs of two strategies, seed by seed.
+        """Return the comparable runs of two strategies, seed by seed.
 
-        Of one workload, the one that most of them share; or with `over_where` of two, which differ in nothing but what
-        that says.
+        They are of the workload that most of them share; or with `over_where` of two that differ in that alone.
         """
         runs = self._ended(report, real)
         runs = runs[runs["task"] == task]
@@ -121,7 +120,7 @@ class Evidence:
         self, report: str, task: str, strategy: str, over: str, figure: str, along: str, where: str, least: int,
         least_pairs: int,
     ) -> Levels:  # fmt: skip
-        """The pairs at each value of a setting, or of the model's size, the smallest first, that has enough seeds."""
+        """Return the pairs at each value of a setting or model size that has enough seeds, the smallest first."""
         runs = self._ended(report, real)
         runs = _with(runs[runs["task"] == task], settings(where))
         found = {}
@@ -136,18 +135,18 @@ class Evidence:
         return found
 
     def fit(self, report: str, task: str, strategy: str, cap_gib: float, precision: str) -> Fit:
-        """The one search for a micro-batch that has come to its end."""
+        """Return the one finished search for the largest micro-batch."""
         for one in fits(self.records(report)):
             row = one.any
-            said = (row["task"], one.arm, one.cap_gib, row["precision"])
-            if one.axis == "largest_micro_batch" and said == (task, strategy, cap_gib, precision):
+            wanted = (row["task"], one.arm, one.cap_gib, row["precision"]) == (task, strategy, cap_gib, precision)
+            if one.axis == "largest_micro_batch" and wanted:
                 if one.what_fits.is_open:
                     raise NotJudged(f"{report} has not found the largest of {strategy}: {one.what_fits.answer}")
                 return one
         raise NotJudged(f"{report} has no search of {strategy} in {task} under {cap_gib:g} GiB")
 
     def arms(self) -> pd.DataFrame:
-        """Of the sessions of the listing taken apart."""
+        """Return the arms of the autopsy's sessions."""
         if not (self.root / AUTOPSY / ARMS_FILE).is_file():
             raise NotJudged(f"there is no {AUTOPSY}/{ARMS_FILE}")
         if self._arms is None:
@@ -155,7 +154,7 @@ class Evidence:
         return self._arms
 
     def keys(self, report: str) -> dict[str, Any]:
-        """What the engine made of each setting that it was given, by the name of the probe."""
+        """Return the effect of each setting on the engine, by the name of the probe."""
         file = self.root / report / KEYS_FILE
         if not file.is_file():
             raise NotJudged(f"there is no {report}/{KEYS_FILE}")
@@ -169,7 +168,7 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Runs of an arm and those that it is held against, which may be the same."""
+    """Runs of a strategy and those of its reference, which may be the same."""
 
     report: str
     mine: pd.DataFrame
@@ -191,15 +190,15 @@ class Pair:
         return pd.concat([self.mine.assign(arm="mine"), self.its.assign(arm="its")])
 
     def ratio(self, figure: str) -> Interval:
-        """Seed by seed."""
+        """Return the ratio of a figure, paired by seed."""
         return paired_ratio(self._both, figure, "mine", "its")
 
     def by_seed(self, figure: str) -> pd.DataFrame:
-        """In columns `mine` and `its`, of the seeds that both have."""
+        """Return columns `mine` and `its`, for the seeds that both have."""
         return by_seed(self._both, figure, np.asarray).reindex(columns=["mine", "its"]).dropna()
 
     def norms_apart(self, steps: pd.DataFrame) -> tuple[float, int]:
-        """How far apart the norms of the gradients are where they differ most, as a share; and in how many seeds."""
+        """Return the largest relative difference of the gradient norms, and the number of seeds."""
         steps = steps[["run", "step", "grad_norm"]].astype({"run": str})
         mine, its = (
             runs.drop_duplicates("seed")[["run", "seed"]]
@@ -244,7 +243,7 @@ def _across(
     its = _with(runs[runs["strategy"] == over], where | changed)
     keys = ["seed", "repeat"]
     pairs = mine.merge(its, on=keys, suffixes=("", "_its"))[[*keys, "run", "run_its"]]
-    allowed = {name for key in changed for name in _MEANT.get(key, ())}
+    allowed = {name for key in changed for name in _INTENDED.get(key, ())}
     by_run = {row["run"]: row for row in _rows(pd.concat([mine, its]).drop_duplicates("run"))}
     apart = (
         differences_between(by_run[one], by_run[other], same_code)
@@ -261,7 +260,7 @@ def _rows(runs: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def virtual_bytes(one: Summary, figure: str) -> float:
-    """NaN where no line over layers holds."""
+    """Return a figure of a virtual rank; NaN where it cannot be extrapolated over layers."""
     if figure in _PEAKS:
         return known(one, _PEAKS[figure]) * GIB
     if figure in ("sent", "calls"):
@@ -271,13 +270,13 @@ def virtual_bytes(one: Summary, figure: str) -> float:
         return math.nan if counted["wire_bytes_per_rank"] is None else float(counted["wire_bytes_per_rank"])
     what, _, place = figure.partition("_")
     if not place:
-        return rank_state_bytes(one) if what == "state" else held(one, what)
+        return rank_state_bytes(one) if what == "state" else state_bytes_of(one, what)
     held_there = [one["state_bytes_per_rank"][kind][place] for kind in (STATE_KINDS if what == "state" else (what,))]
     return math.nan if None in held_there else float(sum(held_there))
 
 
 def counted_bytes(run: pd.Series, figure: str) -> float:
-    """Of a real run: what was sent, gathered or held, in all places or in one of them; or what it is held against."""
+    """Return a figure of a real run: bytes sent or gathered, state in all memories or in one, or a reference size."""
     if figure in ("sent", "gathered"):
         if pd.isna(run["collectives"]):
             return math.nan

@@ -1,137 +1,291 @@
-"""docs/claims.md and the README's lines on claims, from the ledger and the committed records: `make claims`."""
+"""The claims as sections: docs/claims.md and the README's lines by `make claims`, and the page of `study claims`."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
 import pandas as pd
+from markupsafe import Markup
 
-from study.claims.board import Board, JudgedClaim, board
-from study.claims.published import PublishedTable, published_tables
-from study.claims.verdicts import Verdict
+from study.claims.board import REPORTS, Board, JudgedClaim, board
+from study.claims.evidence import KEYS_FILE, Evidence
+from study.claims.ledger import ClaimCheck, ClaimFinding
+from study.claims.provenance import NOT_OF_RUNS, provenance
+from study.claims.published import derivation, published_tables
+from study.claims.verdicts import Region, Verdict, number
+from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
-from study.report.site.page import table_markdown
+from study.report.document import (
+    Link,
+    Note,
+    PageSection,
+    code_html,
+    link_html,
+    page_html,
+    page_markdown,
+    slug,
+)
 
 PAGE = REPOSITORY / "docs" / "claims.md"
 README = REPOSITORY / "README.md"
+VERDICTS: tuple[str, ...] = get_args(Verdict)
+_TITLE = "Claims: which are supported"
 _LINES = re.compile(r"(<!-- claims -->\n).*?(<!-- end of claims -->)", re.DOTALL)
-_HEAD = """# Claims: what holds
+_HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
-<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
+The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
+arithmetic. `study claims` judges all of them again, without torch or a GPU. `study claims --page FILE` writes one HTML
+page with plots, a filter by document and verdict, and the provenance of the records. The codes of the documents are in
+the [README](../README.md#what-it-replicates)."""
+_RULE = {
+    "supported": "every check holds, one of them at the scale of the claim",
+    "contradicted": "a necessary check fails; or all others do, one of them at the claim's scale",
+    "partly": "some checks hold or fail, and others do not, could not be judged, or were made at another scale only",
+    "inside noise": "nothing is decided, and an interval spans the claimed limit",
+    "inconclusive": "no record here can judge it yet",
+    "untestable": "no record of this study ever could; the ledger says which record would",
+}
+_READING = """\
+"Refuted if" states what a failing check shows about its part of the claim: where another part holds, or could not be
+judged, the verdict is partly. A necessary check refutes the claim alone.
 
-The claims of the replicated documents, and six of the ZeRO paper's, with what the committed records and plain
-arithmetic say of them. `study claims` makes all of it anew, without torch or a GPU. `study claims --page FILE` writes
-one HTML page with plots, a filter by document and verdict, and what a sceptic asks of the records. The codes
-of the documents are in the [README](../README.md#what-it-replicates).
-
-"""
-_RULE = """
-How several checks make one verdict:
-
-| verdict | when |
-| --- | --- |
-| supported | every check holds, one of them at the scale that the claim speaks of |
-| contradicted | a check that the claim cannot do without fails; or all others do, one of them at the claim's scale |
-| partly | some checks hold or fail, and others do not, could not be judged, or were made at another scale only |
-| inside noise | nothing is decided, and an interval lies across what is claimed |
-| inconclusive | no record here can judge it yet |
-| untestable | no record of this study ever could; the ledger says what would |
-
-What "Overturned if" names is what a failing check has shown of its part of the claim: where another part holds, or
-could not be judged, the verdict is partly. A check that the claim cannot do without counts where it fails alone.
-
-Where two claims disagree, a check is `disputed`: one of them is wrong, and it does not say which. Model state counts 16
-bytes a parameter, as Adam in mixed precision keeps them, unless a check says otherwise.
-"""
-_TABLES = """
-## Published tables
-
-`study claims check-table FILE` holds a table of models, GPUs, strategies and gigabytes against arithmetic, row by row:
-
-| verdict | when |
-| --- | --- |
-| impossible | it says less than 16-bit weights and gradients alone take on one GPU, or more than the device has |
-| suspicious | it says less than these and Adam in mixed precision: another optimizer or precision, or an error |
-| possible | it says that or more |
-
-A row that trains adapters alone needs its frozen weights and no more; the column `trains` says so, and in how many bits
-they are. A figure gets the benefit of its last digit, and of GiB written as GB. The tables are in
-[study/claims/tables](../study/claims/tables).
-"""
+Where two claims disagree, a check is `disputed`: one of them is wrong, and the check does not say which. Model state is
+16 bytes a parameter, as in mixed-precision Adam, unless a check says otherwise."""
+_PLAUSIBLE = {
+    "impossible": "less than 16-bit weights and gradients alone need on one GPU, or more than the device has",
+    "suspicious": "less than these and mixed-precision Adam need: another optimizer or precision, or an error",
+    "possible": "that or more",
+}
+_TABLES = """\
+A row that trains adapters alone needs its frozen weights only; the column `trains` says so, and in how many bits they
+are. A figure is read in its favour: half of its last digit, and GiB written as GB. The tables are in
+`study/claims/tables`."""
 
 
-def address(claim: str, folder: Path) -> str:
-    """Of a claim's entry as seen from a folder; nothing from one that is not in this repository."""
-    here = folder.resolve()
-    is_inside = here.is_relative_to(REPOSITORY.resolve())
-    return f"{os.path.relpath(PAGE.resolve(), here)}#{anchor(claim)}" if is_inside else ""
+def sections(made: Board, evidence: Evidence | None = None, links_from: str = "") -> Iterator[PageSection]:
+    """Yield the sections of a document; with evidence also those of HTML alone: plots, records and provenance.
+
+    `links_from` is the folder from which links to reports lead; without one there are none.
+    """
+    yield PageSection(text="How several checks make one verdict:", table=_table(_RULE.items(), "verdict", "when"))
+    yield PageSection(text=_READING)
+    for document in made.ledger.documents:
+        code = document.code
+        yield PageSection(
+            f"{code}: {document.title}", f"{document.scale}.", classes=f"document {code}", anchor=code.lower()
+        )
+        for judged in made.judged:
+            if judged.claim.document == code:
+                yield _claim(judged, made, evidence, links_from)
+    corrections = [
+        (each.date, Link(each.claim, f"#{each.claim.lower()}"), each.what, each.why)
+        for each in made.ledger.corrections
+    ]  # fmt: skip
+    yield PageSection("Corrections", table=_table(corrections, "date", "claim", "correction", "because"))
+    about = (
+        "`study claims check-table FILE` compares a table of models, GPUs, strategies and gigabytes with arithmetic:"
+    )
+    yield PageSection("Published tables", about, table=_table(_PLAUSIBLE.items(), "verdict", "the row states"))
+    yield PageSection(text=_TABLES)
+    for table in published_tables():
+        rows = [
+            (row.model, str(row.gpus), row.strategy, row.trains, row.stated_gb, each.plausibility, each.why)
+            for each in table.rows for row in (each.row,)
+        ]  # fmt: skip
+        columns = ("model", "GPUs", "strategy", "trains", "on one GPU", "verdict", "why")
+        yield PageSection(table.title, f"{table.address}. {table.note}", table=_table(rows, *columns), level=3)
 
 
-def anchor(claim: str) -> str:
-    return claim.lower()
+def _table(rows: object, *columns: str) -> pd.DataFrame:
+    return pd.DataFrame(list(rows), columns=list(columns))  # type: ignore[call-overload]
+
+
+def _claim(judged: JudgedClaim, made: Board, evidence: Evidence | None, links_from: str) -> PageSection:
+    claim = judged.claim
+    notes: list[str | Note] = [f"True if: {claim.holds_if} Refuted if: {claim.falls_if}"]
+    notes += [f"Not testable here: {claim.untestable}"] * bool(claim.untestable)
+    for check, finding in zip(claim.checks, judged.findings, strict=True):
+        records = finding.figure.records if finding.figure else ()
+        more = f" and {len(records) - 1} more" if len(records) > 1 else ""
+        rests = f" Records: `{records[0]}`{more}." if records else ""
+        below = _check_html(check, finding, evidence.root, links_from) if evidence and finding.figure else ""
+        notes.append(Note(f"{finding.kind}, {finding.answer}{check.role}: {finding.sentence}.{rests}", below))
+    if claim.protocol:
+        notes.append(f"Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
+    notes += [f"Another explanation: {each}" for each in claim.alternatives]
+    notes += [f"Contradicts {ids}: {why}" for ids, why in made.contradictions_of(claim.id)]
+    if settle := claim.settle:
+        notes.append(f"Next experiment: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
+    facts = provenance(judged, evidence) if evidence else []
+    rows = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(about, code_html(text)) for about, text in facts)
+    return PageSection(
+        claim.id, f"{claim.says} ({claim.place})", judged.verdict, judged.sentence, notes=notes, level=3,
+        classes=f"claim {claim.document} {slug(judged.verdict)}", anchor=claim.id.lower(),
+        below=Markup('<details><summary>Evidence</summary><dl class="evidence">{}</dl></details>').format(rows)
+        if facts else "",
+    )  # fmt: skip
+
+
+def _check_html(check: ClaimCheck, finding: ClaimFinding, reports: Path, links_from: str) -> Markup:
+    """The plot of a figure, its derivation, and links to its records."""
+    figure = finding.figure
+    assert figure is not None
+    shown = strip(finding, check.region)
+    if form := derivation(check):
+        value = number(figure.value, finding.unit)
+        shown += Markup('<code class="derivation">{} = {}</code>').format(form, value)
+    if records := figure.records:
+        items = [Markup("<li>{}</li>").format(link_html(record, _address(record, reports, links_from)))
+                 for record in records]  # fmt: skip
+        fold = '<details><summary>{} record{}</summary><ul class="records">{}</ul></details>'
+        shown += Markup(fold).format(len(records), "s" * (len(records) > 1), Markup("").join(items))
+    return shown
+
+
+def _address(record: str, reports: Path, links_from: str) -> str:
+    """The runs of a record's report, or the file itself."""
+    report = record.split("/")[0]
+    folder = reports / report
+    files = (REPOSITORY / record, folder / "index.html", folder / KEYS_FILE)
+    file = next((file for file in files if file.is_file()), None)
+    if not links_from or file is None:
+        return ""
+    path = os.path.relpath(file.resolve(), (REPOSITORY / links_from).resolve())
+    return f"{path}#runs" if file.name == "index.html" and report not in NOT_OF_RUNS else path
+
+
+# Plots: a figure with its interval on a line, and the region that the claim allows
+
+# In percent of the width: free on both sides; a label nearer to an edge starts there; labels that would overlap.
+_MARGIN, _EDGE, _APART = 12.0, 18.0, 26.0
+# A larger ratio needs a log scale.
+_LINEAR_UP_TO = 20.0
+_STRIP = Markup(
+    '<svg class="strip" role="img" aria-label="{alt}" width="100%" height="46">'
+    '<rect class="region" x="{left}%" width="{width}%" y="18" height="12" fill="currentColor" fill-opacity=".16"/>'
+    '<line class="axis" x1="0%" x2="100%" y1="24" y2="24" stroke="currentColor" stroke-opacity=".35"/>{interval}'
+    '<circle class="point {answer}" cx="{point}%" cy="24" r="5" fill="currentColor"/>{labels}</svg>'
+)
+_INTERVAL = Markup(
+    '<line class="interval {}" x1="{}%" x2="{}%" y1="24" y2="24" stroke="currentColor" stroke-width="4"/>'
+)
+_LABEL = Markup('<text x="{}%" y="{}" text-anchor="{}" font-size="11" fill="currentColor">{}</text>')
+
+
+def strip(finding: ClaimFinding, region: Region) -> Markup:
+    figure = finding.figure
+    assert figure is not None
+    low, high = (figure.value if end is None else end for end in (figure.low, figure.high))
+    if not all(map(math.isfinite, (figure.value, low, high))):
+        return Markup("")
+    edges = [edge for edge in (region.low, region.high) if math.isfinite(edge)]
+    at = _scale([figure.value, low, high, *edges])
+    left, right = (
+        at(edge) if math.isfinite(edge) else side for edge, side in ((region.low, 0.0), (region.high, 100.0))
+    )
+    labels = [(at(figure.value), 12, number(figure.value, finding.unit))]
+    if len(edges) == 2 and right - left < _APART:
+        labels.append(((left + right) / 2, 43, f"claimed: {region.words(finding.unit)}"))
+    else:
+        labels += [(at(edge), 43, f"{'at least' if edge == region.low else 'at most'} {number(edge, finding.unit)}")
+                   for edge in edges]  # fmt: skip
+    answer = slug(finding.answer)
+    return _STRIP.format(
+        alt=f"{finding.sentence}.", left=round(left, 2), width=round(max(right - left, 0.6), 2), answer=answer,
+        interval=_INTERVAL.format(answer, round(at(low), 2), round(at(high), 2)) if low < high else "",
+        point=round(at(figure.value), 2), labels=Markup("").join(_label(*each) for each in labels),
+    )  # fmt: skip
+
+
+def _label(place: float, y: int, text: str) -> Markup:
+    side = "start" if place < _EDGE else "end" if place > 100 - _EDGE else "middle"
+    return _LABEL.format({"start": 0, "end": 100, "middle": round(place, 2)}[side], y, side, text)
+
+
+def _scale(values: list[float]) -> Callable[[float], float]:
+    """Return the function from a value to its place, in percent of the width."""
+    least, most = min(values), max(values)
+    if least > 0 and most / least > _LINEAR_UP_TO:
+        inner = _scale([math.log(least), math.log(most)])
+        return lambda value: inner(math.log(value))
+    if least == most:
+        return lambda _value: 50.0
+    return lambda value: _MARGIN + (100 - 2 * _MARGIN) * (value - least) / (most - least)
+
+
+# Outputs
 
 
 def page(made: Board) -> str:
-    verdicts = get_args(Verdict)
-    rows = [[name, *(counts[each] or "-" for each in verdicts), counts.total()] for name, counts in made.counts()]
-    text = _HEAD + table_markdown(pd.DataFrame(rows, columns=["document", *verdicts, "claims"])) + _RULE
-    for document in made.ledger.documents:
-        text += f"\n## {document.code}: {document.title}\n\n{document.scale}.\n"
-        text += "".join(_claim(each, made) for each in made.judged if each.claim.document == document.code)
-    return text + _corrections(made) + _TABLES + "".join(map(_table, published_tables()))
+    rows = [[name, *(counts[each] or "-" for each in VERDICTS), counts.total()] for name, counts in made.counts()]
+    scoreboard = _table(rows, "document", *VERDICTS, "claims")
+    return page_markdown(_TITLE, [PageSection(text=_HEAD, table=scoreboard), *sections(made)])
 
 
-def _claim(judged: JudgedClaim, made: Board) -> str:
-    claim = judged.claim
-    lines = [
-        f"\n### {claim.id}\n", f"{claim.says} ({claim.place})\n",
-        f"**{judged.verdict.capitalize()}.** {judged.sentence}\n",
-        f"- True if: {claim.holds_if} Overturned if: {claim.falls_if}",
-    ]  # fmt: skip
-    if claim.untestable:
-        lines.append(f"- Not testable here: {claim.untestable}")
-    for check, finding in zip(claim.checks, judged.findings, strict=True):
-        lines.append(f"- {finding.kind}, {finding.answer}{check.role}: {finding.sentence}.")
-        if finding.figure and finding.figure.records:
-            runs = finding.figure.records
-            more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
-            lines.append(f"  Rests on `{runs[0]}`{more}.")
-    if claim.protocol:
-        lines.append(f"- Published protocol: {claim.protocol.published} Here: {claim.protocol.here}")
-    lines += [f"- Another explanation: {each}" for each in claim.alternatives]
-    lines += [f"- Contradicts {ids}: {why}" for ids, why in made.contradictions_of(claim.id)]
-    if settle := claim.settle:
-        lines.append(f"- Would say more: `{settle.command}`, about {settle.minutes:g} minutes on {settle.box}.")
-    return "\n".join(lines) + "\n"
+def write_page(file: Path, reports_dir: Path = REPORTS) -> None:
+    marker = "made from the ledger of claims and the committed records"
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError(f"--page {file} is not a place for a file", "name a file in an existing folder")
+    try:
+        if file.exists() and marker not in file.read_text(encoding="utf-8"):
+            raise UserError(f"--page {file} exists, and is not a page of claims", "name another file, or remove it")
+    except (OSError, ValueError):
+        raise UserError(f"--page {file} exists, and is not readable", "name another file, or remove it") from None
+    evidence = Evidence(reports_dir)
+    made = board(reports_dir, evidence=evidence)
+    inside = file.resolve().is_relative_to(REPOSITORY.resolve())
+    links_from = os.path.relpath(file.resolve().parent, REPOSITORY.resolve()) if inside else ""
+    titles = {each.code: each.title for each in made.ledger.documents}
+    chosen = [(code, verdict) for code in ("", *titles) for verdict in ("", *VERDICTS) if code or verdict]
+    text = page_html(
+        "claims.html.j2", "claims", {file.stem: _TITLE}, file.stem, verdicts=VERDICTS, marker=marker,
+        rows=[(name, titles.get(name, ""), counts, counts.total()) for name, counts in made.counts()],
+        rules=Markup("\n").join(_rule(*each) for each in chosen),
+        filters=[(_anchor(*each), ", ".join(filter(None, each))) for each in chosen],
+        sections=sections(made, evidence, links_from),
+    )  # fmt: skip
+    partial = file.with_name(f".{file.name}.building")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"--page {file} is not writable ({error.strerror})", "name another file") from None
 
 
-def _corrections(made: Board) -> str:
-    rows = [f"- {each.date}, [{each.claim}](#{anchor(each.claim)}): {each.what} {each.why}\n"
-            for each in made.ledger.corrections]  # fmt: skip
-    return "\n## Corrections\n\n" + ("".join(rows) or "None yet.\n")
+def _anchor(code: str, verdict: str) -> str:
+    return "-".join(filter(None, (code, slug(verdict))))
 
 
-def _table(table: PublishedTable) -> str:
-    rows = [
-        {"model": row.model, "GPUs": str(row.gpus), "strategy": row.strategy, "trains": row.trains,
-         "on one GPU": row.said_gb, "verdict": each.plausibility, "why": each.why}
-        for each in table.rows for row in (each.row,)
-    ]  # fmt: skip
-    return f"\n### {table.title}\n\n{table.address}. {table.note}\n\n{table_markdown(pd.DataFrame(rows))}"
+def _rule(code: str, verdict: str) -> Markup:
+    """The rule of CSS that hides what a filter's anchor does not name: the page needs no script."""
+    kept = "".join(f".{part}" for part in (code, slug(verdict)) if part)
+    hidden = [f".claim:not({kept})", *([f".document:not(.{code})"] if code else [])]
+    target = f"body:has(#only-{_anchor(code, verdict)}:target)"
+    return Markup(",".join(f"{target} {each}" for each in hidden) + "{display:none}")
+
+
+def address(claim: str, folder: Path) -> str:
+    """Return the address of a claim's entry as seen from a folder; empty outside this repository."""
+    here = folder.resolve()
+    is_inside = here.is_relative_to(REPOSITORY.resolve())
+    return f"{os.path.relpath(PAGE.resolve(), here)}#{claim.lower()}" if is_inside else ""
 
 
 def front_page(made: Board) -> str:
-    """The claims that the head of the ledger lists, each with its verdict and the figure that leads to it."""
+    """The claims that the head of the ledger lists, each with its verdict and the figure behind it."""
     found = {each.claim.id: each for each in made.judged}
     counts = made.counts()[-1][1]
-    said = [f"{counts[each]} {'are ' * (each == 'supported')}{each}" for each in get_args(Verdict) if counts[each]]
+    parts = [f"{counts[each]} {'are ' * (each == 'supported')}{each}" for each in VERDICTS if counts[each]]
     head = (
-        f"Of {counts.total()} published claims {', '.join(said)}, by `make claims` ([all of them](docs/{PAGE.name}))."
-        ' "Partly" also stands where every check fails and none was made at the scale that the claim speaks of.'
+        f"Of {counts.total()} published claims {', '.join(parts)}, by `make claims` ([all of them](docs/{PAGE.name}))."
+        ' "Partly" also stands where every check fails and none was made at the scale of the claim.'
         " Some of them:"
     )
     return _wrapped(head) + "\n" + "".join(map(_front_line, (found[name] for name in made.ledger.front_page)))
@@ -139,7 +293,7 @@ def front_page(made: Board) -> str:
 
 def _front_line(judged: JudgedClaim) -> str:
     claim = judged.claim
-    link = f"[{claim.id}](docs/{PAGE.name}#{anchor(claim.id)})"
+    link = f"[{claim.id}](docs/{PAGE.name}#{claim.id.lower()})"
     return _wrapped(f"- **{judged.verdict.capitalize()}** ({link}): {claim.says} *{judged.sentence}*", "  ")
 
 
@@ -149,7 +303,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def rewritten(readme: str, made: Board) -> str:
-    """A README whose marked lines are what the ledger says today."""
+    """Return a README whose marked lines follow the ledger."""
     return _LINES.sub(lambda match: f"{match[1]}\n{front_page(made)}\n{match[2]}", readme)
 
 

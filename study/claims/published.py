@@ -1,4 +1,4 @@
-"""A published table of models, GPUs, strategies and gigabytes, row by row against what such a training must hold."""
+"""A published table of models, GPUs, strategies and gigabytes, compared row by row with the memory that it needs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from study.claims.verdicts import number
 from study.config.errors import UserError
 from study.config.strategies import STRATEGY_NAMES
 from study.host.memory import GIB
-from study.predictor.floor import KINDS, split_by
 from study.predictor.hardware import known_devices
 from study.predictor.shape import shape_of_preset
+from study.predictor.state import KINDS, split_by
 from study.workloads.presets import find_preset
 
 # The arithmetic behind a figure that comes from no record, with its numbers, as a reader would write it down.
@@ -40,7 +40,7 @@ _FORMS = {
 
 
 def derivation(check: ClaimCheck) -> str:
-    """Nothing for a figure that is made of records or of files."""
+    """Return the formula with its numbers; empty for a figure from records or files."""
     form = _FORMS.get(f"{check.form} {check.numbers.get('what', '')}".strip())
     return form.format_map({key: _plain(value) for key, value in _values(check).items()}) if form else ""
 
@@ -60,7 +60,7 @@ def _values(check: ClaimCheck) -> Mapping[str, Any]:
 
 
 def _bytes(strategy: str, gpus: int, precision: str) -> str:
-    """Of a parameter on one device: its weight, its gradient, and what the optimizer keeps of it."""
+    """Return the bytes per parameter on one device: weight, gradient and optimizer state."""
     held = held_bytes(strategy, gpus, precision)
     parts = [number(part) for part in (held.params_device, held.grads_device, held.optimizer_device) if part]
     return f"({' + '.join(parts)})" if len(parts) > 1 else "".join(parts) or "0"
@@ -97,7 +97,7 @@ class PublishedRow:
     # Half of the last digit that is written.
     rounding_gb: float
     # As the table has it.
-    said_gb: str
+    stated_gb: str
     is_out_of_memory: bool
     device_gb: float | None
     trains: str = "all"
@@ -107,7 +107,7 @@ class PublishedRow:
 class Checked:
     row: PublishedRow
     plausibility: Plausibility
-    # What cannot be done without, and what Adam in mixed precision takes; the same where adapters alone are trained.
+    # The minimum, and the need of mixed-precision Adam; equal where adapters alone are trained.
     least_gb: float
     adam_gb: float
     why: str
@@ -152,27 +152,27 @@ def check(row: PublishedRow) -> Checked:
         needs = f"frozen {bits}-bit weights alone"
     # Whoever writes GB may have read GiB: a row gets the benefit of that.
     most = (row.gb + row.rounding_gb) * GIB / GB
-    said = f"{number(row.gb)} GB"
+    stated = f"{number(row.gb)} GB"
     verdict: Plausibility = "possible"
     if most < least:
-        verdict, why = "impossible", f"{needs} are {number(least)} GB, and it says {said}"
+        verdict, why = "impossible", f"{needs} are {number(least)} GB, and the row states {stated}"
     elif row.device_gb is not None and not row.is_out_of_memory and row.gb - row.rounding_gb > row.device_gb:
-        verdict, why = "impossible", f"the device has {number(row.device_gb)} GB, and it says {said}"
+        verdict, why = "impossible", f"the device has {number(row.device_gb)} GB, and the row states {stated}"
     elif most < adam:
         verdict = "suspicious"
-        why = f"mixed-precision Adam holds {number(adam)} GB, and it says {said}: another optimizer or precision"
+        why = f"mixed-precision Adam needs {number(adam)} GB, the row states {stated}: another optimizer or precision"
     elif bits is not None:
-        why = f"{needs} are {number(least)} GB of {said}"
+        why = f"{needs} are {number(least)} GB of {stated}"
     else:
         unit = ", read as GiB" if adam > row.gb + row.rounding_gb else ""
-        why = f"mixed-precision Adam holds {number(adam)} GB of {said}{unit}"
+        why = f"mixed-precision Adam needs {number(adam)} GB of {stated}{unit}"
     return Checked(row, verdict, least, adam, why)
 
 
 def read_table(file: Path) -> list[PublishedRow]:
     # A pipe or a device may never end.
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} is not readable (it is no file)", "name a CSV file or a markdown table")
+        raise UserError(f"{file} is not readable (it is not a file)", "name a CSV file or a markdown table")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -189,7 +189,7 @@ def read_table(file: Path) -> list[PublishedRow]:
         except csv.Error as error:
             raise UserError(f"{file}:{reader.line_num}: not CSV ({error})", "fix the row") from None
     if len(cells) < 2:
-        raise UserError(f"{file} holds no table", "write a line of column names, and a row for each training")
+        raise UserError(f"{file} has no table", "write a line of column names, and a row for each training")
     columns = _columns(cells[0][1], f"{file}:{cells[0][0]}")
     return [_row(row, columns, place, f"{file}:{place}") for place, row in cells[1:]]
 
@@ -206,22 +206,22 @@ def _columns(names: Sequence[str], place: str) -> dict[str, int]:
 def _row(cells: Sequence[str], columns: dict[str, int], line: int, place: str) -> PublishedRow:
     if len(cells) <= max(columns.values()):
         raise UserError(f"{place}: {len(cells)} cells, and the columns want more", "fill the row")
-    said = {key: cells[column].strip() for key, column in columns.items()}
-    ranks = re.match(r"(\d{1,3}(?:,\d{3})+|\d{1,9})(?![\d,.-])", said["gpus"])
+    texts = {key: cells[column].strip() for key, column in columns.items()}
+    ranks = re.match(r"(\d{1,3}(?:,\d{3})+|\d{1,9})(?![\d,.-])", texts["gpus"])
     gpus = int(ranks[1].replace(",", "")) if ranks else 0
-    numbers = re.findall(r"\d[\d,.]*", said["gb"])
+    numbers = re.findall(r"\d[\d,.]*", texts["gb"])
     gb = re.fullmatch(r"(\d[\d,]{0,15})(?:\.(\d{1,9}))?", numbers[0]) if len(numbers) == 1 else None
     if gpus < 1:
-        raise UserError(f"{place}: {said['gpus']!r} is no number of GPUs", "write one from 1 up")
+        raise UserError(f"{place}: {texts['gpus']!r} is not a number of GPUs", "write one from 1 up")
     if gb is None:
-        raise UserError(f"{place}: {said['gb']!r} is not one size of memory", "write GB, such as 45 or 12.5")
-    trains = said.get("trains") or "all"
+        raise UserError(f"{place}: {texts['gb']!r} is not one size of memory", "write GB, such as 45 or 12.5")
+    trains = texts.get("trains") or "all"
     if trains not in _FROZEN_BITS:
-        raise UserError(f"{place}: {trains!r} is nothing that is trained", f"write one of {'; '.join(_FROZEN_BITS)}")
+        raise UserError(f"{place}: {trains!r} is not a kind of training", f"write one of {'; '.join(_FROZEN_BITS)}")
     return PublishedRow(
-        line, said["model"], _parameters(said["model"], place), gpus, _strategy(said["strategy"], place),
-        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), said["gb"], "oom" in said["gb"].lower(),
-        _device_gb(said["device"], place) if said.get("device") else None, trains,
+        line, texts["model"], _parameters(texts["model"], place), gpus, _strategy(texts["strategy"], place),
+        float(gb[0].replace(",", "")), 0.5 * 10 ** -len(gb[2] or ""), texts["gb"], "oom" in texts["gb"].lower(),
+        _device_gb(texts["device"], place) if texts.get("device") else None, trains,
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _strategy(text: str, place: str) -> str:
     if stage is None and re.search(r"\bddp\b|baseline|no zero|data.parallel", plain):
         return "ddp"
     if stage is None:
-        raise UserError(f"{place}: {text!r} is no strategy", f"use one of {', '.join(STRATEGY_NAMES)}")
+        raise UserError(f"{place}: {text!r} is not a strategy", f"use one of {', '.join(STRATEGY_NAMES)}")
     name = f"zero{stage[1]}"
     if "nvme" in plain:
         name += "_nvme"
@@ -251,7 +251,7 @@ def _strategy(text: str, place: str) -> str:
         # Of the two that stage 3 has, the one that leaves less on the device.
         name += "_cpu"
     if name not in STRATEGY_NAMES:
-        raise UserError(f"{place}: {text!r} is no strategy here", f"use one of {', '.join(STRATEGY_NAMES)}")
+        raise UserError(f"{place}: {text!r} is not a strategy here", f"use one of {', '.join(STRATEGY_NAMES)}")
     return name
 
 
@@ -259,10 +259,10 @@ def _device_gb(text: str, place: str) -> float:
     size = re.search(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB)\b", text, re.IGNORECASE) or re.fullmatch(r"(\d+(?:\.\d+)?)", text)
     if size:
         return float(size[1])
-    # Whole words: an A100 is no A10, and a GH200 no H200.
+    # Whole words: an A100 is not an A10, nor a GH200 an H200.
     words = set(text.lower().split())
     named = [(set(device.name.lower().split()), device.memory_gib) for device in known_devices()]
     sizes = {gib for name, gib in named if words == name} or {gib for name, gib in named if words <= name}
     if len(sizes) != 1:
-        raise UserError(f"{place}: {text!r} is no device of one size", "write its memory, such as 80 GB")
+        raise UserError(f"{place}: {text!r} is not a device of one size", "write its memory, such as 80 GB")
     return sizes.pop()

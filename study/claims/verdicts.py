@@ -1,4 +1,4 @@
-"""From figures to verdicts: what a claim allows a figure to be, what one check says, and how several make a verdict."""
+"""From figures to verdicts: the region that a claim allows, the answer of a check, and the rule that combines them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Verdict = Literal["supported", "contradicted", "partly", "inside noise", "inconc
 
 
 class NotJudged(Exception):
-    """A check that has no figure, and why."""
+    """The reason why a check has no figure."""
 
 
 class NoRecords(NotJudged):
-    """Nobody has run the suite yet."""
+    """The suite has not run yet."""
 
 
 def awaited(needs: str) -> str:
@@ -26,12 +26,12 @@ def awaited(needs: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Exact ones have no interval: arithmetic, and what one virtual rank held."""
+    """A number; without an interval it is exact, as arithmetic and the bytes of a virtual rank are."""
 
     value: float
     low: float | None = None
     high: float | None = None
-    # Of runs or pairs of runs; none behind arithmetic.
+    # Runs or pairs of runs; None for arithmetic.
     n: int | None = None
     # Run names, each after the folder of its record.
     records: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Figure:
 
     @property
     def spread(self) -> str:
-        """As text behind the value; nothing where both ends are one."""
+        """Return the interval as text; empty where both ends are equal."""
         if self.low is not None and self.high is not None and self.low < self.high:
             return f" [{number(self.low)}, {number(self.high)}]"
         return ""
@@ -47,13 +47,13 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What the claim allows the figure to be."""
+    """The figures that the claim allows."""
 
     low: float = -math.inf
     high: float = math.inf
 
     def judge(self, figure: Figure) -> Answer:
-        """An interval that is partly inside and partly outside decides nothing."""
+        """Return the answer: an interval that is partly inside and partly outside decides nothing."""
         low = figure.value if figure.low is None else figure.low
         high = figure.value if figure.high is None else figure.high
         if math.isnan(low) or math.isnan(high):
@@ -72,23 +72,23 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What combining needs to know of one check."""
+    """One check, as the rule that combines them reads it."""
 
     answer: Answer
-    # The claim falls with it; that it holds does not make the claim true.
+    # Its failure refutes the claim; its success does not support it.
     necessary: bool = False
-    # Made at another scale than the claim speaks of.
+    # Made at another scale than that of the claim.
     elsewhere: bool = False
 
 
 def combine(parts: Sequence[Part], is_untestable: bool = False) -> Verdict:
-    """The one rule.
+    """Combine the answers of a claim's checks.
 
     - A necessary check that fails contradicts the claim.
     - Supported: every check holds, and one of them is more than necessary and was made at the claim's own scale.
     - Contradicted: every check that is more than necessary fails, and one of them was made at the claim's own scale.
     - Partly: some of these hold or fail, and others do not, or only at another scale, or some could not be judged.
-    - Inside noise: nothing is decided, and an interval lies across what is claimed.
+    - Inside noise: nothing is decided, and an interval spans the claimed limit.
     - Otherwise nothing is known: untestable where the ledger says why, else inconclusive.
     """
     if any(part.necessary and part.answer == "fails" for part in parts):
@@ -108,6 +108,6 @@ def combine(parts: Sequence[Part], is_untestable: bool = False) -> Verdict:
 
 
 def number(value: float, unit: str = "") -> str:
-    """Four digits, and more of a ratio that is almost 1."""
+    """Return four digits, and more of a ratio that is almost 1."""
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{7 if 0.99 < value < 1.01 else 4}g}"
     return f"{text} {unit}".strip()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 # Names the file in which a refused run leaves its reason: of an exit status a launcher says only that it was not 0.
@@ -44,13 +45,19 @@ class UserError(Exception):
         return {"kind": kind.__name__, **vars(self)}
 
 
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`did you mean a or b? `, to put before what is known; empty where nothing is near."""
+    near = difflib.get_close_matches(word[:100], list(known), cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
 class Unsupported(UserError):
-    """A request that is right, and that this box cannot serve: a library, a device or a drive is missing."""
+    """A request that is right, and that this box cannot serve: a library, a device or NVMe is missing."""
 
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """What is imported within is of one of pyproject.toml's extras."""
+    """Refuse a missing import by the name of its extra in pyproject.toml."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -94,7 +101,7 @@ def printable(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Of a library's words: a token, a password, and the address of a mirror or a proxy are nobody's business."""
+    """Return a text without tokens, passwords, and addresses of mirrors and proxies."""
     for name in _SECRETS:
         for variable in (name, name.lower()):
             if len(value := os.environ.get(variable, "").rstrip("/")) >= _LEAST_SECRET:
@@ -103,5 +110,5 @@ def without_secrets(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of a library's error, for a message of one line."""
+    """Return the first line of a library's error."""
     return without_secrets(next(iter(str(error).strip().splitlines()), type(error).__name__))

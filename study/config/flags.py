@@ -1,7 +1,7 @@
 """RunConfig: one run as it was asked for, its flags, its batches, and its name.
 
-Nothing here knows which strategy runs: only the launched Accelerate file decides that. No file in study/spec imports
-torch or transformers, so a wrong flag is refused before they are imported.
+The launched Accelerate file alone decides which strategy runs. No module of study/config imports torch or
+transformers, so a wrong flag is refused before they are imported.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from study.config.errors import UserError, brief
+from study.config.errors import UserError, brief, did_you_mean
 from study.config.names import parse_overrides
 
 # What a flag is by default where that depends on others. `paper` repeats what the studied documents did.
 
-# What a model or a virtual run has its own value for; what nothing changes stands beside its flag.
+# Defaults that a model or a virtual run changes; constant ones are at their flag.
 _EVERYWHERE: dict[str, Any] = {"precision": "fp32", "max_steps": 0, "logging_steps": 10, "warmup_ratio": 0.0}
 _DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
     ("bert-imdb", "paper"): {
@@ -89,7 +89,7 @@ LARGEST = 2**53
 
 
 def check_values(config: RunConfig) -> None:
-    """What was given, whether or not the rest is resolved yet."""
+    """Check the values that were given, whether or not the rest is resolved yet."""
     for field in dataclasses.fields(config):
         value, least = getattr(config, field.name), field.metadata["at_least"]
         if isinstance(value, str):
@@ -166,7 +166,7 @@ def refuse_what_no_virtual_run_has(config: RunConfig) -> None:
         ("weights", "random", "loads no weights"), ("report_to", "none", "has no losses to report"),
         ("checkpointing_steps", 0, "has no state worth saving"),
         ("resume_from_checkpoint", None, "goes on from nothing"), ("eval_steps", 0, "has no losses to judge"),
-        ("profile_steps", 0, "waits for nobody, so its step is not the job's"),
+        ("profile_steps", 0, "excludes communication, so its step time is not the job's"),
     ):  # fmt: skip
         if getattr(config, name) not in (None, without):
             raise UserError(f"--{name} {getattr(config, name)}: a virtual run {why}", "leave it out")
@@ -195,9 +195,11 @@ WikitextName = Literal["wikitext-2-raw-v1", "wikitext-103-raw-v1"]
 _NOT_IDENTITY = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to", "nvme_path"}
 # Flags that came later. A run that does not use them keeps the name it had before they existed.
 _LATER_FLAGS = {
-    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "team_size": None, "peft": "none",
+    "virtual_world_size": None, "virtual_rank": None, "profile_steps": 0, "group_size": None, "peft": "none",
     "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "bf16_states": False,
 }  # fmt: skip
+# Names of flags in the hash of a run's name: a renamed flag must not rename the runs that used it.
+_OLD_NAMES = {"group_size": "team_size"}
 
 
 def _flag(help_text: str, default: Any = None, at_least: int | None = None) -> Any:
@@ -219,8 +221,8 @@ class RunConfig:
     dataset_config_name: WikitextName = _flag("which Wikitext `--data hub` means", "wikitext-2-raw-v1")
     tokenizer_name: str | None = _flag("a hub id or local folder, where the model's own tokenizer is not wanted")
     seq_length: int = _flag("tokens per sample", at_least=2)
-    train_samples: int = _flag("training samples; 0 takes all there are", at_least=0)
-    eval_samples: int = _flag("evaluation samples; 0 takes all there are", at_least=0)
+    train_samples: int = _flag("training samples; 0: all there are", at_least=0)
+    eval_samples: int = _flag("evaluation samples; 0: all there are", at_least=0)
     global_batch_size: int = _flag("samples per optimizer step over all ranks", at_least=1)
     per_device_train_batch_size: int | None = _flag(
         "samples per forward pass on one rank; accumulation is derived", at_least=1
@@ -236,7 +238,7 @@ class RunConfig:
     dropout: float = _flag("every dropout probability of the model; -1 keeps the model's own")
     precision: Precision = _flag("bf16, fp16: autocast over fp32 weights; bf16-engine, fp16-engine: DeepSpeed's own")
     bf16_states: bool = _flag("with bf16-engine: no fp32 masters, and the optimizer's states in bf16 as well", False)
-    peft: Peft = _flag("lora: train small matrices beside all linear layers, and freeze the model's weights", "none")
+    peft: Peft = _flag("lora: train small matrices added to all linear layers, and freeze the model's weights", "none")
     lora_rank: int = _flag("rows of each of LoRA's small matrices", 8, at_least=1)
     lora_alpha: int = _flag("LoRA's output is scaled by this, divided by the rank", 16, at_least=1)
     gradient_checkpointing: bool = _flag("recompute activations in the backward pass", False)
@@ -247,9 +249,9 @@ class RunConfig:
     seed: int = _flag("seeds the initial weights, the order of the samples and dropout", 42, at_least=0)
     eval_steps: int = _flag("evaluate every so many steps and at the end; 0: only at the end", at_least=0)
     logging_steps: int = _flag("write step rows, and notice a NaN, every so many steps", at_least=1)
-    nvme_path: str = _flag("folder on the drive that NVMe strategies offload to", "nvme_offload")
-    team_size: int | None = _flag(
-        "how many ranks share a sample, under a strategy that divides samples or layers", at_least=2
+    nvme_path: str = _flag("folder on the NVMe that strategies offload to", "nvme_offload")
+    group_size: int | None = _flag(
+        "ranks of one model-parallel group (tensor-, context- or sequence-parallel)", at_least=2
     )
     device_memory_cap_gib: float | None = _flag(
         "let this process use no more GPU memory, to stand in for a smaller GPU"
@@ -274,22 +276,21 @@ class RunConfig:
             )
         return self.max_steps or self.num_train_epochs * steps_per_epoch
 
-    def batch_plan(self, ranks: int, team_size: int = 1) -> BatchPlan:
-        """How the global batch is cut over ranks and accumulation steps. Every cut has the same samples."""
-        if ranks % team_size:
-            raise UserError(
-                f"{ranks} rank{'s'[: ranks > 1]} cannot form teams of {team_size}", "use a multiple of that"
-            )
-        batch, teams = self.global_batch_size, ranks // team_size
-        over = f"{ranks} ranks" if team_size == 1 else f"{teams} teams of {team_size} ranks"
-        forward = teams * (self.per_device_train_batch_size or 1)
+    def batch_plan(self, ranks: int, group_size: int = 1) -> BatchPlan:
+        """Split the global batch over ranks and accumulation steps. Every split has the same samples."""
+        if ranks % group_size:
+            count = f"{ranks} rank{'s'[: ranks > 1]}"
+            raise UserError(f"{count} cannot form model-parallel groups of {group_size}", "use a multiple of that")
+        batch, groups = self.global_batch_size, ranks // group_size
+        over = f"{ranks} ranks" if group_size == 1 else f"{groups} model-parallel groups of {group_size} ranks"
+        forward = groups * (self.per_device_train_batch_size or 1)
         next_larger = -(-batch // forward) * forward
-        if batch % teams:
+        if batch % groups:
             raise UserError(
                 f"--global_batch_size {batch} does not divide over {over}",
                 f"use a multiple of {forward}, such as {next_larger}",
             )
-        per_rank = batch // teams
+        per_rank = batch // groups
         micro = self.per_device_train_batch_size or per_rank
         if per_rank % micro:
             most = min(micro, per_rank)
@@ -300,12 +301,12 @@ class RunConfig:
                 f"--per_device_train_batch_size {micro} on {over} does not divide --global_batch_size {batch}",
                 f"use {smaller}, or --global_batch_size {next_larger}",
             )
-        return BatchPlan(batch, teams, micro, per_rank // micro)
+        return BatchPlan(batch, groups, micro, per_rank // micro)
 
     def run_id(self, strategy: str, world_size: int) -> str:
         """A name a person can read, with a hash of everything that makes this run what it is."""
         identity = {
-            key: value
+            _OLD_NAMES.get(key, key): value
             for key, value in self.to_dict().items()
             if key not in _NOT_IDENTITY and (key not in _LATER_FLAGS or value != _LATER_FLAGS[key])
         }
@@ -314,11 +315,11 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Without its owner or its folder, and short enough to be part of a folder's name."""
+        """The model without its owner or folder, and short enough for a folder's name."""
         return self.model_name_or_path.rstrip("/").rsplit("/", 1)[-1][:96]
 
     def scalars(self) -> dict[str, Any]:
-        """For trackers, which take neither null nor lists."""
+        """Return the flags for trackers, which accept neither null nor lists."""
         return {key: value for key, value in self.to_dict().items() if isinstance(value, (bool, int, float, str))}
 
     def to_dict(self) -> dict[str, Any]:
@@ -330,7 +331,8 @@ class RunConfig:
         hints = _hints()
         unknown = [key for key in values if key not in hints]
         if unknown:
-            raise UserError(f"unknown key {brief(unknown[0])} in {where}", f"known keys: {', '.join(sorted(hints))}")
+            fix = f"{did_you_mean(str(unknown[0]), hints)}known keys: {', '.join(sorted(hints))}"
+            raise UserError(f"unknown key {brief(unknown[0])} in {where}", fix)
         given = {key: value for key, value in values.items() if value is not None}
         return cls(**{key: _of_type(hints[key], value, f"{key} in {where}") for key, value in given.items()})
 
@@ -340,19 +342,19 @@ class BatchPlan:
     """One optimizer step's samples over ranks and micro-batches."""
 
     global_batch_size: int
-    # A team is one rank, unless the strategy has several share their samples.
-    teams: int
+    # A group is one rank, unless the strategy has several share their samples.
+    groups: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
 
     @property
-    def samples_per_team(self) -> int:
+    def samples_per_group(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
-    def micro_batches(self, step_samples: Sequence[int], team: int) -> list[list[int]]:
-        """A team's micro-batches out of one step's samples, in order."""
+    def micro_batches(self, step_samples: Sequence[int], group: int) -> list[list[int]]:
+        """A group's micro-batches out of one step's samples, in order."""
         size = self.per_device_train_batch_size
-        starts = ((turn * self.teams + team) * size for turn in range(self.gradient_accumulation_steps))
+        starts = ((turn * self.groups + group) * size for turn in range(self.gradient_accumulation_steps))
         return [list(step_samples[start : start + size]) for start in starts]
 
 
@@ -373,7 +375,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> RunConfig:
-    """What study/train.py was asked for, before any default."""
+    """Parse the flags of study/train.py, before any default."""
     parser = Parser(prog="study/train.py", description="Train under one strategy.", allow_abbrev=False)
     add_flags(parser)
     config = config_from_flags(parser.parse_args(arguments))
@@ -397,6 +399,9 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         else:
             options |= {"type": kind, "metavar": kind.__name__.upper()}
         parser.add_argument(f"--{field.name}", **options)
+        if field.name in _OLD_NAMES:
+            hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            parser.add_argument(f"--{_OLD_NAMES[field.name]}", dest=field.name, **hidden)
 
 
 def config_from_flags(options: argparse.Namespace) -> RunConfig:

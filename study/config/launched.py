@@ -1,4 +1,4 @@
-"""Which strategy launched this process, and its place among the ranks: from what `accelerate launch` exported."""
+"""The launch of this process: its strategy and its rank, from what `accelerate launch` exported."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from study.config.names import (
     mesh_of,
     name_of,
 )
-from study.config.strategies import RANKS_OF_A_MACHINE, Strategy, read_deepspeed_json, team_of
+from study.config.strategies import RANKS_OF_A_MACHINE, Strategy, parse_group, read_deepspeed_json
 
-# What `accelerate launch` tells its ranks of the file, and leaves as it finds it where the file does not say it.
+# What `accelerate launch` exports of the file, and leaves as it finds it where the file does not say it.
 _SAID_BY_THE_FILE = re.compile(
     r"ACCELERATE_(USE_(DEEPSPEED|FSDP|MEGATRON_LM|SAGEMAKER|PARALLELISM_CONFIG)|DEEPSPEED_\w+|CONFIG_DS_FIELDS"
     r"|GRADIENT_\w+|TORCH_DEVICE|DOWNCAST_BF16)|(FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_\w+"
@@ -38,7 +38,7 @@ _UNSET_IT = "unset it: `accelerate launch` sets it itself"
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process: the strategy, and its place among the ranks."""
+    """The strategy of this process, and its rank."""
 
     strategy: Strategy
     world_size: int
@@ -48,21 +48,21 @@ class Launch:
     # One process stands for one rank of `world_size`, and there are no others.
     virtual: bool = False
 
-    def ranks_of_a_copy(self, config: RunConfig) -> int | None:
-        return self.strategy.overridden(config).ranks_of_a_copy(self.world_size, self.ranks_per_machine)
+    def ranks_per_replica(self, config: RunConfig) -> int | None:
+        return self.strategy.overridden(config).ranks_per_replica(self.world_size, self.ranks_per_machine)
 
     @property
     def ranks_per_machine(self) -> int:
         return RANKS_OF_A_MACHINE if self.virtual else self.local_world_size
 
     @property
-    def team(self) -> int:
-        """Which of the teams this rank is in."""
-        return self.rank // self.strategy.team_size
+    def group_index(self) -> int:
+        """Index of this rank's model-parallel group."""
+        return self.rank // self.strategy.group_size
 
     @property
-    def leads_its_team(self) -> bool:
-        return self.rank % self.strategy.team_size == 0
+    def is_group_leader(self) -> bool:
+        return self.rank % self.strategy.group_size == 0
 
     @property
     def is_main(self) -> bool:
@@ -74,7 +74,7 @@ class Launch:
 
     def command(self, num_processes: int, machines: int = 1) -> str:
         """This very run as a command to paste, with another number of ranks on each machine."""
-        # Accelerate does not tell a rank which file was launched.
+        # Accelerate does not export which file was launched.
         file = "YOUR_FILE" if self.strategy.own_settings else self.strategy.name
         place = ""
         if machines > 1:
@@ -101,7 +101,7 @@ def virtual_launch(launch: Launch, world_size: int, rank: int) -> Launch:
 
 
 def this_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str, str] | None = None) -> Launch:
-    """Which strategy this process was launched with, and its place, from what `accelerate launch` exported.
+    """Read the strategy and rank of this process from what `accelerate launch` exported.
 
     `shell` is the environment that the launcher itself was started with; without it nothing is known to be left over.
     """
@@ -125,7 +125,7 @@ def this_launch(environment: Mapping[str, str] = os.environ, shell: Mapping[str,
 
 
 def shell_environment() -> dict[str, str]:
-    """What the launcher was started with: a process keeps that to itself, whatever it sets for its children."""
+    """Return the environment that the launcher was started with, whatever it set for its children."""
     try:
         entries = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -144,7 +144,7 @@ def _refuse_what_no_launcher_set(environment: Mapping[str, str], shell: Mapping[
         left = []
     left += sorted(name for name in shell if _SAID_BY_THE_FILE.fullmatch(name))
     if shell.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t"):
-        # `single` would train on a processor beside an idle GPU, and its record tell of the GPU.
+        # `single` would train on the CPU while the GPU is idle, and its record would name the GPU.
         left.append("ACCELERATE_USE_CPU")
     if left:
         raise UserError(
@@ -182,13 +182,13 @@ def _launched_strategy(environment: Mapping[str, str], world_size: int) -> Strat
         if environment.get("FSDP_VERSION") != "2":
             raise UserError("the launched Accelerate file asks for FSDP version 1", "set fsdp_version: 2")
         asked = asked_of_fsdp(environment, mesh)
-        if has_mesh and mesh_of(asked) is None and team_of(asked) is None:
-            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        if has_mesh and mesh_of(asked) is None and parse_group(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
         return _named(name_of(asked), "FSDP", None, asked)
     if has_mesh:
         asked = asked_without_engine(mesh)
-        if team_of(asked) is None:
-            raise UserError("the launched Accelerate file has a parallelism_config of one copy", "leave it out")
+        if parse_group(asked) is None:
+            raise UserError("the launched Accelerate file has a parallelism_config of one replica", "leave it out")
         return _named(name_of(asked), "MULTI_GPU", None, asked)
     if world_size > 1 or "TORCHELASTIC_RUN_ID" in environment:
         return Strategy("ddp", "MULTI_GPU")
@@ -202,4 +202,4 @@ def _named(
     asked: Mapping[str, Any],
 ) -> Strategy:
     own = None if name in SHIPPED else asked
-    return Strategy(name, distributed_type, settings, own, mesh_of(asked), team_of(asked))
+    return Strategy(name, distributed_type, settings, own, mesh_of(asked), parse_group(asked))

@@ -39,7 +39,7 @@ _USABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 
 
 def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapping[str, int]) -> dict[str, Any]:
-    """What decides the run: without what its flags set, and without the folder to swap to."""
+    """Return the settings that decide the run, without what its flags set and the folder to swap to."""
     asked = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key not in _SET_BY_FLAGS}
     zero = asked["zero_optimization"]
     for section in ("offload_optimizer", "offload_param"):
@@ -51,12 +51,12 @@ def asked_of_deepspeed(settings: Mapping[str, Any], zero3_init: bool, mesh: Mapp
 
 
 def asked_without_engine(mesh: Mapping[str, int]) -> dict[str, Any]:
-    """Of a MULTI_GPU file."""
+    """Return the settings of a MULTI_GPU file."""
     return _only({"tp_size"}, mesh, "a MULTI_GPU file")
 
 
 def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[str, Any]:
-    """From the variables that `accelerate launch` exports."""
+    """Return the settings of an FSDP file, from the variables that `accelerate launch` exports."""
     asked: dict[str, Any] = {key: exported.get(key, default) for key, default in _FSDP_DEFAULTS.items()}
     for key in _SWITCHES:
         if asked[key].lower() not in ("true", "false"):
@@ -95,7 +95,7 @@ def _only(known: set[str], sizes: Mapping[str, int], file: str) -> dict[str, int
 
 
 def mesh_of(asked: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Copies, and the ranks of each, where a file asks for several copies."""
+    """Return the replicas and the ranks of each, where a file asks for several."""
     return (asked["dp_replicate_size"], asked.get("dp_shard_size", 1)) if "dp_replicate_size" in asked else None
 
 

@@ -12,10 +12,10 @@ class Registered(NamedTuple):
     # that asks for no engine.
     digest: str
     # `studied` are what `strategy: all` means in a suite: they stay as they are, so that reports stay comparable.
-    # `replicas` hold more than one copy of the state, each within a part of the ranks; the ranks of `groups` work on
+    # `replicas` shard more than one copy of the state, each over a part of the ranks; the ranks of `groups` work on
     # the same samples together; `named` is what came later. A suite names these one by one.
     kind: Literal["studied", "replicas", "groups", "named"]
-    # `study advise` tries those that have one, and takes the lowest of those that are as fast as each other.
+    # `study advise` tries those that have one, and prefers the lowest of those that are as fast as each other.
     simplicity: int | None
     # In plots. A strategy of `groups` has the colour of what it is without them.
     colour: str

@@ -1,6 +1,6 @@
 """The strategies: their names, and their files in accelerate_configs/.
 
-A strategy is one Accelerate YAML, with a DeepSpeed JSON beside it for what YAML cannot say. How to add one is in
+A strategy is one Accelerate YAML, and a DeepSpeed JSON for what YAML cannot say. How to add one is in
 accelerate_configs/README.md. Whether the live engine did what the file asks is study/engine/audit.py's to say.
 """
 
@@ -32,7 +32,7 @@ from study.config.names import (
 )
 from study.config.registry import REGISTRY
 
-# Options of a run that DeepSpeed takes as settings, and that no strategy's file says.
+# Options of a run that are settings of DeepSpeed, and in no strategy's file.
 
 
 def settings_of_options(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,21 +89,21 @@ def read_deepspeed_json(file: Path) -> dict[str, Any]:
 
 # Ranks that work on the same samples together. To all other strategies a rank is alone with its samples.
 
-# What the ranks of a team divide among themselves: the tensors of each layer, or the tokens of each sample, which
+# What the ranks of a group divide among themselves: the tensors of each layer, or the tokens of each sample, which
 # attention then brings together by all-to-all (sequence) or by passing keys and values around (context).
 Divided = Literal["tensors", "sequence", "context"]
 _DIVIDED_BY: dict[str, Divided] = {"tp_size": "tensors", "sp_size": "sequence", "cp_size": "context"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Team:
+class ModelParallelGroup:
     """Consecutive ranks, as the engines lay them out."""
 
     divides: Divided
     ranks: int
 
 
-def team_of(asked: Mapping[str, Any]) -> Team | None:
+def parse_group(asked: Mapping[str, Any]) -> ModelParallelGroup | None:
     """From what a launched file asks for: the sizes of its parallelism_config, or DeepSpeed's `tensor_parallel`."""
     sizes = {key: asked[key] for key in _DIVIDED_BY if asked.get(key, 1) > 1}
     section = asked.get("tensor_parallel")
@@ -111,17 +111,17 @@ def team_of(asked: Mapping[str, Any]) -> Team | None:
         sizes["tp_size"] = size
     if len(sizes) > 1:
         raise UserError(f"the launched files have {' and '.join(sizes)}", "keep one of them")
-    return next((Team(_DIVIDED_BY[key], size) for key, size in sizes.items()), None)
+    return next((ModelParallelGroup(_DIVIDED_BY[key], size) for key, size in sizes.items()), None)
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGY_DIRECTORY = REPOSITORY / "accelerate_configs"
 STRATEGY_NAMES = tuple(REGISTRY)
 STUDIED_STRATEGIES = tuple(name for name, row in REGISTRY.items() if row.kind == "studied")
-WITH_COPIES = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
-WITH_TEAMS = tuple(name for name, row in REGISTRY.items() if row.kind == "groups")
-# Two copies, and two ranks for each.
-LEAST_RANKS_WITH_COPIES = 4
+WITH_REPLICAS = tuple(name for name, row in REGISTRY.items() if row.kind == "replicas")
+WITH_GROUPS = tuple(name for name, row in REGISTRY.items() if row.kind == "groups")
+# Two replicas, and two ranks for each.
+LEAST_RANKS_WITH_REPLICAS = 4
 # A setting of DeepSpeed's that does nothing by itself, and that the study sees to.
 KEEPS_PARTS = "activation_checkpointing.partition_activations"
 # deepspeed/runtime/zero/offload_config.py: buffers that parameters on NVMe go through, and the elements of each.
@@ -132,21 +132,22 @@ RANKS_OF_A_MACHINE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One way to hold and move the model's state, as its file asks for it."""
+    """One way to shard and offload the model state, as its file asks for it."""
 
     name: str
     distributed_type: str
-    deepspeed: Mapping[str, Any] | None = None
-    # What a file asks for that is none of this study's: the record tells it.
-    own_settings: Mapping[str, Any] | None = None
-    # Of FSDP: how many copies of the state there are, and over how many ranks each is sharded.
+    # The two mappings are left out of the hash, and equality compares them.
+    deepspeed: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    # What a file of the user's own asks for; the record has it.
+    own_settings: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    # FSDP: the replicas of the state, and over how many ranks each is sharded.
     mesh: tuple[int, int] | None = None
     # Where ranks work on the same samples together.
-    team: Team | None = None
+    group: ModelParallelGroup | None = None
 
     @property
-    def team_size(self) -> int:
-        return self.team.ranks if self.team else 1
+    def group_size(self) -> int:
+        return self.group.ranks if self.group else 1
 
     @property
     def is_fsdp(self) -> bool:
@@ -156,8 +157,8 @@ class Strategy:
     def zero_stage(self) -> int | None:
         return self.deepspeed["zero_optimization"]["stage"] if self.deepspeed else None
 
-    def ranks_of_a_copy(self, world_size: int, per_machine: int = RANKS_OF_A_MACHINE) -> int | None:
-        """Over how many ranks hsdp shards a copy, or zero3_hpz its second one; None for all other strategies.
+    def ranks_per_replica(self, world_size: int, per_machine: int = RANKS_OF_A_MACHINE) -> int | None:
+        """Return over how many ranks hsdp shards a replica, or zero3_hpz its second one; None for all other strategies.
 
         The shipped files say it for four ranks, and fit themselves to any others. Your own are taken at their word.
         """
@@ -166,28 +167,28 @@ class Strategy:
         if type(asked) is not int or (asked < 2 and not self.mesh):
             return None
         # The engine takes as many as there are, if more are asked for (deepspeed/utils/groups.py).
-        return min(asked, world_size) if self.own_settings else ranks_of_a_copy(world_size, per_machine)
+        return min(asked, world_size) if self.own_settings else ranks_per_replica(world_size, per_machine)
 
     def offload_device(self, what: str) -> str | None:
-        """Where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
+        """Return where `optimizer` or `param` is offloaded to: cpu, nvme or None."""
         section = self.deepspeed["zero_optimization"].get(f"offload_{what}") if self.deepspeed else None
         device = section.get("device", "none") if section else "none"
         return None if device == "none" else device
 
-    def with_team(self, size: int | None) -> Strategy:
-        """As --team_size asks; None leaves the file's."""
+    def with_group_size(self, size: int | None) -> Strategy:
+        """Return the strategy with another group size; None leaves the file's."""
         if size is None:
             return self
-        if self.team is None:
+        if self.group is None:
             raise UserError(
-                f"--team_size {size}: under {self.name} no ranks share their samples",
-                "leave it out, or launch a strategy with teams",
+                f"--group_size {size}: {self.name} has no model-parallel groups",
+                "leave it out, or launch a strategy with model-parallel groups",
             )
-        return dataclasses.replace(self, team=dataclasses.replace(self.team, ranks=size))
+        return dataclasses.replace(self, group=dataclasses.replace(self.group, ranks=size))
 
     @property
     def swap_buffers(self) -> tuple[int, int] | None:
-        """How many parameters on NVMe go through, and the elements of each; None where none are there."""
+        """Return the count and elements of the buffers for parameters on NVMe; None without such parameters."""
         if self.deepspeed is None or self.offload_device("param") != "nvme":
             return None
         found = []
@@ -199,7 +200,7 @@ class Strategy:
         return found[0], found[1]
 
     def with_swap_buffers(self, largest_part: int) -> Strategy:
-        """With NVMe buffers that hold the largest parameter's part, in elements: DeepSpeed asserts that they do."""
+        """Return the strategy with NVMe buffers of at least so many elements, which DeepSpeed asserts."""
         if self.swap_buffers is None or self.swap_buffers[1] >= largest_part:
             return self
         # Whole pages of a direct read.
@@ -209,8 +210,8 @@ class Strategy:
         )
 
     def overridden(self, config: RunConfig) -> Strategy:
-        """With the settings that a run asks for instead of the file's."""
-        resized = self.with_team(config.team_size)
+        """Return the strategy with the settings that a run asks for instead of the file's."""
+        resized = self.with_group_size(config.group_size)
         if self.deepspeed is None:
             return resized
         asked = override({**self.deepspeed, **settings_of_options(config, self.deepspeed)}, config.engine_override)
@@ -236,7 +237,7 @@ class Strategy:
         problem = f"DeepSpeed's {section} does nothing by itself"
         if asked != {key: True}:
             raise UserError(f"{problem}, and of its keys the study sees to {key} alone", "leave the others out")
-        if self.team is None or self.team.divides != "tensors":
+        if self.group is None or self.group.divides != "tensors":
             raise UserError(f"{problem}, and under {self.name} no ranks share a layer's activations", "use zero*_tp")
         if not config.gradient_checkpointing:
             raise UserError(
@@ -277,7 +278,7 @@ class Strategy:
                 f"--bf16_states is DeepSpeed's, of stages 1 to 3 without offload, and not {self.name}'s",
                 "leave it out, or use zero1, zero2 or zero3",
             )
-        if self.zero_stage and self.team and self.team.divides == "tensors":
+        if self.zero_stage and self.group and self.group.divides == "tensors":
             for flag, is_asked, why in (
                 ("optimizer muon", config.optimizer == "muon", "cuts matrices that Muon must see whole"),
                 ("peft lora", config.peft == "lora", "divides layers by names that adapters change"),
@@ -289,7 +290,7 @@ class Strategy:
             raise UserError(f"--optimizer muon: {self.name} {why}", "use single, ddp, or zero0 to zero3")
 
 
-def ranks_of_a_copy(world_size: int, per_machine: int) -> int:
+def ranks_per_replica(world_size: int, per_machine: int) -> int:
     """The ranks of one machine, whose links are the fast ones; on one machine, half of its ranks."""
     spans_machines = 1 < per_machine < world_size and world_size % per_machine == 0
     return per_machine if spans_machines else world_size // 2
@@ -319,11 +320,11 @@ def read_strategy(name: str) -> Strategy:
             f"accelerate_configs/ asks for something else under the name {name} than this study does",
             f"restore {name}.yaml and its JSON, and give your own settings files of their own",
         )
-    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked), team=team_of(asked))
+    return Strategy(name, document["distributed_type"], settings, mesh=mesh_of(asked), group=parse_group(asked))
 
 
 def asked_of_files(document: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As `name_of` takes it, before anything is launched."""
+    """Return the settings for `name_of`, before anything is launched."""
     mesh = mesh_asked({key.upper(): str(value) for key, value in document.get("parallelism_config", {}).items()})
     if settings is not None:
         return asked_of_deepspeed(settings, document["deepspeed_config"].get("zero3_init_flag", True), mesh)

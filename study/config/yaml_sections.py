@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from study.config.errors import UserError
+from study.config.errors import UserError, did_you_mean
 
 _NUMBER_LIKE_1E5 = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
@@ -39,35 +39,41 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Sections:
-    """What a loader makes of mappings."""
+    """Mappings of a loader, as sections."""
 
     file: Path
     kind: type[Section]
     most: int
 
     def checked_data(self: Any) -> Any:
-        """What the file holds, unless its aliases make more of it than any such file has."""
+        """Return the content, or refuse aliases that make more of it than any such file has."""
         node = self.get_single_node()
         if node is None:
             return None
         if written_out(node, {}) > self.most:
-            raise UserError(f"{self.file} holds more than {self.most} values, its aliases written out", "fix the file")
+            raise UserError(f"{self.file} has more than {self.most} values, its aliases written out", "fix the file")
         return self.construct_document(node)
 
     def section(self: Any, node: yaml.MappingNode) -> Section:
         section: Section = self.kind(f"{self.file}:{node.start_mark.line + 1}")
-        for key_node, value_node in node.value:
+        own = sum(key_node.tag != "tag:yaml.org,2002:merge" for key_node, _ in node.value)
+        # Puts what `<<` merges before the mapping's own keys, which replace it.
+        self.flatten_mapping(node)
+        seen: set[str] = set()
+        for index, (key_node, value_node) in enumerate(node.value):
             key, place = self.construct_object(key_node, deep=True), f"{self.file}:{key_node.start_mark.line + 1}"
             if not isinstance(key, str):
                 raise UserError(f"{place}: the key {key!r} is not a word", "quote it, or fix it")
-            if key in section:
+            if key in seen:
                 raise UserError(f"{place}: {key} is there twice", "remove one of them")
+            if index >= len(node.value) - own:
+                seen.add(key)
             section[key], section.places[key] = self.construct_object(value_node, deep=True), place
         return section
 
 
 def written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values there would be without aliases."""
+    """Count the values with aliases expanded."""
     if node not in known:
         known[node] = 1  # also for one that holds itself
         if isinstance(node, yaml.CollectionNode):
@@ -77,7 +83,7 @@ def written_out(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
 
 
 class _YamlLoader(_Sections, yaml.SafeLoader):
-    """Of anybody's files."""
+    """Loader of users' files."""
 
 
 # libyaml is ten times as fast, and what nests too deep crashes it: it reads this package's own files alone.
@@ -97,12 +103,12 @@ for _loader in (_YamlLoader, _OwnLoader):
 
 
 def read_own(text: str) -> Any:
-    """Of a file of this package."""
+    """Read a file of this package."""
     return yaml.load(text, _Fast)
 
 
 def read_document(file: Path, kind: type[Section], most: int) -> Any:
-    """All of a file; its mappings are sections of this kind, and it holds no more than so many values."""
+    """Read a file; its mappings are sections of this kind, and it has no more than so many values."""
     try:
         own = file.resolve().is_relative_to(_PACKAGE)
         loader = (_OwnLoader if own else _YamlLoader)(file.read_text(encoding="utf-8"))
@@ -123,5 +129,6 @@ def as_section(value: Any, place: str, keys: Collection[str], kind: type[AnySect
         raise UserError(f"{place}: {found} stands where a mapping belongs", f"write one with {', '.join(sorted(keys))}")
     for key, where in value.places.items():
         if key not in keys:
-            raise UserError(f"{where}: unknown key {key!r}", f"known here: {', '.join(sorted(keys))}")
+            fix = f"{did_you_mean(key, keys)}known here: {', '.join(sorted(keys))}"
+            raise UserError(f"{where}: unknown key {key!r}", fix)
     return value

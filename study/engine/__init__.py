@@ -1,1 +1,1 @@
-"""."""
+"""Set-up, introspection and audit of DeepSpeed, FSDP and model-parallel groups."""

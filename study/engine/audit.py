@@ -1,7 +1,7 @@
-"""What really runs, read back from the live engine: never from the files, always against what they ask.
+"""The audit: what the live engine does is compared with what the launched files and flags ask for.
 
-A run that does not do what its file says fails before its first step; what the engine insists on is a warning in the
-record.
+A run whose engine differs from its config fails before its first step; what the engine changes by itself is recorded as
+a warning.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from study.config.errors import RunFailed
 from study.config.flags import BatchPlan, RunConfig
 from study.config.launched import Launch
 from study.config.names import override, parse_overrides
-from study.engine import activations, autotp
-from study.engine.groups import asked_team, live_team
-from study.engine.live import asked_of_fsdp, dtype_name, read_deepspeed, read_plain, uses_tf32
+from study.config.strategies import KEEPS_PARTS
+from study.engine.live import dtype_name, read_engine, uses_tf32
 from study.engine.optimizer import LOSS_SCALER, asked_settings, live_settings, read_loss_scaler
+from study.engine.tensor_parallel import count_elements, has_partitioned_activations
 from study.host.stacks import package_version, unverified_pair
-from study.workloads.architecture import adapters_in, asked_adapters
+from study.workloads.architecture import find_adapters, requested_adapters
 from study.workloads.presets import preset_layers
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-# By name: transformers', and what DeepSpeed's AutoTP makes of them.
+# By name: transformers' linear layers, and those that DeepSpeed's AutoTP replaces them by.
 _LINEAR = ("Linear", "Conv1D", "LinearLayer", "LinearAllreduce")
 
 
 class TrainingRun(Protocol):
-    """What the engine is set up from, and what is held against it."""
+    """The run that the engine is set up from, and compared with."""
 
     config: RunConfig
     launch: Launch
@@ -48,7 +48,7 @@ class TrainingRun(Protocol):
 def audit(
     run: TrainingRun, accelerator: Accelerator, model: Any, optimizer: Any, plan: BatchPlan | None = None
 ) -> dict[str, Any]:
-    """engine.json from the live objects. Raises RunFailed where they differ from what was asked.
+    """Return engine.json from the live objects; raise RunFailed where they differ from what was asked.
 
     `plan` is the engine's, where that is not the run's.
     """
@@ -62,49 +62,46 @@ def audit(
         raise RunFailed(
             f"{launch.strategy.name} asks for DeepSpeed, and accelerate {package_version('accelerate')} made"
             f" {type(model).__name__} of the model",
-            "use a later accelerate: early ones know DeepSpeed on GPUs alone",
+            "use a later accelerate: early ones run DeepSpeed on GPUs alone",
         )
-    live = read_deepspeed(model) if is_deepspeed else read_plain(accelerator, model, config, plan)
-    base = base_optimizer(optimizer)
-    live |= {
-        "attn_implementation": getattr(accelerator.unwrap_model(model).config, "_attn_implementation", None),
-        "gradient_checkpointing": bool(accelerator.unwrap_model(model).is_gradient_checkpointing),
+    unwrapped, base = accelerator.unwrap_model(model), base_optimizer(optimizer)
+    live = read_engine(accelerator, model, config, plan) | {
+        "attn_implementation": getattr(unwrapped.config, "_attn_implementation", None),
+        "gradient_checkpointing": bool(unwrapped.is_gradient_checkpointing),
         "strategy": launch.strategy.name,
         "own_settings": launch.strategy.own_settings,
         "distributed_type": accelerator.distributed_type.value,
         "world_size": accelerator.num_processes,
         "optimizer_class": f"{type(base).__module__.split('.')[0]}.{type(base).__name__}",
         "optimizer_settings": live_settings(base),
-        "adapters": adapters_in(accelerator.unwrap_model(model)),
+        "adapters": find_adapters(unwrapped),
         "loss_scaler": read_loss_scaler(accelerator, model),
         "tf32": uses_tf32(),
     }
-    if is_deepspeed and launch.strategy.team is not None:
-        live["partitioned_activations"] = activations.live_partition(model)
-    if (team := live_team(accelerator, model)) is not None:
-        live["team"] = team
-    asked = _asked(run, plan) | asked_of_fsdp(accelerator)
-    found = {key: live.get(key) for key in asked}
+    if is_deepspeed and launch.strategy.group is not None:
+        live["partitioned_activations"] = has_partitioned_activations(model)
     differences = [
-        f"{key} is {found[key]!r}, asked was {value!r}" for key, value in asked.items() if found[key] != value
+        f"{key} is {live.get(key)!r}, asked was {value!r}"
+        for key, value in _asked(run, accelerator, plan).items()
+        if live.get(key) != value
     ]
     if differences:
         raise RunFailed(
-            f"the engine does not do what {launch.strategy.name} asks: {'; '.join(differences)}",
+            f"the engine differs from what {launch.strategy.name} asks: {'; '.join(differences)}",
             "compare the strategy file with engine.json",
         )
     live["warnings"] = _warnings(run, live, model)
     _check_swapped(run)
-    trained = (one for one in model.parameters() if one.requires_grad)
+    trained, ranks = (one for one in model.parameters() if one.requires_grad), launch.strategy.group_size
     return live | {
         "virtual": launch.virtual,
         "virtual_rank": launch.rank if launch.virtual else None,
-        # A large device that stands in for a smaller one, where this is a number.
+        # A number where a large device emulates a smaller one.
         "emulated_device_memory_gib": config.device_memory_cap_gib,
-        "model_parameters": autotp.elements(model.parameters(), launch.strategy.team_size),
-        "trainable_parameters": autotp.elements(trained, launch.strategy.team_size),
-        "model_layers": accelerator.unwrap_model(model).config.num_hidden_layers,
-        # Where the model is a preset at another depth, the depth it has by itself.
+        "model_parameters": count_elements(model.parameters(), ranks),
+        "trainable_parameters": count_elements(trained, ranks),
+        "model_layers": unwrapped.config.num_hidden_layers,
+        # The depth of the preset, where the model is one at another depth.
         "preset_layers": preset_layers(config.model_name_or_path),
         "torch": torch.__version__,
         "deepspeed": package_version("deepspeed"),
@@ -112,7 +109,7 @@ def audit(
 
 
 def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str]:
-    """What the engine insists on, which bears on the comparison; and what of this run was not the thing itself."""
+    """List what the engine changed by itself, and what of this run was emulated."""
     import torch
 
     config, launch = run.config, run.launch
@@ -126,11 +123,11 @@ def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str
         swapped = dtype_name(next(swapper.dtype for swapper in swappers if swapper is not None))
         if swapped != live["param_dtype"]:
             warnings.append(f"DeepSpeed keeps the parameters on NVMe as {swapped}: they are rounded every step")
-    if live["zero_stage"] and live.get("team", {}).get("state_over", live["world_size"]) == 1:
-        alone = "team" if "team" in live else "rank"
-        warnings.append(f"with one {alone} stage {live['zero_stage']} shards nothing")
+    if live["zero_stage"] and live.get("model_parallel_group", {}).get("state_over", live["world_size"]) == 1:
+        what = "model-parallel group" if "model_parallel_group" in live else "rank"
+        warnings.append(f"with one {what} stage {live['zero_stage']} shards nothing")
     if config.optimizer == "muon" and live["zero_stage"]:
-        warnings.append("DeepSpeed reports the norm of what Muon makes of the gradients, and not theirs")
+        warnings.append("DeepSpeed reports the gradient norm after Muon has orthogonalized the gradients")
     if launch.virtual:
         warnings.append(
             f"virtual: rank {launch.rank} of {launch.world_size} without the others; it starts from one constant for"
@@ -141,20 +138,20 @@ def _warnings(run: TrainingRun, live: Mapping[str, Any], model: Any) -> list[str
     if run.checkpoint and (saved_by := run.checkpoint[1]["world_size"]) != launch.world_size:
         warnings.append(f"resumed: the steps up to {run.first_step} ran on {saved_by} ranks")
     if run.checkpoint:
-        warnings.append(f"resumed: time, energy and peaks of the run are of what came after step {run.first_step}")
+        warnings.append(f"resumed: time, energy and peaks of the run leave out the steps up to {run.first_step}")
     if config.device_memory_cap_gib is not None:
         warnings.append(
-            f"emulated: {torch.cuda.get_device_name()} held to {config.device_memory_cap_gib} GiB of what torch"
+            f"emulated: {torch.cuda.get_device_name()} capped at {config.device_memory_cap_gib} GiB of what torch"
             " allocates; context and communicators come on top"
         )
     return warnings
 
 
-def _asked(run: TrainingRun, plan: BatchPlan) -> dict[str, Any]:
+def _asked(run: TrainingRun, accelerator: Accelerator, plan: BatchPlan) -> dict[str, Any]:
     import torch
 
     config, strategy = run.config, run.launch.strategy
-    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.team and not torch.cuda.is_available()
+    on_cores = strategy.distributed_type == "MULTI_GPU" and not strategy.group and not torch.cuda.is_available()
     asked: dict[str, Any] = {
         "distributed_type": "MULTI_CPU" if on_cores else strategy.distributed_type,
         "world_size": run.launch.world_size,
@@ -170,33 +167,45 @@ def _asked(run: TrainingRun, plan: BatchPlan) -> dict[str, Any]:
         "tf32": False,
         "gradient_checkpointing": config.gradient_checkpointing,
         "optimizer_settings": asked_settings(config),
-        "adapters": asked_adapters(config),
-    }  # fmt: skip
+        "adapters": requested_adapters(config),
+    }
     if config.bf16_states:
         asked["bf16_states"] = True
     if strategy.deepspeed is None:
         asked["fully_sharded"] = strategy.is_fsdp
-    if (of_a_copy := run.launch.ranks_of_a_copy(config)) is not None:
-        asked["copies"] = {"copies": run.launch.world_size // of_a_copy, "ranks_of_a_copy": of_a_copy}
-    if strategy.team is not None:
-        asked["team"] = asked_team(run.launch)
+    if (per_replica := run.launch.ranks_per_replica(config)) is not None:
+        asked["copies"] = {"copies": run.launch.world_size // per_replica, "ranks_of_a_copy": per_replica}
+    if strategy.group is not None:
+        divides, ranks = strategy.group.divides, run.launch.world_size
+        sharded_over = ranks // strategy.group_size if divides == "tensors" else ranks
+        shards = strategy.is_fsdp or bool(strategy.zero_stage)
+        asked["model_parallel_group"] = {
+            "divides": divides, "ranks": strategy.group_size, "state_over": sharded_over if shards else 1,
+        }  # fmt: skip
         if strategy.deepspeed is not None:
             settings = override(strategy.deepspeed, config.engine_override)
-            asked["partitioned_activations"] = activations.are_partitioned(settings)
+            section, key = KEEPS_PARTS.split(".")
+            asked["partitioned_activations"] = bool(settings.get(section, {}).get(key))
     for key, value in parse_overrides(config.engine_override).items():
         if key.startswith("zero_optimization.") and key.count(".") == 1 and key.split(".")[1] in asked:
             asked[key.split(".")[1]] = value
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(accelerator, "is_fsdp2", False):
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        asked["fsdp_offload_params"] = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        asked["fsdp_activation_checkpointing"] = bool(plugin.activation_checkpointing)
+        # Where no block is wrapped there is nothing to reshard.
+        if plugin.auto_wrap_policy:
+            asked["fsdp_reshard_after_forward"] = bool(plugin.reshard_after_forward)
     return asked
 
 
 def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: int) -> None:
-    """Did the engine do what it was given to do? Asked once all ranks are through, since one that ends ends all.
-
-    `skipped` of the `steps` changed no weights.
-    """
+    """Fail a run whose engine skipped steps or swapped nothing, once all ranks are done: one that ends, ends all."""
     accelerator.wait_for_everyone()
-    # DeepSpeed leaves out a step whose gradients are not finite, in every precision, and trains on with old weights.
-    # Under fp16 the loss scale is found that way. Elsewhere other strategies would have gone on with what they got.
+    # DeepSpeed skips a step whose gradients are not finite, in every precision, and keeps the old weights. Under fp16
+    # the loss scale is found that way. In other precisions DDP would have applied such gradients.
     if skipped and (not run.config.precision.startswith("fp16") or skipped == steps):
         raise RunFailed(
             f"{skipped} of {steps} optimizer steps were skipped, whose gradients were not finite",
@@ -206,7 +215,7 @@ def audit_end(run: TrainingRun, accelerator: Accelerator, skipped: int, steps: i
 
 
 def _check_swapped(run: TrainingRun) -> None:
-    """NVMe offload that leaves no file where it was asked to did not happen."""
+    """Fail where NVMe offload left no file in its folder."""
     strategy, folder = run.launch.strategy, run.swap_folder
     for what, pattern in (("optimizer", "optimizer/**/*.swp"), ("param", "*params/**/*.swp")):
         if strategy.offload_device(what) == "nvme" and (folder is None or not any(folder.rglob(pattern))):
@@ -221,7 +230,7 @@ def check_compute_dtype(model: torch.nn.Module, config: RunConfig) -> None:
     import torch
 
     if config.torch_compile:
-        # A hook would cut the compiled graph in pieces; the same run without compilation makes the check.
+        # A hook would break the compiled graph; the same run without compilation makes the check.
         return
     precision = config.precision
     expected = {"fp32": torch.float32, "fp16": torch.float16}.get(precision.removesuffix("-engine"), torch.bfloat16)

@@ -1,93 +1,137 @@
-"""Ranks that work on the same samples together: refused where they cannot, and read back from the live engine."""
+"""Model-parallel groups and replica groups: refused where the ranks do not fit, and read back from the live engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from typing import TYPE_CHECKING, Any
 
-from study.config.errors import UserError
+from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig
 from study.config.launched import Launch
-from study.engine import autotp
-from study.engine import context_parallel as context
-from study.engine import tensor_parallel as tensors
-from study.engine import ulysses as sequence
+from study.config.strategies import LEAST_RANKS_WITH_REPLICAS as LEAST_RANKS
+from study.engine.sequence_parallel import check_sequence, uses_context_parallelism, uses_ulysses
+from study.engine.tensor_parallel import autotp_size, check_autotp, check_tensors, is_divided
 from study.workloads.presets import FAMILY_OF_TASK
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
-    from torch import Tensor
     from transformers import PreTrainedConfig
 
 
-# What a rank computes of its team's samples: the one seam between the loop and strategies that divide a sample.
-
-
-@contextmanager
-def own_part(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The model's inputs on its device, for a forward and a backward pass within the block.
-
-    Where each rank has all of its samples, or shares whole samples with its team, that is all of the micro-batch.
-    """
-    from accelerate.utils import send_to_device
-
-    inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
-    if context.divides(accelerator):
-        with context.own_tokens(accelerator, inputs) as own:
-            yield own
-    else:
-        yield sequence.own_tokens(inputs) if sequence.divides(accelerator) else inputs
-
-
-def check_team(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None = None) -> None:
-    """What cannot be divided is refused before anything is written. `saved_by` is of a checkpoint to go on from."""
-    strategy, team = launch.strategy, launch.strategy.team
-    if team is None:
+def check_group(config: RunConfig, launch: Launch, architecture: PreTrainedConfig, saved_by: int | None = None) -> None:
+    """Refuse what a model-parallel group cannot train. `saved_by` is the world size of the resumed checkpoint."""
+    strategy, group = launch.strategy, launch.strategy.group
+    if group is None:
         return
-    if saved_by not in (None, launch.world_size) and (team.divides, strategy.zero_stage) != ("sequence", 3):
-        # DeepSpeed's universal checkpoint takes a team for ranks that hold other tensors, and misses their files.
+    if saved_by not in (None, launch.world_size) and (group.divides, strategy.zero_stage) != ("sequence", 3):
+        # DeepSpeed's universal checkpoint expects other tensors on each rank of a group, and misses their files.
         raise UserError(
-            f"a checkpoint of {strategy.name} goes on with as many ranks as saved it, which were {saved_by}",
+            f"a checkpoint of {strategy.name} resumes with the world size that saved it, which was {saved_by}",
             f"use --num_processes {saved_by}",
         )
     if config.optimizer == "muon":
         raise UserError(f"--optimizer muon: {strategy.name} has not been shown to train with it", "leave it out")
-    if team.divides == "tensors":
+    if group.divides == "tensors":
         if config.peft != "none":
             raise UserError(
-                f"--peft {config.peft}: {strategy.name} divides tensors beside which adapters stand whole",
+                f"--peft {config.peft}: {strategy.name} divides tensors, and would leave the adapters undivided",
                 "leave it out",
             )
         if strategy.deepspeed is not None:
-            autotp.check_divisible(config, architecture, strategy.name, team.ranks)
+            check_autotp(config, architecture, strategy.name, group.ranks)
         else:
-            tensors.check_tensors(config, launch, architecture)
+            check_tensors(config, launch, architecture)
         return
     if FAMILY_OF_TASK[config.task] != "causal-lm":
         raise UserError(
             f"{strategy.name} divides the tokens of causal models, and --task {config.task} has none",
-            "use --task gpt-wikitext, or a strategy that leaves samples whole",
+            "use --task gpt-wikitext, or a strategy that does not divide samples",
         )
-    kind = context if team.divides == "context" else sequence
-    kind.check_divisible(config, architecture, strategy.name, team.ranks)
+    check_sequence(config, architecture, strategy.name, group.ranks, is_context=group.divides == "context")
 
 
-def asked_team(launch: Launch) -> dict[str, Any]:
-    strategy = launch.strategy
-    assert strategy.team is not None
-    divided = strategy.is_fsdp or bool(strategy.zero_stage)
-    ranks = launch.world_size // (strategy.team_size if strategy.team.divides == "tensors" else 1)
-    return {"divides": strategy.team.divides, "ranks": strategy.team_size, "state_over": ranks if divided else 1}
-
-
-def live_team(accelerator: Accelerator, engine: Any) -> dict[str, Any] | None:
-    """What a team divides, its ranks, and over how many ranks each part of the state is divided further."""
+def read_group(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
+    """Read what the live group divides, its ranks, and over how many ranks the state is sharded further."""
     import torch.distributed as dist
 
-    kind = next((kind for kind in (sequence, autotp) if kind.divides(accelerator)), None)
-    if kind is None:
-        return None
-    divides, ranks = kind.live_team(engine)
-    state_over = dist.get_world_size(engine.optimizer.dp_process_group) if engine.zero_optimization() else 1
-    return {"divides": divides, "ranks": ranks, "state_over": state_over}
+    from study.metrics.inventory import dtensor_type
+
+    if autotp_size(accelerator) > 1 or uses_ulysses(accelerator):
+        from deepspeed.utils import groups
+
+        divides: str | None = "sequence"
+        if uses_ulysses(accelerator):
+            ranks = groups._get_sequence_parallel_world_size()
+        else:
+            divides = "tensors" if any(map(is_divided, model.module.parameters())) else None
+            ranks = groups.get_tensor_model_parallel_world_size()
+        state_over = dist.get_world_size(model.optimizer.dp_process_group) if model.zero_optimization() else 1
+        return {"divides": divides, "ranks": ranks, "state_over": state_over}
+    meshes = {one.device_mesh for one in model.parameters() if isinstance(one, dtensor_type())}
+    if uses_context_parallelism(accelerator):
+        ranks = accelerator._cp_context.keywords["mesh"].size()
+        return {"divides": "context", "ranks": ranks, "state_over": _only({mesh.size() for mesh in meshes})}
+    # FSDP2's parameters are DTensors as well, of meshes with other names.
+    sizes = {mesh.size() for mesh in meshes if mesh.mesh_dim_names == ("tp",)}
+    return {"divides": "tensors", "ranks": _only(sizes), "state_over": 1} if sizes else None
+
+
+def check_replicas(config: RunConfig, launch: Launch, gpus: int) -> None:
+    """Refuse a world size that is not the product of replicas and the ranks of each."""
+    strategy, ranks = launch.strategy.overridden(config), launch.world_size
+    if (per_replica := launch.ranks_per_replica(config)) is None:
+        return
+    if strategy.own_settings:
+        replicas = strategy.mesh[0] if strategy.mesh else None
+        if per_replica == 1 or ranks % per_replica or replicas not in (None, ranks // per_replica):
+            shape = f"{per_replica} ranks" if replicas is None else f"{replicas} replicas of {per_replica} ranks"
+            problem = f"{strategy.name} asks for {shape}, which {ranks} ranks are not"
+            raise UserError(problem, "let its sizes fit --num_processes")
+    elif ranks < LEAST_RANKS or ranks % 2:
+        needs = f"{strategy.name} needs an even number of ranks from {LEAST_RANKS} up, for two replicas of two or more"
+        if launch.virtual:
+            raise Unsupported(f"{needs}; {ranks} were asked for", f"ask for {max(LEAST_RANKS, ranks + ranks % 2)}")
+        fits_here = gpus == 0 or gpus * launch.machines >= LEAST_RANKS
+        raise Unsupported(
+            f"{needs}; {ranks} {'was' if ranks == 1 else 'were'} launched",
+            f"run: {launch.command(-(-LEAST_RANKS // launch.machines), launch.machines)}"
+            if fits_here
+            else f"use {'fsdp2' if strategy.is_fsdp else 'zero3'}, which has one replica",
+        )
+
+
+def read_hpz_replicas(engine: Any) -> dict[str, Any]:
+    """Read the secondary partition of stage 3's parameters by the live groups that it is gathered in."""
+    groups = {
+        (parameter.ds_secondary_tensor_num_of_groups, parameter.ds_zero_param_process_group)
+        for parameter in engine.module.parameters()
+        if getattr(parameter, "ds_zero_param_process_group", None) is not None
+    }
+    return _replicas({(copies, group.size()) for copies, group in groups})
+
+
+def read_fsdp_replicas(model: torch.nn.Module) -> dict[str, Any]:
+    """Read how FSDP2 lays its parameters over the ranks."""
+    from study.metrics.inventory import dtensor_type
+
+    found = set()
+    for parameter in model.parameters():
+        if isinstance(parameter, dtensor_type()):
+            from torch.distributed.tensor import Replicate
+
+            sizes = list(zip(parameter.device_mesh.shape, parameter.placements, strict=True))
+            copies = math.prod(size for size, placed in sizes if isinstance(placed, Replicate))
+            found.add((copies, math.prod(size for size, placed in sizes if placed.is_shard())))
+    return _replicas(found) if any(copies > 1 for copies, _ in found) else {}
+
+
+def _replicas(found: set[tuple[int, int]]) -> dict[str, Any]:
+    """Return the entry of engine.json; empty where there is one replica."""
+    shapes = [{"copies": copies, "ranks_of_a_copy": ranks} for copies, ranks in sorted(found)]
+    return {"copies": _only(shapes)} if shapes else {}
+
+
+def _only(found: Any) -> Any:
+    """Return what all parameters have in common; where they differ a list, which equals no request."""
+    return next(iter(found)) if len(found) == 1 else sorted(found, key=str)

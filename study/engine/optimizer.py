@@ -1,4 +1,4 @@
-"""The optimizer of a run: one class for every arm, over what is trained."""
+"""The optimizer of a run, the same for every strategy, and the loss scale of fp16 with the steps that it skips."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# torch's own defaults: DeepSpeed makes the scaler of its stage 0 under autocast with these, and nothing changes them.
+# One rule for every engine, read back from each: a step whose gradients are not finite is skipped, halves the scale and
+# does not advance the schedule; after a window of good steps the scale doubles. torch's GradScaler and DeepSpeed's
+# scalers all do this, with other defaults. These are torch's, which DeepSpeed's stage 0 under autocast cannot change.
 _INITIAL_POWER, _WINDOW, _FACTOR = 16, 2000, 2.0
-# The loss scale of fp16: one rule for every engine, read back from each, and the steps that it leaves out.
-# A step whose gradients are not finite is left out, halves the scale and does not advance the schedule; after so many
-# good steps in a row the scale doubles. torch's GradScaler and DeepSpeed's scalers all do this, with other defaults.
-
 # Hysteresis is how many bad steps it takes to halve the scale.
 LOSS_SCALER = {"initial_scale": 2.0**_INITIAL_POWER, "factor": _FACTOR, "window": _WINDOW, "hysteresis": 1}
-# Of DeepSpeed's settings.
+# The section of DeepSpeed's settings.
 FP16_SECTION = {
     "enabled": True, "loss_scale": 0, "initial_scale_power": _INITIAL_POWER, "loss_scale_window": _WINDOW,
     "hysteresis": 1, "min_loss_scale": 1,
 }  # fmt: skip
-# Of torch's GradScaler.
+# The arguments of torch's GradScaler.
 GRAD_SCALER: dict[str, Any] = {
     "init_scale": 2.0**_INITIAL_POWER, "growth_factor": _FACTOR, "backoff_factor": 1 / _FACTOR,
     "growth_interval": _WINDOW,
@@ -34,7 +32,7 @@ GRAD_SCALER: dict[str, Any] = {
 
 
 def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | None:
-    """LOSS_SCALER as the live engine has it; None where nothing scales the loss."""
+    """Read the live engine's LOSS_SCALER; None where nothing scales the loss."""
     if (scaler := accelerator.scaler) is not None:
         return {
             "initial_scale": scaler.get_scale(), "factor": scaler.get_growth_factor(),
@@ -50,7 +48,7 @@ def read_loss_scaler(accelerator: Accelerator, model: Any) -> dict[str, Any] | N
 
 
 class SkippedSteps:
-    """Asked once after every optimizer step: was it left out?"""
+    """Detects, once after every optimizer step, whether the engine skipped it."""
 
     def __init__(self, accelerator: Accelerator, scaler: Any = None):
         self._accelerator = accelerator
@@ -60,7 +58,7 @@ class SkippedSteps:
     def last_was_skipped(self) -> bool:
         if self._scaler is None:
             return bool(self._accelerator.optimizer_step_was_skipped)
-        # Accelerate believes that a fused optimizer took every step: it is called either way, and leaves out bad ones.
+        # Accelerate reports no skipped step of a fused optimizer, which is called either way and skips by itself.
         before, self._scale = self._scale, self._scaler.get_scale()
         if self._scale < 1:
             # DeepSpeed's scalers stop here by themselves.
@@ -82,14 +80,21 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(_by_kind(trained), betas=BETAS, eps=EPSILON, fused=True, **adam)
-    # Its import compiles: not at the top of the file.
+        # A fused step works on tensors of one type: DTensors are in another group than plain ones.
+        types: dict[type, list[torch.nn.Parameter]] = {}
+        for parameter in trained:
+            types.setdefault(type(parameter), []).append(parameter)
+        by_type = [{"params": parameters} for parameters in types.values()]
+        return torch.optim.AdamW(by_type, betas=BETAS, eps=EPSILON, fused=True, **adam)
+    # Imported here, as its import compiles.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    matrices = hidden_matrices(model)
+    # Muon trains the weights of the linear layers below the head.
+    layers = (module for module in model.base_model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
+    matrices = {id(layer.weight) for layer in layers}
     for parameter in trained:
-        # By this DeepSpeed's stages know whose gradients to make orthogonal. Left to its configuration it would go by
-        # names, and take GPT-2's wte and wpe for hidden layers.
+        # DeepSpeed's stages read it to orthogonalize gradients. By default they match names, and include GPT-2's wte
+        # and wpe.
         parameter.use_muon = id(parameter) in matrices
     muon = {"use_muon": True, "momentum": MOMENTUM, "ns_method": NEWTON_SCHULZ, **adam}
     groups = [
@@ -100,22 +105,8 @@ def make_optimizer(model: PreTrainedModel, config: RunConfig) -> torch.optim.Opt
     return MuonWithAuxAdam([group for group in groups if group["params"]])
 
 
-def _by_kind(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """A fused step takes tensors of one kind: divided ones apart from whole ones."""
-    kinds: dict[type, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault(type(parameter), []).append(parameter)
-    return [{"params": kind} for kind in kinds.values()]
-
-
-def hidden_matrices(model: PreTrainedModel) -> set[int]:
-    """The weights of the linear layers below the head, by id: what Muon is made for."""
-    layers = (module for module in model.base_model.modules() if type(module).__name__ in ("Linear", "Conv1D"))
-    return {id(layer.weight) for layer in layers}
-
-
 def asked_settings(config: RunConfig) -> dict[str, Any]:
-    """What `live_settings` must find."""
+    """Return what `live_settings` must equal."""
     settings = {
         "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": list(BETAS), "eps": EPSILON,
         "decoupled_weight_decay": True,
@@ -124,16 +115,16 @@ def asked_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def live_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of all groups. Where two say something else of one setting, both."""
+    """Read the settings of all parameter groups; a list of values where groups differ."""
     found: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         # torch.optim.AdamW decouples by its class, DeepSpeed's by a switch that defaults to on.
-        said = {"decoupled_weight_decay": getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")}
-        said |= {key: group[key] for key in ("weight_decay", "eps", "momentum", "ns_method") if key in group}
-        said["lr"] = group.get("initial_lr", group["lr"])
+        settings = {"decoupled_weight_decay": getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")}
+        settings |= {key: group[key] for key in ("weight_decay", "eps", "momentum", "ns_method") if key in group}
+        settings["lr"] = group.get("initial_lr", group["lr"])
         if "betas" in group:
-            said["betas"] = list(group["betas"])
-        for key, value in said.items():
+            settings["betas"] = list(group["betas"])
+        for key, value in settings.items():
             if value not in (values := found.setdefault(key, [])):
                 values.append(value)
     return {key: values[0] if len(values) == 1 else values for key, values in found.items()}

@@ -1,8 +1,8 @@
-"""The process group of a virtual rank: everything is sent, and nothing arrives.
+"""The process group of a virtual rank, without any peer, and a check that its model fits this box's memory.
 
-PyTorch's fake backend takes every collective and returns at once. A gather is filled with copies of this rank's own
-part, all other buffers keep what they held. So what a rank allocates and sends is real, and what it computes on is not.
-Without a GPU real ranks talk over gloo, which allocates as well. Here the same memory is held for as long as gloo does.
+PyTorch's fake backend returns from every collective at once. A gather is filled with copies of this rank's own part,
+and other buffers stay as they are. So memory and traffic of a rank are real, and the data that it computes on is not.
+Without a GPU real ranks use gloo, which allocates copies. Here the same copies are made for as long as gloo has them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ from typing import Any
 from study.config.errors import CannotBeHeld
 from study.config.flags import RunConfig
 from study.config.launched import Launch
-from study.config.names import override
 from study.config.strategies import Strategy
 from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES, host_memory, locked_bytes
 from study.workloads.architecture import Shape, shape_of
 from study.workloads.presets import LARGEST_LAYERS, find_preset
 
-# Can this box hold one virtual rank? Estimated before anything is allocated, since a host that runs full kills others.
-# Rough, and on the safe side. What a rank really takes is measured by running it.
-
-# What is left to the rest of the box.
+# The rest is left to other processes of the box.
 USABLE_SHARE = 0.85
 
 
 def check_can_be_held(config: RunConfig, launch: Launch) -> None:
-    """Refuse a model that this box's memory cannot hold, and say how many of its layers it can."""
+    """Refuse a model that this box's memory cannot hold, and name the depth that it can."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -44,7 +40,7 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
         return
     layers = layers_within(available, config, launch, on_gpu)
     raise CannotBeHeld(
-        f"one rank of {launch.strategy.name} on {launch.world_size} takes about {needed / GIB:.1f} GiB of host memory"
+        f"one rank of {launch.strategy.name} on {launch.world_size} needs about {needed / GIB:.1f} GiB of host memory"
         f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB may be used here",
         "extrapolate over layers with `study virtual --layers-fit A,B,C` and depths that fit: "
         + (f"here up to {layers}" if layers else "here not even one layer does, so use a box with more memory"),
@@ -53,27 +49,31 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
 
 
 def layers_within(available: float, config: RunConfig, launch: Launch, on_gpu: bool) -> int:
-    """How deep the model could be; 0 where no layer fits, or where it is no preset whose depth can be changed."""
+    """Return the largest depth that fits; 0 where no layer fits, or where the model is not a preset."""
     preset = find_preset(config.model_name_or_path)
     if preset is None:
         return 0
     names = [preset.with_layers(depth).name for depth in (1, 2)]
     shallow = [shape_of(dataclasses.replace(config, model_name_or_path=name)) for name in names]
     first, second = (needed_host_bytes(config, launch, shape, on_gpu) for shape in shallow)
-    # Where every layer goes to the GPU, what the host needs is the same at any depth.
+    # Where every layer goes to the GPU, the host needs the same at any depth.
     return min(LARGEST_LAYERS, max(0, 1 + int((available - first) // (second - first)))) if second > first else 0
 
 
 def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: bool) -> float:
+    """Estimate the host memory of one rank before anything is allocated: a host that runs full kills other processes.
+
+    The estimate is rough, and on the safe side. Running the rank measures what it needs.
+    """
     strategy, model = launch.strategy, shape.architecture
     per_weight = 2 if config.precision.endswith("-engine") else 4
-    # Outside ZeRO-3, and where its layers are to be divided, the whole model is made in fp32 on the host first.
-    in_parts = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
-    built = 3 * 4 * shape.largest_parameter if in_parts else 4 * shape.parameters
+    # Outside ZeRO-3, and with tensor parallelism, the whole model is built in fp32 on the host first.
+    by_layer = strategy.zero_stage == 3 and _ranks_of_a_layer(strategy) == 1
+    built = 3 * 4 * shape.largest_parameter if by_layer else 4 * shape.parameters
     always = LIBRARIES_BYTES + locked_bytes(strategy)
     if on_gpu:
         return always + built + _offloaded_bytes(config, launch, shape, per_weight)
-    tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.team_size).per_device_train_batch_size
+    tokens = config.seq_length * config.batch_plan(launch.world_size, strategy.group_size).per_device_train_batch_size
     # Activations as counted for a transformer layer in "Reducing Activation Recomputation" (34 and 5 bytes), in fp32.
     per_layer = 2 * 34 * model.hidden_size + 2 * 5 * model.num_attention_heads * config.seq_length
     per_token = model.num_hidden_layers * per_layer + 3 * 4 * model.vocab_size
@@ -81,18 +81,20 @@ def needed_host_bytes(config: RunConfig, launch: Launch, shape: Shape, on_gpu: b
 
 
 def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight: int) -> float:
-    """What of this rank's state is in host memory where there is a GPU for the rest."""
-    strategy, elements = launch.strategy, shape.parameters / launch.world_size
+    """Estimate the part of a rank's state that is in host memory although there is a GPU."""
+    strategy, elements = launch.strategy.overridden(config), shape.parameters / launch.world_size
     per_element = per_weight if strategy.offload_device("param") == "cpu" else 0
-    optimizer = strategy.offload_device("optimizer") if _trains_all(config) else None
+    # Frozen weights have no gradients and no states, and adapters are small.
+    optimizer = strategy.offload_device("optimizer") if config.peft == "none" else None
     if optimizer is not None:
-        # Gradients as they come, and in fp32 for the step.
+        # Gradients in the engine's type, and in fp32 for the step.
         per_element += per_weight + 4
     if optimizer == "cpu":
         per_element += 12
     size = per_element * elements
     if optimizer == "nvme":
-        zero = _zero_settings(strategy, config)
+        assert strategy.deepspeed is not None
+        zero = strategy.deepspeed["zero_optimization"]
         size += 4 * zero["offload_optimizer"]["buffer_count"] * min(elements, zero["sub_group_size"])
     return size
 
@@ -100,70 +102,59 @@ def _offloaded_bytes(config: RunConfig, launch: Launch, shape: Shape, per_weight
 def _state_and_working_bytes(
     config: RunConfig, launch: Launch, shape: Shape, per_weight: int, built_bytes: float
 ) -> float:
-    strategy = launch.strategy
+    strategy, trains_all = launch.strategy.overridden(config), config.peft == "none"
     divided = _ranks_of_a_layer(strategy)
     elements, ranks = shape.parameters / divided, launch.world_size / divided
-    if config.peft != "none" and strategy.zero_stage != 3:
+    per_replica = launch.ranks_per_replica(config)
+    if not trains_all and strategy.zero_stage != 3:
         return built_bytes + per_weight * elements
     if divided > 1 and strategy.deepspeed is None:
-        # Weights, gradients and two moments, and some copies of the largest, which is divided as well.
+        # Weights, gradients and two moments, and some copies of the largest tensor, which is divided as well.
         return 16 * elements + 4 * 4 * shape.largest_parameter / divided
     if strategy.name == "ddp":
         # Weights, gradients, the reducer's copy of them, and two moments.
         return 20 * elements
     if strategy.deepspeed is None:
-        shards = launch.ranks_of_a_copy(config) or ranks
-        return built_bytes + 4 * elements + 20 * elements / shards + 4 * 4 * shape.largest_parameter
-    zero = _zero_settings(strategy, config)
-    # A gradient that is larger than the bucket is held beside it.
+        return built_bytes + 4 * elements + 20 * elements / (per_replica or ranks) + 4 * 4 * shape.largest_parameter
+    zero = strategy.deepspeed["zero_optimization"]
+    # A gradient that is larger than the bucket has a buffer of its own.
     bucket = 2 * per_weight * max(shape.largest_parameter, min(elements, zero["reduce_bucket_size"]))
     if strategy.zero_stage == 0:
         return bucket + (16 if per_weight == 4 else 20) * elements
-    shard = (per_weight + _trains_all(config) * (per_weight + 16)) * elements / ranks
-    shard += per_weight * elements / (launch.ranks_of_a_copy(config) or float("inf"))
+    shard = (per_weight + trains_all * (per_weight + 16)) * elements / ranks
+    shard += per_weight * elements / (per_replica or float("inf"))
     if strategy.zero_stage == 3:
-        # Gloo scatters out of a copy, and group.py holds one as large.
+        # Gloo scatters from a copy, and group.py has one as large.
         bucket *= 1.5
         live = min(elements, zero["stage3_max_live_parameters"] + 2 * shape.largest_parameter)
         return shard + max(built_bytes, bucket + per_weight * (live + 3 * shape.largest_parameter))
     return shard + max(built_bytes + per_weight * elements, 2 * per_weight * elements + bucket)
 
 
-def _trains_all(config: RunConfig) -> bool:
-    """Frozen weights have no gradients and no states, and adapters are small."""
-    return config.peft == "none"
-
-
 def _ranks_of_a_layer(strategy: Strategy) -> int:
-    return strategy.team.ranks if strategy.team and strategy.team.divides == "tensors" else 1
-
-
-def _zero_settings(strategy: Strategy, config: RunConfig) -> dict[str, Any]:
-    assert strategy.deepspeed is not None
-    settings: dict[str, Any] = override(strategy.deepspeed, config.engine_override)["zero_optimization"]
-    return settings
+    return strategy.group.ranks if strategy.group and strategy.group.divides == "tensors" else 1
 
 
 def join_virtual_group(launch: Launch) -> None:
-    """Become rank R of N. Before the Accelerator: it takes the group that is there."""
+    """Become rank R of N, before the Accelerator is created: it uses the existing group."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Accelerate and DeepSpeed read these again.
-    here = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    os.environ.update({name: str(value) for name, value in here.items()})
+    place = {"RANK": launch.rank, "WORLD_SIZE": launch.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in place.items()})
     dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
     if not torch.cuda.is_available():
-        _hold_what_gloo_would()
+        _copy_as_gloo_does()
     if launch.strategy.deepspeed is not None and launch.rank:
         _compare_layer_order_with_itself()
 
 
-def let_ddp_go_on(model: Any) -> None:
-    """DDP waits for a reduced bucket, and the fake backend answers with no tensor (an assert in DDP's comm.cpp fails).
+def answer_ddp(model: Any) -> None:
+    """Make DDP continue: the fake backend returns no tensor for a reduced bucket (an assert in DDP's comm.cpp fails).
 
-    This hook does what DDP's own does, one all-reduce per bucket, and answers with the bucket that was sent.
+    The hook does what DDP's own does, one all-reduce per bucket, and returns the bucket that was sent.
     """
     import torch
     import torch.distributed as dist
@@ -182,7 +173,7 @@ def let_ddp_go_on(model: Any) -> None:
 
 
 @functools.cache
-def _hold_what_gloo_would() -> Any:
+def _copy_as_gloo_does() -> Any:
     """Make the copies that gloo makes: of the whole result when it gathers, of the whole input when it scatters.
 
     ProcessGroupGloo.cpp: AsyncAllgatherWork::allgather (`flatOutputTensor`) and reduce_scatter_tensor_coalesced
@@ -193,20 +184,20 @@ def _hold_what_gloo_would() -> Any:
     overrides = torch.library.Library("c10d", "IMPL")
 
     def add_copy(operator: str, whole: int, copy: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        """`whole` is the place of the large tensor among the operator's arguments."""
+        """`whole` is the index of the large tensor in the operator's arguments."""
         backends = torch.library.get_kernel(f"c10d::{operator}", "CPU")
 
         def with_copy(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
             group = torch.distributed.ProcessGroup.unbox(arguments[2]).group_name
-            held = copy(arguments[whole], group) if _may_be_the_peak(arguments[whole].nbytes) else None
+            copied = copy(arguments[whole], group) if _may_be_the_peak(arguments[whole].nbytes) else None
             result = backends.call_boxed(keys, *arguments)
-            del held
+            del copied
             return result
 
         overrides.impl(operator, with_copy, "CPU", with_keyset=True, allow_override=True)
 
     with warnings.catch_warnings():
-        # Torch warns of a replaced kernel, which is what is wanted here.
+        # Torch warns of a replaced kernel, which is intended here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         add_copy(
             "_allgather_base_", 0, lambda whole, group: next(_threads_of(group)).submit(torch.ones_like, whole).result()
@@ -218,12 +209,12 @@ def _hold_what_gloo_would() -> Any:
 
 @functools.cache
 def _threads_of(group: str) -> Iterator[ThreadPoolExecutor]:
-    """The two threads of a gloo group, which take turns. Each keeps the memory that it freed in a heap of its own."""
+    """Return the two threads of a gloo group, in turns. Each has a heap of its own, and keeps what it freed there."""
     return itertools.cycle([ThreadPoolExecutor(1), ThreadPoolExecutor(1)])
 
 
 def _may_be_the_peak(copied_bytes: int) -> bool:
-    """A large copy takes time to make, and one that stays below the peak of its phase would not be seen."""
+    """A large copy is slow to make, and needless where memory stays below the peak of its phase."""
     status = Path("/proc/self/status")
     if copied_bytes < LARGEST_KEPT_BYTES or not status.exists():
         return True
@@ -234,9 +225,9 @@ def _may_be_the_peak(copied_bytes: int) -> bool:
 
 
 def _compare_layer_order_with_itself() -> None:
-    """DeepSpeed compares its order of layers with that of rank 0, which a broadcast brings; here nothing would arrive.
+    """Compare DeepSpeed's order of layers with this rank's own: that of rank 0 would be broadcast, and never arrives.
 
-    The same bytes are sent as before, and this rank's order is compared with itself.
+    The broadcast is sent all the same.
     """
     from deepspeed.runtime.zero import utils
 

@@ -1,12 +1,14 @@
-"""What this machine has, asked without importing torch: its GPUs, who else uses them, its memory."""
+"""This machine without importing torch: its GPUs, their other users, its memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,20 +22,20 @@ from study.records.outcome import FreeMemory
 try:
     import pynvml
 except ModuleNotFoundError:
-    # `study doctor` still answers, and says what is missing.
+    # `study doctor` still works, and reports what is missing.
     pynvml = None
 
 _MATMUL_LIMIT_S = 120
-# What `measured_rates` may end with.
+# Errors of `measured_rates`.
 NOT_MEASURED = (OSError, subprocess.SubprocessError, ValueError, LookupError)
 Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """What a suite may ask for. Host memory is what may be used here: a container can have less than its machine."""
+    """Resources that a suite may require. A container can have less host memory than its machine."""
 
-    # Of all nodes, as many on each; the host memory is one node's.
+    # GPUs of all nodes, as many on each; host memory of one node.
     gpu_memory_gib: tuple[float, ...]
     host_memory_gib: float
     nodes: int = 1
@@ -51,10 +53,9 @@ class Box:
         return self.gpus // self.nodes
 
     def nodes_for(self, ranks: int) -> int | None:
-        """How many nodes a run of so many ranks takes, the same number on each; None where they do not fit.
+        """Return the number of nodes of a run with as many ranks on each; None where they do not fit.
 
-        With GPUs as few as hold them. A core is a device for want of one, and there is no telling how many are enough:
-        then as many nodes as can be.
+        With GPUs the fewest nodes. Without, a core is a device and any number is enough: the most nodes.
         """
         shares = [nodes for nodes in range(1, self.nodes + 1) if ranks % nodes == 0]
         if not self.gpus:
@@ -63,15 +64,15 @@ class Box:
 
 
 def this_box(root: Path = Path("/")) -> Box:
-    """`root` is where `proc` and `sys` are."""
+    """`root` is the folder of `proc` and `sys`."""
     handles = visible_gpus()
     total = _asked(lambda: tuple(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30 for handle in handles))
-    # Where the driver does not say: the GPUs are there all the same, and nothing that asks for a size may run.
+    # If the driver gives no size, the GPUs are there, and nothing that requires a size may run.
     return Box(total or (0.0,) * len(handles), host_memory(root).total_gib)
 
 
 def free_gpu_bytes(place: int) -> int | None:
-    """What nobody holds of the GPU at this place among the visible ones; None where the driver does not say."""
+    """Free memory of the visible GPU at this position; None where the driver does not give it."""
     handles = visible_gpus()
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handles[place]).free) if place < len(handles) else None
@@ -80,13 +81,13 @@ def free_gpu_bytes(place: int) -> int | None:
 
 
 def free_memory(place: int) -> FreeMemory:
-    """Of the visible GPU at this place, and of the host."""
+    """Free memory of the visible GPU at this position, and of the host."""
     free = free_gpu_bytes(place)
     return FreeMemory(None if free is None else free / 2**30, host_memory().available_gib)
 
 
 def gpu_processes() -> list[dict[str, Any]]:
-    """The processes on the visible GPUs now. Between two runs there should be none."""
+    """Processes on the visible GPUs. Between two runs there should be none."""
     try:
         return [
             {"gpu": gpu, "pid": process.pid, "memory_gib": used / 2**30 if (used := process.usedGpuMemory) else None}
@@ -94,13 +95,13 @@ def gpu_processes() -> list[dict[str, Any]]:
             for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         ]
     except pynvml.NVMLError:
-        # Some boxes do not let a guest ask, and no run depends on the answer.
+        # Some boxes refuse guests, and no run depends on the answer.
         return []
 
 
 @functools.cache
 def matmul_rates(box: Box) -> dict[str, Any]:
-    """How fast this very GPU multiplies matrices, to hold an MFU against; empty without a GPU."""
+    """Rates of this GPU's matrix products, the reference of an MFU; empty without a GPU."""
     if not box.gpus:
         return {}
     try:
@@ -110,9 +111,9 @@ def matmul_rates(box: Box) -> dict[str, Any]:
 
 
 def measured_rates(**environment: str) -> dict[str, Any]:
-    """Measured in a process of its own, which is gone before the first cell begins."""
+    """Measure in a separate process, which is gone before the first cell begins."""
     answer = subprocess.run(
-        [sys.executable, "-m", "study.metrics.matmul"], cwd=REPOSITORY, env=os.environ | environment,
+        [sys.executable, "-m", "study.metrics.flops", "rates"], cwd=REPOSITORY, env=os.environ | environment,
         capture_output=True, text=True, timeout=_MATMUL_LIMIT_S, check=True,
     )  # fmt: skip
     return dict(json.loads(answer.stdout.splitlines()[-1]))
@@ -123,13 +124,13 @@ def driver_version() -> str | None:
 
 
 def driver_cuda() -> str | None:
-    """The newest CUDA that the driver runs, such as 12.4."""
+    """Newest CUDA version that the driver runs, such as 12.4."""
     number = _asked(lambda: int(pynvml.nvmlSystemGetCudaDriverVersion_v2()))
     return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
 
 def visible_gpus() -> list[Any]:
-    """NVML's handle of each GPU that a run would see; none where there is no driver or no package for it."""
+    """NVML's handle of each GPU that a run would see; none without a driver or its package."""
     return _asked(lambda: list(_handles())) or []
 
 
@@ -148,21 +149,23 @@ def _asked(question: Callable[[], Answer]) -> Answer | None:
 
 
 def _handles() -> Iterator[Any]:
-    for name in _visible():
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else map(str.strip, chosen.split(","))
+    for name in itertools.takewhile(lambda name: not name.startswith("-"), filter(None, every)):
         try:
             handle = _handle(name)
             if name.isdigit() and (first := _first_slice(handle)) is not None:
-                # Of cards that are divided and not named by slice CUDA shows one slice, and nothing beside it.
+                # CUDA shows one slice, and no other GPU, of divided cards that are not named by slice.
                 yield first
                 return
             yield handle
         except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
-            # As CUDA does: the first entry that names no GPU ends the list.
+            # In CUDA, too, the first entry that names no GPU ends the list.
             return
 
 
 def _first_slice(handle: Any) -> Any:
-    """None of a card that is whole."""
+    """The first MIG slice of a card; None if it is not divided."""
     try:
         is_divided = bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if is_divided else None
@@ -171,7 +174,7 @@ def _first_slice(handle: Any) -> Any:
 
 
 def _handle(name: str) -> Any:
-    """By its place, or by its UUID or that of a MIG slice; CUDA takes the beginning of a GPU's for all of it."""
+    """Find a GPU by position, by its UUID or its unique beginning, as CUDA does, or by the UUID of a MIG slice."""
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))
     try:
@@ -184,9 +187,22 @@ def _handle(name: str) -> Any:
         return meant[0]
 
 
-def _visible() -> list[str]:
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    names = filter(None, (part.strip() for part in chosen.split(",")))
-    return list(itertools.takewhile(lambda name: not name.startswith("-"), names))
+def cpu_info() -> dict[str, str]:
+    """Linux's description of the first CPU."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in rows}
+
+
+def own_build_folder(cache: Path, stack: str = "") -> Path:
+    """Folder of an installation, a stack, a kind of CPU, and whether GPUs are visible.
+
+    The compiler uses the CPU's instructions, DeepSpeed links with CUDA where it finds a GPU, and machines that share a
+    cache may differ in both.
+    """
+    gpus = ["CUDA"] if visible_gpus() else []
+    kind = [sys.prefix, platform.machine(), cpu_info().get("flags"), *gpus, *filter(None, [stack])]
+    return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]

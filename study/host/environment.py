@@ -1,4 +1,4 @@
-"""environment.json: on what a run ran. Versions, devices, the commit; never a token, a user or a host name."""
+"""environment.json: versions, devices and commit of a run, without tokens, users and host names; devices' set-up."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import hashlib
 import os
 import platform
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from study.config.errors import Unsupported
 from study.config.launched import Launch
 from study.config.strategies import REPOSITORY, STRATEGY_DIRECTORY
-from study.host.box import driver_cuda, driver_version, visible_gpus
-from study.host.imports import importing
+from study.host.box import cpu_info, driver_cuda, driver_version, visible_gpus
 from study.host.memory import LARGEST_KEPT_BYTES, available_cores
-from study.host.stacks import describe_stack, package_version
-
-# The processor and the GPUs: how many there are, and each rank's share.
+from study.host.stacks import describe_stack, importing, package_version
 
 # malloc.h's numbers for these.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -27,28 +23,27 @@ _SMALLEST_BLOCK_RETURNED = 64 * 2**10
 
 
 def prepare_devices(launch: Launch) -> int:
-    """Give this rank its share of the processor; returns how many GPUs are visible."""
-    # An engine's own OpenMP library reads this once, when it is loaded; torch's is set below.
+    """Give this rank its share of the CPU; return the number of visible GPUs."""
+    # An engine's OpenMP library reads this once, when it is loaded; torch's is set below.
     os.environ["OMP_NUM_THREADS"] = "1"
     # NVML and nvidia-smi number the GPUs so; CUDA by itself begins with the fastest.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if launch.virtual:
-        # It copies its part into N places where a real one receives: threads that spin between two small copies would
-        # take most of the time, and more where the cores are shared.
+        # It copies its shard into N places where a real rank receives: threads that spin between two small copies would
+        # cost most of the time, and more where the cores are shared.
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with importing():
         import torch
 
     refuse_useless_gpus()
     gpus = torch.cuda.device_count()
-    # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs the cores are shared
-    # out: launchers set 1, which would starve an optimizer that runs on the host.
-    # A virtual rank has the machine to itself, and its time is no figure.
+    # Without a GPU a core is a device, so that N ranks have N times the machine of one. With GPUs cores are divided:
+    # launchers set 1, which would starve an optimizer on the host. A virtual rank has the machine to itself.
     threads = max(1, available_cores() // launch.local_world_size) if gpus or launch.virtual else 1
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if not gpus:
-        # There the host's memory is the device's, and its allocator part of every step.
+        # There host memory is device memory, and its allocator part of every step.
         if launch.virtual:
             return_freed_memory()
         else:
@@ -57,7 +52,7 @@ def prepare_devices(launch: Launch) -> int:
 
 
 def refuse_useless_gpus() -> None:
-    """GPUs that the driver shows and this torch cannot use: torch counts them, and then every run would fail."""
+    """Refuse GPUs that the driver shows and this torch cannot use: torch counts them, and every run would fail."""
     import torch
 
     gpus = len(visible_gpus())
@@ -74,10 +69,10 @@ def refuse_useless_gpus() -> None:
 
 
 def torch_for_driver(runs: str, version: str) -> str:
-    """How to get a torch that the driver can run, which is one for its own major version of CUDA or an older one."""
+    """Return how to get a torch for the driver's major version of CUDA, or an older one."""
     release = version.partition("+")[0]
     if runs.startswith("12."):
-        # Every driver of CUDA 12 runs every build of it, and this one is made of the newest torch, too.
+        # Every driver of CUDA 12 runs every build of it, and this one exists for the newest torch, too.
         index = "https://download.pytorch.org/whl/cu129"
         return f"python -m pip install -c constraints.txt torch=={release}+cu129 --extra-index-url {index}"
     if runs.startswith(("10.", "11.")):
@@ -86,18 +81,8 @@ def torch_for_driver(runs: str, version: str) -> str:
 
 
 @functools.cache
-def processor() -> dict[str, str]:
-    """What Linux says of the first one."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    rows = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
-    return {name.strip(): value.strip() for name, _, value in rows}
-
-
 def return_freed_memory() -> None:
-    """So that a peak is what a rank held at once: of blocks under 32 MiB a process would keep most that it ever had."""
+    """Return freed blocks under 32 MiB to the system, so that a peak is what a rank had at once."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _SMALLEST_BLOCK_RETURNED)
 
@@ -105,8 +90,8 @@ def return_freed_memory() -> None:
 def _keep_freed_memory() -> None:
     """Let the C library keep what a step frees for the next one.
 
-    By default it hands large blocks back and is given them anew, page by page, at every step. How often depends on
-    which addresses a process happened to get, so two runs of one thing differ by percents for no reason of theirs.
+    By default it returns large blocks and gets them anew, page by page, at every step. How often depends on the
+    addresses of a process, so two equal runs would differ by percents.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -118,7 +103,7 @@ PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
     "peft", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-# Rooms of the package in which nothing of a run happens.
+# Rooms of the package that are not part of a run.
 _NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "validation", "cli.py")
 
 
@@ -133,7 +118,7 @@ def describe_environment() -> dict[str, Any]:
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "code_sha256": code_sha256(),
         "platform": platform.platform(),
-        "cpu": processor().get("model name") or platform.processor(),
+        "cpu": cpu_info().get("model name") or platform.processor(),
         "cpu_cores": available_cores(),
         "threads_per_rank": torch.get_num_threads(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
@@ -151,7 +136,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def code_sha256() -> str:
-    """Of what decides how a run trains and is measured: two commits that differ in a report alone are one code."""
+    """Digest of the code that decides how a run trains and is measured: not of reports."""
     digest = hashlib.sha256()
     for file in sorted((REPOSITORY / "study").rglob("*.py")) + sorted(STRATEGY_DIRECTORY.rglob("*.*")):
         place = file.relative_to(REPOSITORY)

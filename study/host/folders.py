@@ -1,4 +1,4 @@
-"""Folders that a run writes to: refused in one line where it could not."""
+"""Folders that a run writes to, refused in one line where it cannot; what a command needs of its process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from study.records.lock import HOST, SWAP_PREFIX, FileLock, Held, read_holder
 
 
 def content_digest(file: Path) -> str:
-    """For what a disk, a copy or a hand may have changed. Against whoever wants to deceive it is none.
+    """Digest against changes by a disk, a copy or a hand; not against deliberate ones.
 
-    Five times as fast as SHA-256 on a processor with instructions for that, and faster than any drive.
+    Five times as fast as SHA-256 on a CPU with instructions for that, and faster than any drive.
     """
     import xxhash
 
@@ -38,16 +38,16 @@ def content_digest(file: Path) -> str:
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of what it says, instead of one that it has. It is as it was when that changes nothing."""
+    """Return the document with a new digest of its content. It is unmodified when that changes nothing."""
     plain = json.loads(json.dumps({key: value for key, value in document.items() if key != "own_sha256"}))
     return plain | {"own_sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
 
 
 @contextlib.contextmanager
 def whole_or_nothing(folder: Path) -> Iterator[Path]:
-    """An empty folder beside it, which takes its name, and its place, when the block ends well.
+    """Yield an empty folder that replaces `folder` when the block succeeds; for one process at a time.
 
-    One process at a time. What a killed one left is deleted: half of a large model would fill the disk.
+    Files of a killed process are deleted: half of a large model would fill the disk.
     """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -61,12 +61,12 @@ def whole_or_nothing(folder: Path) -> Iterator[Path]:
         raise
 
 
-# How the line begins that the compilation of an operator has on the terminal; a sweep passes it on.
+# First words of the line that announces the compilation of an operator; a sweep passes it on.
 COMPILES = "compiling DeepSpeed's operator"
 
 
 def folder_named(text: str) -> Path:
-    """The folder that is meant, before anything is asked of it: `new/..` is not a folder of its own."""
+    """Return the folder of a path, without reading it: `new/..` is its parent."""
     try:
         folder = Path(text).expanduser()
     except RuntimeError:
@@ -75,13 +75,16 @@ def folder_named(text: str) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """On its disk, whether or not the folder is there yet."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    return shutil.disk_usage(existing).free
+    """Free bytes on the folder's disk, whether or not it exists yet."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def refuse_full_disk(folder: Path, wanted_bytes: float, what: str) -> None:
-    """Of the cache. Not `Unsupported`, which a sweep would take for a final answer: tomorrow there may be room."""
+    """Refuse to fill the cache. Not `Unsupported`, which is a sweep's final answer: later there may be room."""
     if (free := free_bytes(folder)) < wanted_bytes:
         raise UserError(
             f"{what} takes {wanted_bytes / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free",
@@ -90,24 +93,24 @@ def refuse_full_disk(folder: Path, wanted_bytes: float, what: str) -> None:
 
 
 def folder_argument(text: str) -> Path:
-    """As argparse takes it. Left empty, as by a variable that is not set, it would be the working directory."""
+    """Return a folder for argparse. An empty one, as of an unset variable, would be the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty")
     if not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r} holds what cannot be printed on a line")
+        raise argparse.ArgumentTypeError(f"{text!r} has characters that cannot be printed on a line")
     folder = folder_named(text)
-    # Those of Path raise where a name is too long, or a folder on the way may not be entered.
+    # The methods of Path raise where a name is too long, or a parent may not be entered.
     if os.path.exists(folder) and not os.path.isdir(folder):  # noqa: PTH110, PTH112
-        raise argparse.ArgumentTypeError(f"{text} is no folder")
+        raise argparse.ArgumentTypeError(f"{text} is not a folder")
     return folder
 
 
 def cache_directory() -> Path:
-    """Where initial weights are kept between runs; ZERO_STUDY_CACHE moves it. An empty variable is none."""
+    """Folder of initial weights and operators; ZERO_STUDY_CACHE moves it. An empty variable counts as unset."""
     fix = "let ZERO_STUDY_CACHE name a folder that you may write"
     if own := os.environ.get("ZERO_STUDY_CACHE"):
         folder = folder_named(own)
-    # A relative path is to be ignored there: https://specifications.freedesktop.org/basedir-spec
+    # Relative paths are ignored there: https://specifications.freedesktop.org/basedir-spec
     elif (xdg := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
         folder = xdg / "zero-study"
     elif (home := home_folder()) is not None:
@@ -119,7 +122,7 @@ def cache_directory() -> Path:
 
 
 def home_folder() -> Path | None:
-    """None where nobody knows one, as of a user whom a container was only given the number of."""
+    """The user's home; None without one, as for a user of whom a container has the number alone."""
     try:
         return Path(os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:
@@ -127,9 +130,9 @@ def home_folder() -> Path | None:
 
 
 def refuse_unwritable(folder: Path, what: str, fix: str) -> None:
-    """Tried in the nearest folder that exists, with a file that has no name: a refused request leaves nothing."""
+    """Try the nearest existing folder with a file without a name: a refused request leaves nothing."""
     try:
-        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        existing = _existing(folder)
         if not existing.is_dir():
             raise UserError(f"{what} cannot be a folder: {existing} is a file", fix)
         with tempfile.TemporaryFile(dir=existing):
@@ -138,59 +141,55 @@ def refuse_unwritable(folder: Path, what: str, fix: str) -> None:
         raise UserError(f"{what} is not writable ({error.strerror})", fix) from None
 
 
-# What a command needs of its own process before it does anything: three streams, and a folder to stand in.
-
-
 def check_process() -> None:
+    """Make sure that a command has three streams, a working directory and a number of threads."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            # Closed, as by `>&-`. The next file to be opened would get its number, and what is printed.
+            # Closed, as by `>&-`. The next file that is opened would get its number, and the output.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
-        # What a terminal of a narrow encoding cannot print is written as its number.
+        # Characters outside the terminal's encoding are written as numbers.
         stream = getattr(sys, name)
         if descriptor and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         Path.cwd()
     except OSError as error:
-        # Left to itself the arithmetic library of torch ends the process, and says that it is not there.
+        # Otherwise torch's arithmetic library ends the process.
         raise UserError(
             f"the folder in which this was started is not there ({error.strerror})", "change to one that is"
         ) from None
-    # Accelerate reads it as a number, and would end in a traceback.
+    # Accelerate would end in a traceback.
     if not re.fullmatch(r"\d+", threads := os.environ.get("OMP_NUM_THREADS", "1")):
-        raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, which is no number", "unset it, or set it to one")
+        raise UserError(f"OMP_NUM_THREADS is {threads[:20]!r}, which is not a number", "unset it, or set it to one")
 
 
-# The folders that NVMe strategies swap into: each process makes one of its own, and deletes that one alone.
-# The folder that a user names may hold whatever it holds. What is deleted there has this project's prefix and marker,
-# and nobody alive holds the marker's lock.
-
+# Swap folders of NVMe strategies: each process makes its own, and deletes that one alone. The user's folder may have
+# other content: what is deleted has this project's prefix and marker, and no living process has the marker's lock.
 _MARKER = "made-by-zero-study.lock"
 
 
-def refuse_full_drive(drive: Path, wanted_bytes: float, what: str) -> None:
-    """DeepSpeed aborts the process where its writes fail. What dead runs left there is cleared away first."""
-    remove_left_folders(drive)
-    free = free_bytes(drive)
+def refuse_full_nvme(nvme_folder: Path, wanted_bytes: float, what: str) -> None:
+    """Refuse early: DeepSpeed aborts the process where its writes fail. Files of dead runs are removed first."""
+    remove_left_folders(nvme_folder)
+    free = free_bytes(nvme_folder)
     if free < wanted_bytes:
         raise Unsupported(
-            f"--nvme_path {drive} has {free / GIB:.1f} GiB free, and {what} takes {wanted_bytes / GIB:.1f} GiB there",
+            f"--nvme_path {nvme_folder} has {free / GIB:.1f} GiB free, and {what} needs {wanted_bytes / GIB:.1f} GiB",
             "name a folder on a larger drive, or make room",
         )
 
 
 @contextlib.contextmanager
-def swap_folder(drive: Path) -> Iterator[Path]:
-    """A new folder, this process's own until it ends."""
-    drive = drive.resolve()
-    drive.mkdir(parents=True, exist_ok=True)
-    remove_left_folders(drive)
-    folder = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=drive))
-    # Locked before it has its name: who finds the marker finds it held.
+def swap_folder(nvme_folder: Path) -> Iterator[Path]:
+    """Yield a new folder, this process's own until it ends."""
+    nvme_folder = nvme_folder.resolve()
+    nvme_folder.mkdir(parents=True, exist_ok=True)
+    remove_left_folders(nvme_folder)
+    folder = Path(tempfile.mkdtemp(prefix=SWAP_PREFIX, dir=nvme_folder))
+    # Locked before it has its name: every visible marker is locked.
     unnamed = folder / f"{_MARKER}.new"
     with FileLock(unnamed, f"{folder} is in use"):
         unnamed.rename(folder / _MARKER)
@@ -198,15 +197,15 @@ def swap_folder(drive: Path) -> Iterator[Path]:
             yield folder
         finally:
             _remove(folder)
-            # Another rank of this run may have died of what ends this one, such as a full drive.
-            remove_left_folders(drive)
+            # Another rank of this run may have died of the same cause, such as a full drive.
+            remove_left_folders(nvme_folder)
 
 
-def remove_left_folders(drive: Path) -> None:
-    """A killed process leaves its files, and they are as large as the model."""
-    for folder in drive.glob(f"{SWAP_PREFIX}*"):
+def remove_left_folders(nvme_folder: Path) -> None:
+    """Remove the files of killed processes, which are as large as the model."""
+    for folder in nvme_folder.glob(f"{SWAP_PREFIX}*"):
         marker = folder / _MARKER
-        # On a drive that machines share, a lock may be known to its own machine alone.
+        # On a shared drive, only its own machine may see a lock.
         if folder.is_symlink() or read_holder(marker).get("host") != HOST:
             continue
         with contextlib.suppress(Held, OSError), FileLock(marker, f"{folder} is in use", create=False, patience_s=0):
@@ -214,7 +213,7 @@ def remove_left_folders(drive: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The marker goes last, so that what cannot be deleted now can be later."""
+    """Delete the marker last, so that what cannot be deleted now can be later."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -1,6 +1,7 @@
-"""How much memory this box has, how much of it may be locked in place, and how often it ran out.
+"""Memory and cores of this box, memory that may be locked, and how often memory ran out.
 
-A container or a job has what its cgroup (version 1 or 2) allows it, and those above that one.
+Limits of a container or a job are those of its cgroup (version 1 or 2) and of the cgroups above. `root` is the folder
+of `proc` and `sys`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ import psutil
 from study.config.errors import UserError
 from study.config.strategies import Strategy
 
-# What Linux lets this process have: the files of its control group (version 1 or 2), and of those above that one.
+# Overrides the memory that the box shows.
+HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
+GIB, MIB = 2**30, 2**20
+# Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
+LIBRARIES_BYTES = 1.2 * GIB
+# Smaller blocks stay with the C library of a process when they are freed (glibc's largest threshold of mmap).
+LARGEST_KEPT_BYTES = 32 * MIB
+_MLOCK_ONFAULT = 1
+_FP32_BYTES = 4
 
 
-def cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Its own cgroup of this controller and those above it, as far as they can be seen. `root` has `proc` and `sys`."""
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield this process's cgroup of the controller and those above it, as far as they are visible."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -37,29 +46,23 @@ def cgroups(root: Path, controller: str) -> Iterator[Path]:
         yield from (own, *(above for above in own.parents if above.is_relative_to(top)))
 
 
-def allowed_cores(root: Path) -> float:
-    """How many cores' worth of time the tightest of them gives; infinite without a limit."""
-    shares = [float("inf")]
-    for folder in cgroups(root, "cpu"):
-        quota, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
+def available_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may run on, or as many as its container's share of CPU time is worth.
+
+    With more threads, all are stopped together for the rest of each period.
+    """
+    shares: list[float] = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for folder in _cgroups(root, "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         with contextlib.suppress(OSError, ValueError):  # version 1, or "max"
             quota, period = map(int, (folder / "cpu.max").read_text(encoding="utf-8").split())
-        # Version 1 says -1 where there is no limit.
+        # Version 1 has -1 without a limit.
         if quota > 0 and period > 0:
             shares.append(quota / period)
-    return min(shares)
+    return max(1, math.floor(min(shares)))
 
 
-def available_cores(root: Path = Path("/")) -> int:
-    """Those that this process may run on, or as many as its container's share of time is worth.
-
-    More threads than that are stopped together for the rest of each period. `root` is where `proc` and `sys` are.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(cores, allowed_cores(root))))
-
-
-def counter(file: Path, name: str) -> int:
+def _counter(file: Path, name: str) -> int:
     try:
         rows = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
         return next((int(row[1]) for row in rows if row[0] == name), 0)
@@ -67,27 +70,16 @@ def counter(file: Path, name: str) -> int:
         return 0
 
 
-def number(file: Path) -> int:
+def _number(file: Path) -> int:
     try:
         return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
 
 
-# Overrides how much memory the box seems to have.
-HOST_MEMORY_VARIABLE = "ZERO_STUDY_HOST_MEMORY_GIB"
-GIB, MIB = 2**30, 2**20
-# Interpreter, torch, DeepSpeed and their libraries, of each process that has a GPU.
-LIBRARIES_BYTES = 1.2 * GIB
-# Blocks below this stay with the C library of a process when they are freed (glibc's largest threshold of mmap).
-LARGEST_KEPT_BYTES = 32 * MIB
-_MLOCK_ONFAULT = 1
-_FP32_BYTES = 4
-
-
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What this process may use of the host's memory: the smallest of what the box and each cgroup above it allow."""
+    """Host memory that this process may use: the minimum of the box and of each cgroup above it."""
 
     total_bytes: float
     available_bytes: float
@@ -104,34 +96,33 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """`root` is where `proc` and `sys` are."""
-    if (stated := _stated_bytes()) is not None:
-        return HostMemory(stated, stated)
+    """Return the memory that the user states, as for a virtual machine that grows, or that the box shows."""
+    if (text := os.environ.get(HOST_MEMORY_VARIABLE)) is not None:
+        with contextlib.suppress(ValueError):
+            if 0 < (stated := float(text)) < math.inf:
+                return HostMemory(stated * GIB, stated * GIB)
+        raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
     box = psutil.virtual_memory()
-    limits = [limit for limit in _limits(root) if limit[0] < box.total]
+    limits = []
+    for folder in _cgroups(root, "memory"):
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            # Without a limit, version 2 has "max" and version 1 a huge number.
+            if 0 < (total := _number(folder / limit)) < box.total:
+                # The kernel drops cached files before it refuses memory.
+                used = _number(folder / usage) - _counter(folder / "memory.stat", cache)
+                limits.append((total, max(0, total - used)))
     if not limits:
         return HostMemory(box.total, box.available)
     total, available = map(min, zip(*limits, strict=True))
     return HostMemory(total, min(box.available, available), total)
 
 
-def _stated_bytes() -> float | None:
-    """What the user says of this box; a virtual machine that grows shows less than it will have."""
-    text = os.environ.get(HOST_MEMORY_VARIABLE)
-    if text is None:
-        return None
-    try:
-        stated = float(text)
-    except ValueError:
-        stated = 0.0
-    if not 0 < stated < float("inf"):
-        raise UserError(f"{HOST_MEMORY_VARIABLE} is {text!r}", "use a number of GiB, or unset it")
-    return stated * GIB
-
-
 @dataclasses.dataclass(frozen=True)
 class OomCounts:
-    """The kernel's counters. Inside a cgroup both grow when a process is killed, whoever's memory ran out."""
+    """The kernel's counters. In a cgroup both grow when a process is killed, whichever memory ran out."""
 
     killed: int
     cgroup_limit_hit: int
@@ -141,31 +132,17 @@ class OomCounts:
 
 
 def oom_counts(root: Path = Path("/")) -> OomCounts:
-    """Counters of this process's cgroup and of the host; 0 where the kernel keeps none."""
-    killed = counter(root / "proc/vmstat", "oom_kill")
+    """Counters of this process's cgroup and of the host; 0 where the kernel has none."""
+    killed = _counter(root / "proc/vmstat", "oom_kill")
     limit_hit = 0
-    for folder in cgroups(root, "memory"):
-        killed += counter(folder / "memory.events", "oom_kill") + counter(folder / "memory.oom_control", "oom_kill")
-        limit_hit += counter(folder / "memory.events", "oom") + number(folder / "memory.failcnt")
+    for folder in _cgroups(root, "memory"):
+        killed += _counter(folder / "memory.events", "oom_kill") + _counter(folder / "memory.oom_control", "oom_kill")
+        limit_hit += _counter(folder / "memory.events", "oom") + _number(folder / "memory.failcnt")
     return OomCounts(killed, limit_hit)
 
 
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Bytes in all and bytes left, of this process's cgroup and of those above it."""
-    for folder in cgroups(root, "memory"):
-        for limit, usage, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            # "max" is no number, and without a limit version 1 shows a huge one.
-            if total := number(folder / limit):
-                # The kernel drops cached files before it refuses memory.
-                used = number(folder / usage) - counter(folder / "memory.stat", cache)
-                yield total, max(0, total - used)
-
-
 def can_lock(size: int) -> bool:
-    """Tried, because root and CAP_IPC_LOCK stand above `ulimit -l`; locked on fault, so that it takes no memory."""
+    """Try it, because root and CAP_IPC_LOCK override `ulimit -l`; locked on fault, so that it uses no memory."""
     try:
         with mmap.mmap(-1, size) as area:
             start = ctypes.c_char.from_buffer(area)
@@ -178,8 +155,8 @@ def can_lock(size: int) -> bool:
 
 
 def locked_bytes(strategy: Strategy) -> int:
-    """What DeepSpeed locks for NVMe on each rank before it trains: its buffers for fp32 parameters, or little."""
+    """Bytes that DeepSpeed locks for NVMe on each rank before it trains: buffers for fp32 parameters, or few."""
     if strategy.swap_buffers is not None:
         return math.prod(strategy.swap_buffers) * _FP32_BYTES
     # The optimizer's buffers grow with the model; a tiny one's were refused under a limit of 8 MiB.
-    return 16 * 2**20 if strategy.uses_nvme else 0
+    return 16 * MIB if strategy.uses_nvme else 0

@@ -1,11 +1,12 @@
-"""DeepSpeed's own operators: which ones a strategy needs, built once, before they are needed.
+"""DeepSpeed's operators: those that a strategy needs, built once, before they are needed.
 
-torch guards a build with a lock file. A killed build leaves it behind, and every later run then waits for ever. Here
-one process builds under a lock that ends with the process, and first deletes such a file.
+torch guards a build with a lock file. A killed build leaves it, and every later run waits forever. Here one process
+builds under a lock that ends with the process, and first deletes such a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -13,20 +14,19 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import STRATEGY_NAMES, Strategy, read_strategy
-from study.host.box import visible_gpus
-from study.host.environment import processor
-from study.host.folders import COMPILES, refuse_unwritable
+from study.host.box import cpu_info, own_build_folder
+from study.host.folders import COMPILES, cache_directory, refuse_unwritable
 from study.records.directory import read_json, write_json
 from study.records.schema import RecordError
 
-# Of a compiler or a linker, and of a shell without one.
-_TELLING = re.compile(r"\berror: |cannot find|undefined reference|command not found")
+# The message of a compiler or a linker, and of a shell without one.
+_CAUSE = re.compile(r"\berror: |cannot find|undefined reference|command not found")
 
 
 def _print(line: str) -> None:
@@ -34,30 +34,31 @@ def _print(line: str) -> None:
 
 
 def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] = _print) -> float:
-    """Build and load what the strategy needs; returns the seconds it took (near 0 if all was there)."""
+    """Build and load a strategy's operators; return the seconds (near 0 if they were built)."""
     if strategy.deepspeed is None:
         return 0.0
     import torch
 
     started = time.perf_counter()
     use_own_build(cache)
-    _remember_the_processor(cache)
+    _cache_cpu_info(cache)
     if strategy.uses_nvme and torch.cuda.is_available():
-        # Asked whether there is a GPU, torch may have asked NVML alone.
+        # torch may have asked NVML alone whether there is a GPU.
         torch.cuda.init()
         name_for_the_linker(cache / "operators" / "loaded", ("libcuda", "libcudart"))
     needed = builders(strategy)
     # Before any of them is compiled, which takes minutes.
     for builder in needed:
         if lacks_toolkit(builder, torch.cuda.is_available()):
-            raise Unsupported(
-                f"DeepSpeed links its operator {builder.name} with CUDA: no toolkit is here", toolkit_fix()
-            )
+            problem = f"DeepSpeed links its operator {builder.name} with CUDA: no toolkit is here"
+            raise Unsupported(problem, toolkit_fix())
     for builder in needed:
         try:
             load_operator(builder, say)
         except Exception as error:  # the compiler's, the linker's or ninja's
-            cause = _cause(error)
+            # The first message of the compiler or the linker; ninja's last line never has the cause.
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            cause = next(filter(_CAUSE.search, lines), lines[-1])[:300]
             fix = "python3-dev" if "Python.h" in cause else "g++, ninja and, for NVMe, libaio-dev"
             raise Unsupported(
                 f"DeepSpeed's operator {builder.name} does not build ({cause})", f"install {fix}"
@@ -66,21 +67,48 @@ def build_operators(strategy: Strategy, cache: Path, say: Callable[[str], None] 
 
 
 def load_operator(builder: Any, say: Callable[[str], None] = _print) -> Any:
-    """The operator's module. Whoever loads without this lock loses torch's to a run that starts beside it."""
+    """Return the operator's module. Without this lock, a parallel run would take torch's."""
     from filelock import FileLock
 
     if builder.name == "async_io":
-        # It loads that one first, by itself: past this lock, and for ever behind a dead one of torch's.
+        # DeepSpeed loads that one first without this lock, and waits forever for a dead one of torch's.
         for first in _pin_memory():
             load_operator(first, say)
     folder = build_folder(builder.name)
-    # Beside the folder it guards, so that all who share the folder share the lock.
+    # Beside the folder, so that all users of the folder share the lock.
     with FileLock(folder.with_suffix(".build.lock")):
         _clear_dead_build(folder)
         if not is_built(builder):
             minutes = "4 to 10" if builder.name == "async_io" else "1 to 3"
             say(f"{COMPILES} {builder.name}: once per installation, usually {minutes} minutes on two cores")
+            try:
+                with _short_torch_header(folder):
+                    return builder.load(verbose=False)
+            except Exception:
+                from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
+
+                # torch compiles nothing twice in one process.
+                JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)
         return builder.load(verbose=False)
+
+
+@contextlib.contextmanager
+def _short_torch_header(folder: Path) -> Iterator[None]:
+    """Let the compiler find a torch/extension.h without torch's C++ front end: a third of the time is its parsing.
+
+    No operator here uses that front end; one that does fails, and is compiled with torch's own header. The flags stay
+    DeepSpeed's, so that its later loads find the build as it is: the variable is not part of them.
+    """
+    header = folder.parent / "short" / "torch" / "extension.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    header.write_text("#pragma once\n#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n")
+    before = os.environ.get("CPATH")
+    os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), before]))
+    try:
+        yield
+    finally:
+        os.environ.pop("CPATH")
+        os.environ |= {"CPATH": before} if before else {}
 
 
 def is_built(builder: Any) -> bool:
@@ -90,26 +118,19 @@ def is_built(builder: Any) -> bool:
 
 
 def use_own_build(cache: Path) -> None:
-    """A folder of its own, and its own ninja: two installations with one folder rebuild it in turns."""
+    """Use this installation's folder and ninja: two installations with one folder rebuild it in turns."""
     folder = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_build_folder(cache)))
     refuse_unwritable(Path(folder), f"TORCH_EXTENSIONS_DIR {folder}", "unset it, or name a folder that you may write")
-    # ninja is looked for on PATH, where the environment may be missing. Another version of it would build all again.
+    # The environment may not be on PATH. Another version of ninja would rebuild everything.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def own_build_folder(cache: Path) -> Path:
-    """One per installation, kind of processor, and whether GPUs are visible: the compiler uses whatever instructions it
-    finds, DeepSpeed links with CUDA where it finds a GPU, and machines that share a cache need not have the same."""
-    kind = [sys.prefix, platform.machine(), processor().get("flags"), *["CUDA"] * bool(visible_gpus())]
-    return cache / "operators" / hashlib.sha256(repr(kind).encode()).hexdigest()[:12]
-
-
 def name_for_the_linker(folder: Path, names: Sequence[str]) -> None:
-    """Let a linker find by its plain name what this process has loaded, where nothing else has that name.
+    """Let a linker find libraries that this process has loaded by their plain names, after all other places.
 
-    DeepSpeed's asynchronous I/O is linked with the driver's library and CUDA's, which a box that only runs CUDA has as
-    libcuda.so.1 and inside torch's packages. And where nvcc is a script in /usr/local/bin, torch takes /usr/local for
-    the toolkit.
+    DeepSpeed links its asynchronous I/O with the driver's library and CUDA's, which a box without the toolkit has as
+    libcuda.so.1 and inside torch's packages. Where nvcc is a script in /usr/local/bin, torch takes /usr/local for the
+    toolkit.
     """
     import psutil
 
@@ -123,8 +144,8 @@ def name_for_the_linker(folder: Path, names: Sequence[str]) -> None:
         os.environ["LIBRARY_PATH"] = os.pathsep.join([*filter(None, known), str(folder)])
 
 
-def _remember_the_processor(cache: Path) -> None:
-    """Keep the answer: DeepSpeed asks py-cpuinfo twice per operator at every load, a second of CPU time each."""
+def _cache_cpu_info(cache: Path) -> None:
+    """Cache the answer: DeepSpeed asks py-cpuinfo twice per operator at every load, a second of CPU time each."""
     import cpuinfo
 
     ask = cpuinfo.get_cpu_info
@@ -132,8 +153,8 @@ def _remember_the_processor(cache: Path) -> None:
     @functools.cache
     def get_cpu_info() -> dict[str, Any]:
         # Several machines may share a cache.
-        kind = [platform.platform(), platform.machine(), *map(processor().get, ("model name", "flags"))]
-        file = cache / "operators" / f"processor-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.json"
+        kind = [platform.platform(), platform.machine(), *map(cpu_info().get, ("model name", "flags"))]
+        file = cache / "operators" / f"cpu-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}.json"
         try:
             return read_json(file)
         except RecordError:
@@ -143,12 +164,6 @@ def _remember_the_processor(cache: Path) -> None:
             return answer
 
     cpuinfo.get_cpu_info = get_cpu_info
-
-
-def _cause(error: Exception) -> str:
-    """What the compiler or the linker said first; ninja's own last line never tells why."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return next(filter(_TELLING.search, lines), lines[-1])[:300]
 
 
 def builders(strategy: Strategy) -> list[Any]:
@@ -165,14 +180,14 @@ def builders(strategy: Strategy) -> list[Any]:
 
 
 def _pin_memory() -> list[Any]:
-    """An operator that later releases of DeepSpeed have, and link their asynchronous I/O with."""
+    """An operator of later releases of DeepSpeed, which link their asynchronous I/O with it."""
     from deepspeed.ops import op_builder
 
     return [op_builder.PinMemoryBuilder()] if hasattr(op_builder, "PinMemoryBuilder") else []
 
 
 def lacks_toolkit(builder: Any, on_gpu: bool) -> bool:
-    """DeepSpeed dies of a TypeError then. Its optimizers on the host are not linked with CUDA, and want none."""
+    """Whether DeepSpeed would die of a TypeError. Its optimizers on the host are not linked with CUDA."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
@@ -187,12 +202,12 @@ def toolkit_fix() -> str:
 
 
 def toolkit_version() -> tuple[int, ...] | None:
-    """Of the CUDA toolkit that torch finds; None without one, or without an nvcc in it."""
+    """Version of the CUDA toolkit that torch finds; None without one, or without its nvcc."""
     from deepspeed.ops.op_builder.builder import installed_cuda_version
 
     try:
         return tuple(installed_cuda_version())
-    except Exception:  # DeepSpeed's own kinds, which differ between its releases
+    except Exception:  # DeepSpeed's own exceptions, which differ between its releases
         return None
 
 
@@ -203,28 +218,22 @@ def build_folder(name: str) -> Path:
 
 
 def _clear_dead_build(folder: Path) -> None:
-    """Delete torch's lock. The caller holds the lock beside the folder, so no living process holds torch's.
+    """Delete torch's lock. The caller has the lock beside the folder, so no living process has torch's.
 
-    Every load takes torch's lock for a moment, so any killed run may leave it. Compilers that a killed build started
-    may still run: they are left to finish first.
+    Every load locks it briefly, so any killed run may leave it. Compilers of a killed build may still run: they finish
+    first.
     """
+    import psutil
+
     lock = folder / "lock"
-    while lock.exists() and _works_in(folder):
+    # ninja and its compilers work inside the folder.
+    while lock.exists() and any(each.info["cwd"] == str(folder) for each in psutil.process_iter(["cwd"])):
         time.sleep(0.2)
     lock.unlink(missing_ok=True)
 
 
-def _works_in(folder: Path) -> bool:
-    import psutil
-
-    # ninja and the compilers it runs work inside the folder.
-    return any(process.info["cwd"] == str(folder) for process in psutil.process_iter(["cwd"]))
-
-
 def main(names: Sequence[str] = STRATEGY_NAMES) -> None:
-    """Build every operator the strategies need, so that no run's start-up pays for it."""
-    from study.host.folders import cache_directory
-
+    """Build all operators of the strategies, so that no run's start-up includes it."""
     for name in names:
         if read_strategy(name).uses_nvme and not libaio_is_there():
             continue

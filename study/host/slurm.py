@@ -1,4 +1,7 @@
-"""The Slurm job that this process is in, told by its environment, and steps over the job's nodes."""
+"""The Slurm job of this process by its environment, and steps over the job's nodes.
+
+`srun python -m study.host.slurm [FOLDER...]` describes each node of a job.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.host.box import Box, this_box
+from study.host.box import Box, cpu_info, gpu_names, own_build_folder, this_box
+from study.host.folders import cache_directory
+from study.host.memory import available_cores
 
-_COMMANDS = ("scontrol", "srun")
 _ASK_S = 60
 
 
@@ -30,31 +35,29 @@ class Job:
     cores_per_node: int
 
     def step(self, nodes: int) -> list[str]:
-        """`srun` for one task on each of the job's first nodes, with all that the job has there."""
+        """Return `srun` for one task on each of the job's first nodes, with all of the job's resources there."""
         return [
             "srun", f"--nodelist={','.join(self.nodes[:nodes])}", f"--nodes={nodes}", f"--ntasks={nodes}",
-            # Left to itself, a task has one core, a process manager that Accelerate takes for a launch, and an
-            # environment that `sbatch --export=NONE` has emptied.
+            # By default, a task has one core, a process manager that Accelerate takes for a launch, and an environment
+            # that `sbatch --export=NONE` empties.
             "--ntasks-per-node=1", f"--cpus-per-task={self.cores_per_node}", "--cpu-bind=none", "--mpi=none",
             "--export=ALL", "--overlap", "--kill-on-bad-exit=1", "--wait=60",
         ]  # fmt: skip
 
 
 def this_job(environment: Mapping[str, str] = os.environ) -> Job | None:
-    """None outside of a job, and in a job of one node on that very node, where nothing needs Slurm."""
+    """Return the job; None outside of one, and in a job of one node on that node, which does not need Slurm."""
     id, listed = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not id or not listed or listed == environment.get("SLURMD_NODENAME"):
         return None
-    if missing := [command for command in _COMMANDS if not shutil.which(command)]:
+    if missing := [command for command in ("scontrol", "srun") if not shutil.which(command)]:
         raise UserError(
             f"this Slurm job is on {listed}, and {missing[0]} is not on PATH here",
             "let PATH name the folder of Slurm's commands, or take a job of one node and start this there",
         )
-    return Job(
-        id=id,
-        nodes=_hostnames(listed),
-        cores_per_node=_least_cores(environment.get("SLURM_JOB_CPUS_PER_NODE", "1")),
-    )
+    # Such as `96(x2),64`.
+    cores = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_JOB_CPUS_PER_NODE", "1"))
+    return Job(id, _hostnames(listed), min(map(int, cores), default=1))
 
 
 def is_in_job() -> bool:
@@ -81,7 +84,7 @@ def _hostnames(listed: str) -> tuple[str, ...]:
 
 @functools.cache
 def address_of(node: str) -> str:
-    """As Slurm knows it: not every cluster's names are known to a resolver."""
+    """Return Slurm's address of a node: not every cluster's names are known to a resolver."""
     found = re.search(r"\bNodeAddr=(\S+)", _answer("scontrol", "show", "node", node))
     return found[1] if found else node
 
@@ -96,13 +99,8 @@ def _answer(*command: str) -> str:
         ) from None
 
 
-def _least_cores(per_node: str) -> int:
-    """SLURM_JOB_CPUS_PER_NODE is such as `96(x2),64`."""
-    return min((int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", per_node)), default=1)
-
-
-def run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
-    """What a short command printed, on all nodes together. A node where it fails is refused with its own words."""
+def _run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
+    """Return the output of a short command on all nodes; a failure is refused with the node's own words."""
     try:
         answer = subprocess.run(
             [*job.step(len(job.nodes)), *command],
@@ -110,20 +108,18 @@ def run_on_nodes(job: Job, command: Sequence[str], timeout_s: float) -> str:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"not all of {', '.join(job.nodes)} answered within {timeout_s:.0f} s", "look at what srun says there"
+            f"not all of {', '.join(job.nodes)} answered within {timeout_s:.0f} s", "look at srun's messages there"
         ) from None
     if answer.returncode:
         said = [line for line in answer.stderr.splitlines() if "srun:" not in line] or answer.stderr.splitlines()
         raise UserError(
-            f"a step on {', '.join(job.nodes)} fails: {(said or ['it says nothing'])[-1][:300]}",
+            f"a step on {', '.join(job.nodes)} fails: {(said or ['without a message'])[-1][:300]}",
             "let every node see this repository and its Python under the same paths",
         )
     return answer.stdout
 
 
-# What the nodes of a Slurm job have together, each asked by a step over all of them.
-
-# A cold file system may take its time to show Python on the last node.
+# A cold file system may be slow to show Python on the last node.
 _PATIENCE_S = 180
 _MARK = "zero-study: node "
 _LINE = 500
@@ -131,7 +127,7 @@ _LINE = 500
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """As `study/host/node.py` describes it."""
+    """Resources of one node."""
 
     place: int
     name: str
@@ -139,8 +135,8 @@ class Node:
     gpu_memory_gib: list[float]
     host_memory_gib: float
     cores: int
-    processor: str
-    # Of the folders asked about, those that it sees.
+    cpu: str
+    # Those of the given folders that it sees.
     sees: list[str]
     cache: str
     operators: list[str]
@@ -149,7 +145,7 @@ class Node:
 
 
 def allocated_box() -> Box:
-    """All nodes of the job, or this machine. As if each node had what the smallest has: a run takes the same of all."""
+    """All nodes of the job, or this machine. Each node counts as the smallest: a run uses the same on all."""
     if (job := this_job()) is None:
         return this_box()
     nodes = ask_nodes(job)
@@ -159,7 +155,7 @@ def allocated_box() -> Box:
 
 
 def refuse_unshared(job: Job, folder: Path) -> None:
-    """Tried with a file whose name no node can have heard of before."""
+    """Refuse a folder that not all nodes see; tried with a file of a new name."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".zero-study-nodes-") as file:
         blind = [node.name for node in ask_nodes(job, (file.name,)) if not node.sees]
     if blind:
@@ -171,15 +167,56 @@ def refuse_unshared(job: Job, folder: Path) -> None:
 
 @functools.cache
 def ask_nodes(job: Job, folders: Sequence[str] = ()) -> list[Node]:
-    printed = run_on_nodes(job, [sys.executable, "-m", "study.host.node", *folders], _PATIENCE_S)
+    printed = _run_on_nodes(job, [sys.executable, "-m", "study.host.slurm", *folders], _PATIENCE_S)
     said: dict[int, str] = {}
     for place, part in re.findall(rf"^{_MARK}(\d+) (.*)$", printed, re.MULTILINE):
         said[int(place)] = said.get(int(place), "") + part
     return [Node(**json.loads(said[place])) for place in sorted(said)]
 
 
-def print_node(node: Node) -> None:
-    """In short lines: srun mixes those of two nodes where they are longer than 1024 characters."""
+def describe_node(folders: list[str]) -> None:
+    """Print this node in short lines: srun mixes those of two nodes if they are longer than 1024 characters."""
+    box, cache = this_box(), cache_directory()
+    node = Node(
+        place=int(os.environ.get("SLURM_NODEID", "0")),
+        name=os.environ.get("SLURMD_NODENAME", platform.node()),
+        gpus=gpu_names(),
+        gpu_memory_gib=list(box.gpu_memory_gib),
+        host_memory_gib=box.host_memory_gib,
+        cores=available_cores(),
+        cpu=cpu_info().get("model name", platform.machine()),
+        sees=[folder for folder in folders if Path(folder).exists()],
+        cache=str(cache),
+        operators=sorted(file.stem for file in own_build_folder(cache).glob("*/*.so")),
+        weights=sorted(file.parent.name for file in (cache / "initial_weights").glob("*/initial_weights.json")),
+        networks=networks(),
+    )
     text = json.dumps(dataclasses.asdict(node))
     for start in range(0, len(text), _LINE):
         print(f"{_MARK}{node.place} {text[start : start + _LINE]}", flush=True)
+
+
+def networks(root: Path = Path("/sys/class")) -> list[str]:
+    """Active InfiniBand and RoCE ports with their rates; without any, Ethernet. `root` is sysfs."""
+    ports = [
+        f"{port.parents[1].name} {_text(port / 'rate')}"
+        for port in sorted(root.glob("infiniband/*/ports/*"))
+        if "ACTIVE" in _text(port / "state")
+    ]
+    links = [
+        f"{link.name} {int(speed) / 1000:g} Gb/s"
+        for link in sorted(root.glob("net/*"))
+        if (speed := _text(link / "speed")).isdecimal() and _text(link / "operstate") == "up"
+    ]
+    return ports or links
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    describe_node(sys.argv[1:])

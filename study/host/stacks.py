@@ -1,16 +1,22 @@
-"""Stacks: releases of DeepSpeed and of what stands beside it, each in a folder that goes before the installed ones.
+"""Releases of a run's libraries: which are installed, how a run imports them, and stacks of other ones.
 
-`study prepare releases` makes the folders (study/releases/prepare.py); a cell names its stack, and is launched with the
-folders first on PYTHONPATH, with operators of its own. What is in no folder is the installed release.
+A stack is releases of DeepSpeed and other packages, each in a folder that precedes the installed ones. `study prepare
+releases` makes the folders (study/releases/prepare.py); a cell names its stack, and is launched with the folders first
+on PYTHONPATH and with its own operators.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
+import importlib
+import importlib.util
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,19 +24,18 @@ from typing import Any
 from study.config.errors import Unsupported, UserError
 from study.config.strategies import REPOSITORY, Strategy
 from study.config.yaml_sections import Section, as_section, read_document
+from study.host.box import own_build_folder
 from study.host.folders import cache_directory
 from study.records.directory import read_json
 from study.records.schema import RecordError
 
-# Which releases are installed, and which of Accelerate and DeepSpeed train together as DDP does.
-# Some pairs divide the gradients of an accumulated step twice, or drop micro-batches, and say nothing: losses move, and
-# nothing else shows it. So a pair counts once the suite `equivalence` has passed on it, with accumulation.
-
-# Accelerate, DeepSpeed. pyproject.toml admits these and no others.
+# Accelerate, DeepSpeed: pairs that train as DDP does; pyproject.toml admits these alone. Some pairs divide gradients
+# of an accumulated step twice, or drop micro-batches, without a message: losses move, and nothing else shows it. So a
+# pair counts once the suite `equivalence` has passed on it, with accumulation.
 VERIFIED = (("1.15.0", "0.19.8"),)
-# Where it is 1, another pair runs all the same, and its records say so.
+# 1 lets another pair run, which its records say.
 UNVERIFIED_VARIABLE = "ZERO_STUDY_UNVERIFIED_PAIR"
-# Its build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
+# DeepSpeed's build fails with a GPU and without a CUDA toolkit, unless this prevents the check.
 BUILDS_DEEPSPEED = "DS_IGNORE_CUDA_DETECTION=1"
 
 
@@ -42,7 +47,7 @@ def package_version(name: str) -> str | None:
 
 
 def is_since(name: str, release: str) -> bool:
-    """Whether the installed release of a package is this one or a later one."""
+    """Whether the installed release of a package is at least this one."""
     from packaging.version import Version
 
     found = package_version(name)
@@ -50,7 +55,7 @@ def is_since(name: str, release: str) -> bool:
 
 
 def unverified_pair() -> str | None:
-    """What is installed here, where nothing shows that it trains as DDP does."""
+    """Name the installed pair, unless it is shown to train as DDP does."""
     here = (package_version("accelerate"), package_version("deepspeed"))
     return None if here in VERIFIED else f"accelerate {here[0]} with deepspeed {here[1]}"
 
@@ -72,11 +77,11 @@ def refuse_unverified_pair(strategy: Strategy) -> None:
 
 
 STACK_FILE = REPOSITORY / "study" / "releases" / "stacks.yaml"
-# The stack of a run, by name: its record says it.
+# The name of a run's stack, which is in its record.
 STACK_VARIABLE = "ZERO_STUDY_STACK"
-# In a layer's folder once it is whole: what pip installed there, and from which archives.
+# Written to a layer's folder when it is complete: what pip installed there, and from which archives.
 LAYER_FILE = "layer.json"
-# Behind the name of a stack that has more of its release's own time than DeepSpeed.
+# Suffix of a stack with more than DeepSpeed from the time of its release.
 THEN = "-then"
 PACKAGES = ("deepspeed", "accelerate", "transformers", "datasets", "torch")
 _MOST = 1000
@@ -85,7 +90,7 @@ _VERSION = re.compile(r"\d+(\.\d+)+")
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """`releases` differ from the installed ones; each is a layer of its own, which stacks share."""
+    """`releases` differ from the installed ones; each is a layer, which stacks share."""
 
     name: str
     releases: Mapping[str, str]
@@ -95,7 +100,7 @@ class Stack:
         return [f"{package}-{version}" for package, version in self.releases.items()]
 
     def why_not(self) -> str | None:
-        """What pip said where it could not install some layer; refuses a stack that nobody has made yet."""
+        """Return pip's message if it could not install a layer; refuse a stack that was not prepared yet."""
         states = {layer: layer_state(cache_directory(), layer) for layer in self.layers}
         for layer, state in states.items():
             if state.problem:
@@ -105,14 +110,14 @@ class Stack:
         return None
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What a launch under this stack has in its environment, beside or instead of what it inherits."""
+        """Return the variables of a launch under this stack, besides those that it inherits."""
         cache = cache_directory()
         folders = [str(layer_folder(cache, layer)) for layer in self.layers]
-        # The repository too: a worktree's own study goes before the installed one.
+        # The repository too: a worktree's study precedes the installed one.
         return {
             "PYTHONPATH": os.pathsep.join([*folders, str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]),
             # Operators are compiled against one torch from one release's sources.
-            "TORCH_EXTENSIONS_DIR": str(cache / "operators" / f"stack-{self.name}"),
+            "TORCH_EXTENSIONS_DIR": str(own_build_folder(cache, self.name)),
             STACK_VARIABLE: self.name,
             UNVERIFIED_VARIABLE: "1",
         }
@@ -120,7 +125,7 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class LayerState:
-    """Of a layer's folder: the digest of the archive it was made from, or why it could not be."""
+    """A layer's folder: the digest of its archive, or the reason why it could not be made."""
 
     sha256: str | None = None
     problem: str | None = None
@@ -144,18 +149,18 @@ def layer_folder(cache: Path, layer: str) -> Path:
 
 @functools.cache
 def stacks() -> dict[str, Stack]:
-    """By name. `today` stacks differ from what is installed in DeepSpeed alone; `then` has more of its time."""
+    """Stacks by name. `today` stacks differ from the installation in DeepSpeed alone; `then` stacks in more."""
     top = as_section(read_document(STACK_FILE, Section, _MOST), str(STACK_FILE), ("today", "then"), Section)
     top.need("today", "then")
     found = {}
     if not isinstance(top["today"], list):
-        raise top.refusal("today", "is no list", "list releases of DeepSpeed")
+        raise top.refusal("today", "is not a list", "list releases of DeepSpeed")
     for release in top["today"]:
         found[_version(top, "today", release)] = Stack(release, {"deepspeed": release})
     then = as_section(top["then"], top.place_of("then"), list(top["then"]), Section)
     for deepspeed in then:
-        beside = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)
-        own = {package: _version(beside, package, version) for package, version in beside.items()}
+        others = as_section(then[deepspeed], then.place_of(deepspeed), PACKAGES[1:], Section)
+        own = {package: _version(others, package, version) for package, version in others.items()}
         name = f"{_version(then, deepspeed, deepspeed)}{THEN}"
         found[name] = Stack(name, {"deepspeed": deepspeed, **own})
     return found
@@ -168,14 +173,49 @@ def _version(section: Section, key: str, version: Any) -> str:
 
 
 def release_order(name: str) -> tuple[int, ...]:
-    """Of a release, or of a stack by name: what sorts it."""
+    """Return the sort key of a release or of a stack's name."""
     return tuple(map(int, re.findall(r"\d+", name)))
 
 
 def describe_stack() -> dict[str, Any] | None:
-    """Of this process, for its record: the layers, and the digests of the archives that they were made from."""
+    """Return this process's stack for its record: the layers, and the digests of their archives."""
     stack = stacks().get(os.environ.get(STACK_VARIABLE, ""))
     if stack is None:
         return None
     cache = cache_directory()
     return {"name": stack.name, "sha256": {layer: layer_state(cache, layer).sha256 for layer in stack.layers}}
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Disable garbage collection, which would walk the million objects of imports and free none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        # No later collection looks at these objects.
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def import_libraries(strategy: Strategy) -> None:
+    """Import a run's libraries at once: most of its start-up time, on every rank."""
+    if sys.flags.optimize > 1:
+        raise UserError(
+            "Python leaves docstrings out here, and transformers reads them where it is imported",
+            "unset PYTHONOPTIMIZE, and leave out -OO",
+        )
+    # transformers and evaluate import parts of scipy, which no run here uses. So it is hidden from them, unless
+    # scikit-learn is installed: that needs scipy, and some versions of transformers import it.
+    if importlib.util.find_spec("sklearn") is None:
+        sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]
+    # transformers imports it, and it fails with another torch than its own: a notebook's remains when torch is
+    # replaced. No model of text uses it.
+    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+    with importing():
+        for library in ("accelerate", "transformers.modeling_utils", "transformers.generation"):
+            importlib.import_module(library)
+        if strategy.deepspeed is not None:
+            importlib.import_module("deepspeed")

@@ -1,4 +1,4 @@
-"""What a run measures about itself, in one object that keeps the training loop readable:
+"""All meters of a run, in one object:
 
 meters = Meters(device, watched_step=7, warmup_steps=6, profiled_steps=range(28, 31), records_profile=is_main)
 model, optimizer = accelerator.prepare(...)
@@ -30,9 +30,9 @@ from study.metrics.traffic import TrafficWatch
 
 
 class Meters:
-    """Clock, memory, energy, and the watches of one step, in this rank. Create it before the model.
+    """Clock, memory, energy, and the watches of one step, on this rank. Create it before the model.
 
-    The profiled steps are the run's last. All ranks leave them out of their times, and one of them records.
+    The profiled steps are the run's last. All ranks leave them out of their times, and one rank records them.
     """
 
     def __init__(
@@ -60,18 +60,24 @@ class Meters:
         self._first_step = True
 
     def start(self, model: Any, optimizer: Any) -> None:
-        """Call when everything is prepared, right before the first step."""
+        """Call after accelerator.prepare, right before the first step."""
         self._started = (model, optimizer)
-        # Reference cycles hold tensors until some collection: transformers drops the output layer that it ties.
+        # Reference cycles keep tensors until a collection: transformers drops the output layer that it ties.
         gc.collect()
         self.memory.enter_phase("first_step")
         self.clock.resume()
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """One whole optimizer step, all its micro-batches included."""
-        if self.profiled_steps:
-            self._before_profiled(step)
+        """Wrap one optimizer step with all its micro-batches."""
+        if self.profiled_steps and step == self.profiled_steps[0] - PROFILER_WARMUP_STEPS:
+            self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
+            if self.profiler is not None:
+                with self.paused():
+                    self.profiler.warm_up()
+        elif self.profiler is not None and step == self.profiled_steps[0]:
+            with self.paused():
+                self.profiler.start()
         if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
@@ -97,20 +103,9 @@ class Meters:
             with self.paused():
                 self.profiler.stop()
 
-    def _before_profiled(self, step: int) -> None:
-        first = self.profiled_steps[0]
-        if step == first - PROFILER_WARMUP_STEPS:
-            self.clock.exclude_next_step(PROFILER_WARMUP_STEPS + len(self.profiled_steps))
-            if self.profiler is not None:
-                with self.paused():
-                    self.profiler.warm_up()
-        elif step == first and self.profiler is not None:
-            with self.paused():
-                self.profiler.start()
-
     @contextlib.contextmanager
     def interruption(self, phase: Phase) -> Iterator[None]:
-        """Around what is not a training step: its time is in no step, and its memory in a phase of its own."""
+        """Wrap what is not a training step: its time is in no step, and its memory in a phase of its own."""
         self.clock.pause()
         with self.memory.phase(phase):
             yield
@@ -118,13 +113,13 @@ class Meters:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is in no step's time: a checkpoint, a gathered metric."""
+        """Wrap what is in no step's time: a checkpoint, a gathered metric."""
         self.clock.pause()
         yield
         self.clock.resume()
 
     def peak_gib(self) -> float:
-        """For a progress line: the peak so far of what tensors occupy on the GPU, or of this process on the host."""
+        """Return the peak so far for a progress line: allocated on the GPU, or resident on the host."""
         phases = self.memory.report()["phases"].values()
         return max(phase["allocated"] or phase["host"] for phase in phases) / 2**30
 
@@ -137,11 +132,11 @@ class Meters:
 
     @property
     def profile(self) -> dict[str, Any] | None:
-        """profile.json, of the rank that recorded one."""
+        """profile.json, on the rank that recorded one."""
         return self.profiler.document if self.profiler is not None else None
 
     def summary(self) -> dict[str, float | None]:
-        """This rank's summary.json figures of time and energy; flush() first."""
+        """Return this rank's time and energy for summary.json; flush() first."""
         return {
             **step_time_statistics(self.clock.counted_step_times),
             "window_s": self.clock.window_s if self.clock.window_steps else None,

@@ -1,7 +1,7 @@
-"""Time per optimizer step, without making the device wait for the host at every step.
+"""Time and energy per optimizer step, without synchronizing the device at every step.
 
-On CUDA an event is recorded where a step ends and read back in batches; elsewhere the host's clock does.
-Steps that warm up, or are watched or profiled, keep their time in their own row and enter no statistic.
+On CUDA an event is recorded where a step ends and read back in batches; elsewhere the host's clock is read.
+Warm-up, watched and profiled steps have a time in their row and are in no statistic.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 # In 26 laptop runs of 40 steps the first ones took 54, 27, 1, -, 4 and 2 % longer than later ones (the fourth was
 # watched), and from the seventh on no longer; the step after the evaluation took 12 % longer (medians over the runs).
 _WARMUP_SHARE, LEAST_WARMUP_STEPS, _MOST_WARMUP_STEPS = 5, 3, 10
-# Where evaluations are closer than that, the step after one counts: there would be too few left.
+# Where evaluations are closer than that, the step after one counts: otherwise too few would.
 STEPS_BETWEEN_EVALUATIONS = 5
 
 
 def warmup_steps(steps: int) -> int:
-    """Of a run of so many: a fifth, within limits. Short runs, such as a search's probes, are left some to count."""
+    """Return the number of warm-up steps: a fifth, within limits that leave short runs some steps to count."""
     return min(max(LEAST_WARMUP_STEPS, steps // _WARMUP_SHARE), _MOST_WARMUP_STEPS)
 
 
 class HostCost:
-    """Seconds the host spent measuring inside steps. Every meter works under `with cost:`, and in no other's."""
+    """Seconds that the host spent measuring inside steps. Every meter works under `with cost:`, and never nested."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -40,11 +40,11 @@ class HostCost:
 
 
 class StepClock:
-    """Times every step, and the window of counted steps as a whole.
+    """Times every step, and the window of all counted steps.
 
-    The run is cut into segments with the device synchronized at both ends. Only counted segments add up
-    to the window; uncounted steps (warm-up, a watched one, profiled ones) are in segments of their own.
-    `on_segment(counted, opened)` is called where a segment opens and where it ends.
+    The run is cut into segments with the device synchronized at both ends. The window is the sum of the counted
+    segments; uncounted steps (warm-up, watched, profiled) have segments of their own. `on_segment(counted, opened)` is
+    called where a segment opens and where it ends.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepClock:
         self._segment_started = 0.0
 
     def resume(self) -> None:
-        """Call right before the first step, and after a pause. The window opens when the warm-up steps are done."""
+        """Call right before the first step, and after a pause. The window opens after the warm-up steps."""
         assert self._segment_counted is None, "the clock runs already"
         self._open(counted=self._uncounted_left == 0)
 
@@ -99,20 +99,20 @@ class StepClock:
         self._segment_counted = None
 
     def exclude_next_step(self, count: int = 1) -> None:
-        """The next `count` steps have their time in their row, and are in neither the window nor the statistics."""
+        """Leave the next `count` steps out of the window and the statistics."""
         self.pause()
         self._uncounted_left = max(self._uncounted_left, count)
         self._open(counted=False)
 
     def resume_cold(self) -> None:
-        """As resume(), after what put other code and data into the caches: the first step is not counted."""
+        """Resume after work that evicted the caches: the first step is not counted."""
         self.resume()
         if self._counted_in_a_row >= STEPS_BETWEEN_EVALUATIONS:
             self.exclude_next_step()
             self._counted_in_a_row = 0
 
     def flush(self) -> list[tuple[int, float]]:
-        """(step, step_time_s) of the steps since the last flush; waits for the last of them on CUDA."""
+        """Return (step, step_time_s) of the steps since the last flush; on CUDA, wait for the last of them."""
         rows = []
         if self._marks and self.device.type == "cuda":
             self._marks[-1][3].synchronize()
@@ -145,13 +145,12 @@ class StepClock:
 
 def step_time_statistics(times: Sequence[float]) -> dict[str, float | None]:
     names = ("step_time_s_p10", "step_time_s_median", "step_time_s_p90")
-    if not len(times):
-        return dict.fromkeys(names)
-    return dict(zip(names, (float(value) for value in np.percentile(times, (10, 50, 90))), strict=True))
+    values = map(float, np.percentile(times, (10, 50, 90))) if len(times) else (None,) * 3
+    return dict(zip(names, values, strict=True))
 
 
 def nvml_handle(device: torch.device) -> Any | None:
-    """The driver's handle of exactly this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
+    """Return the driver's handle of this GPU, whatever CUDA_VISIBLE_DEVICES hides or reorders; None without one."""
     # The UUID names the card (or the MIG slice) itself; an index would have to be translated.
     return handle_of(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
 
@@ -166,25 +165,19 @@ def handle_of(uuid: str) -> Any | None:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
                 continue
-            # Where this is the card that a slice is cut from, its figures are not the slice's.
-            return None if name.startswith("GPU") and _is_divided(handle) else handle
+            try:
+                # The figures of a card that is divided into slices are not the slice's.
+                is_divided = name.startswith("GPU") and pynvml.nvmlDeviceGetMigMode(handle)[0]
+            except pynvml.NVMLError_NotSupported:  # most GPUs cannot be divided
+                is_divided = False
+            return None if is_divided else handle
     except pynvml.NVMLError:
-        # No NVML library, no permission: this figure is not measurable here.
-        return None
+        pass  # no NVML library, or no permission: not measurable here
     return None
 
 
-def _is_divided(handle: Any) -> bool:
-    import pynvml
-
-    try:
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    except pynvml.NVMLError_NotSupported:  # most GPUs cannot be
-        return False
-
-
 class EnergyMeter:
-    """Joules between `resume()` and `pause()`, summed over the timed window's segments; None where one is missing."""
+    """Joules between `resume()` and `pause()`, summed over segments; None where the reading of one is missing."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle = nvml_handle(device)

@@ -1,8 +1,10 @@
-"""A model's FLOPs counted from its shapes; and, as a program, what Accelerate's and DeepSpeed's estimators say.
+"""FLOPs of a model counted from its shapes, the rate of matrix products on this machine, and other estimators.
 
-    python -m study.metrics.flops < requests.json
+    python -m study.metrics.flops rates
+    python -m study.metrics.flops estimates < requests.json
 
-One JSON document in, one out: for each request the bytes of a GPU by estimator, null where it has nothing to say.
+Both print one JSON document. `estimates` has the bytes per GPU of Accelerate's and DeepSpeed's estimators for each
+request, null where there is none.
 """
 
 from __future__ import annotations
@@ -11,18 +13,25 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from study.config.flags import RunConfig
 from study.host.stacks import is_since
 
+if TYPE_CHECKING:
+    import torch
+
+SECONDS_PER_PRECISION = 0.5
+# Large enough to keep a GPU busy; on a CPU, small enough to be quick.
+_SIZE = {"cuda": 8192, "cpu": 1024}
+
 
 def model_flops_per_sample(config: RunConfig) -> int:
-    """Matrix-multiply FLOPs, forward and backward, of one sample at the full sequence length.
+    """Count matrix-multiply FLOPs, forward and backward, of one sample at the full sequence length.
 
     Counted on a meta-device copy, with eager attention, without gradient checkpointing and outside the engine: fused
-    kernels, recomputation and sharding change what a device does and not what the model asks for, so every arm of a
-    comparison gets the same figure, and MFU stays comparable. Causal masking saves nothing in this count.
+    kernels, recomputation and sharding change what a device does and not what the model asks for. So every strategy
+    gets the same figure, and MFU stays comparable. Causal masking saves nothing in this count.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -46,8 +55,42 @@ def model_flops_per_sample(config: RunConfig) -> int:
     return counter.get_total_flops()
 
 
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, seconds: float = SECONDS_PER_PRECISION) -> float:
+    """Return the median rate of square products, with torch's current settings."""
+    import torch
+    from torch.utils.benchmark import Timer
+
+    # Random matrices: a GPU runs at a higher clock on zeros.
+    left, right = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    # Synchronizes the device at both ends, and warms up while it looks for the number of repetitions.
+    timer = Timer("torch.mm(left, right)", globals={"torch": torch, "left": left, "right": right})
+    return float(2 * size**3 / timer.blocked_autorange(min_run_time=seconds).median / 1e12)
+
+
+def measure_matmul_rates(seconds: float = SECONDS_PER_PRECISION) -> dict[str, Any]:
+    import torch
+
+    # NVIDIA's containers turn TF32 on by an environment variable, and a run here turns it off (study/engine/setup.py).
+    torch.set_float32_matmul_precision("highest")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    dtypes = {"fp32": torch.float32}
+    if not on_gpu or torch.cuda.is_bf16_supported(including_emulation=False):
+        dtypes["bf16"] = torch.bfloat16
+    if on_gpu:  # a CPU emulates fp16 products, which takes many times as long
+        dtypes["fp16"] = torch.float16
+    size = _SIZE[device.type]
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "torch": torch.__version__,
+        "size": size,
+        "tflops": {name: round(matmul_tflops(device, dtype, size, seconds), 3) for name, dtype in dtypes.items()},
+    }
+
+
 def accelerate_bytes(parameters: int, precision: str) -> int:
-    """`accelerate estimate-memory`'s "Training using Adam": the largest of its stages; it is asked of no ranks."""
+    """Return `accelerate estimate-memory`'s "Training using Adam": its largest stage; it knows no ranks."""
     from accelerate.commands.estimate import estimate_training_usage
 
     kind = {"bf16": "bfloat16", "fp16": "float16"}.get(precision.removesuffix("-engine"), "float32")
@@ -57,7 +100,7 @@ def accelerate_bytes(parameters: int, precision: str) -> int:
 def deepspeed_bytes(
     parameters: int, largest_layer: int, gpus: int, nodes: int, stage: int | None, optimizer: bool, weights: bool
 ) -> int | None:
-    """estimate_zero2_ and estimate_zero3_model_states_mem_needs; there is none for stages 0 and 1."""
+    """Call estimate_zero2_ or estimate_zero3_model_states_mem_needs; there is no estimator for stages 0 and 1."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
@@ -70,18 +113,20 @@ def deepspeed_bytes(
 
 
 def main() -> None:
-    requests: list[dict[str, Any]] = json.load(sys.stdin)
     # DeepSpeed prints to stdout while it is imported.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
-        said = [
+        if sys.argv[1] == "rates":
+            json.dump(measure_matmul_rates(), answers)
+            return
+        estimates = [
             {
                 "accelerate": accelerate_bytes(request["parameters"], request.pop("precision")),
                 "deepspeed": deepspeed_bytes(**request),
             }
-            for request in requests
+            for request in json.load(sys.stdin)
         ]
-        json.dump(said, answers)
+        json.dump(estimates, answers)
 
 
 if __name__ == "__main__":

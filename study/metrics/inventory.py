@@ -1,4 +1,4 @@
-"""Tensors claimed by name, each storage counted once, and every other tensor alive in the process."""
+"""Tensors claimed by name, each storage counted once; all other live tensors; memory of a forward pass."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SETTLED_AFTER_S = 0.05
 
 
 class ForwardWatch:
-    """`with ForwardWatch(model) as watch:` around one optimizer step; then `watch.report`, of its fullest forward pass.
+    """`with ForwardWatch(model) as watch:` around one optimizer step; then `watch.report`, of its largest forward pass.
 
-    Counted where tensors are allocated, so that it does not matter who holds them: autograd, a checkpointed layer or an
-    engine of its own. The logits and the loss are among them.
+    Counted where tensors are allocated, so that their owner does not matter: autograd, a checkpointed layer or an
+    engine. The logits and the loss are included.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self._hooks = contextlib.ExitStack()
         self._before: tuple[int, int] | None = None
-        self._held: list[tuple[int, int]] = []
+        self._passes: list[tuple[int, int]] = []
 
     def __enter__(self) -> ForwardWatch:
         if bytes_in_use(self._device) is not None:
@@ -45,8 +45,8 @@ class ForwardWatch:
 
     @property
     def report(self) -> dict[str, int | None]:
-        held, gathered = max(self._held, default=(None, None))
-        return {"forward_holds_bytes": held, "forward_gathers_bytes": gathered}
+        kept, gathered = max(self._passes, default=(None, None))
+        return {"forward_holds_bytes": kept, "forward_gathers_bytes": gathered}
 
     def _read_before(self, *_: Any) -> None:
         gc.collect()
@@ -54,34 +54,29 @@ class ForwardWatch:
 
     def _read_after(self, *_: Any) -> None:
         assert self._before is not None
-        (used_before, whole_before), (used, whole) = self._before, self._read()
-        gathered = max(0, whole - whole_before)
-        self._held.append((max(0, used - used_before - gathered), gathered))
+        (used_before, gathered_before), (used, now_gathered) = self._before, self._read()
+        gathered = max(0, now_gathered - gathered_before)
+        self._passes.append((max(0, used - used_before - gathered), gathered))
 
     def _read(self) -> tuple[int, int]:
         if self._device.type == "cpu":
-            # A thread of gloo's lets go of a buffer some time after its collective is done.
+            # A thread of gloo frees a buffer some time after its collective is done.
             time.sleep(_SETTLED_AFTER_S)
         used = bytes_in_use(self._device)
         assert used is not None
-        return used, sum(_bytes_here(parameter) for parameter in self._model.parameters())
+        return used, sum(_gathered_bytes(parameter) for parameter in self._model.parameters())
 
 
-def _bytes_here(parameter: nn.Parameter) -> int:
-    """Whole and beside its part: stage 3 leaves nothing of a parameter where it is not gathered, and FSDP a DTensor.
-    Where the part of one rank is the whole, it is looked at in place, and nothing was allocated."""
-    part = getattr(parameter, "ds_tensor", None)
-    is_in_place = part is not None and part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+def _gathered_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter besides its shard: stage 3 leaves none where it is not gathered, and FSDP a DTensor.
+
+    Where the shard of one rank is the whole parameter, it is used in place and nothing was allocated.
+    """
+    shard = getattr(parameter, "ds_tensor", None)
+    is_in_place = shard is not None and shard.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     if is_in_place or hasattr(parameter, "_local_tensor"):
         return 0
     return parameter.numel() * parameter.element_size()
-
-
-def bytes_in_use(device: torch.device) -> int | None:
-    """What tensors, and on a CPU all else in this process, have allocated and not freed."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _malloced()
 
 
 class _MallocFigures(ctypes.Structure):
@@ -92,30 +87,31 @@ class _MallocFigures(ctypes.Structure):
     ]  # fmt: skip
 
 
-def _malloced() -> int | None:
-    """None without a C library that counts past 4 GiB."""
+def bytes_in_use(device: torch.device) -> int | None:
+    """Bytes allocated and not freed: by tensors on a GPU, by the process on a CPU. None without glibc's mallinfo2."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
     library = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-    if not hasattr(library, "mallinfo2"):
+    if library is None or not hasattr(library, "mallinfo2"):
         return None
-    count = library.mallinfo2  # type: ignore[union-attr]
-    count.restype = _MallocFigures
-    figures = count()
+    library.mallinfo2.restype = _MallocFigures
+    figures = library.mallinfo2()
     return int(figures.uordblks + figures.hblkhd)
 
 
 class Inventory:
-    """Tensors claimed one piece at a time; a storage claimed before is not counted again."""
+    """Tensors claimed by kind and name; a storage that was claimed before is not counted again."""
 
     def __init__(self, compute_device: torch.device) -> None:
         self.compute_device = compute_device
-        self.pieces: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        self.claims: defaultdict[tuple[str, str, str], int] = defaultdict(int)
         self._claimed: dict[int, list[tuple[int, int]]] = {}
         self._sizes: dict[int, int] = {}
         self._unreachable: list[int] = []
         self.grads_in_bucket_bytes = 0
 
-    def claim(self, kind: str, piece: str, tensors: Any, offloaded: bool = False) -> None:
-        """`kind` is one of STATE_KINDS or "buffers". Counts what the tensors span, not the rest of their storage."""
+    def claim(self, kind: str, name: str, tensors: Any, offloaded: bool = False) -> None:
+        """Count what the tensors span, not the rest of their storage. `kind` is one of STATE_KINDS or "buffers"."""
         for tensor in tensors_in(tensors):
             place = self._place(tensor, offloaded)
             storage = tensor.untyped_storage()
@@ -126,27 +122,27 @@ class Inventory:
             start = int(tensor.storage_offset()) * tensor.element_size()
             end = start + tensor.numel() * tensor.element_size()
             self._claimed[key], new_bytes = _cover(self._claimed.get(key, []), start, end)
-            self.pieces[kind, place, piece] += new_bytes
+            self.claims[kind, place, name] += new_bytes
 
-    def add_files(self, kind: str, piece: str, paths: Iterable[str]) -> None:
-        self.pieces[kind, "nvme", piece] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
+    def add_files(self, kind: str, name: str, paths: Iterable[str]) -> None:
+        self.claims[kind, "nvme", name] += sum(Path(path).stat().st_size for path in paths if Path(path).exists())
 
-    def add_unreachable(self, piece: str, sizes: list[int]) -> None:
-        """Buffers of C++ objects, known by size alone. A dispatch mode may have made Python objects of them."""
-        self.pieces["buffers", "device", piece] += sum(sizes)
+    def add_unreachable(self, name: str, sizes: list[int]) -> None:
+        """Count buffers of C++ objects, known by size only. A dispatch mode may have made Python objects of them."""
+        self.claims["buffers", "device", name] += sum(sizes)
         self._unreachable += sizes
 
     def note_bucketed(self, parameters: list[nn.Parameter]) -> None:
-        """Whole gradients that wait in the bucket for their reduction. Call when only the bucket is claimed."""
+        """Count whole gradients that wait in the bucket for their reduction. Call when only the bucket is claimed."""
         grads = tensors_in([gradients_of(parameter) for parameter in parameters])
-        held = [t for t in grads if t.untyped_storage().data_ptr() in self._claimed]
-        self.grads_in_bucket_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        waiting = [grad for grad in grads if grad.untyped_storage().data_ptr() in self._claimed]
+        self.grads_in_bucket_bytes = sum(grad.numel() * grad.element_size() for grad in waiting)
 
     def total(self, kind: str, place: str) -> int:
-        return sum(count for (k, p, _), count in self.pieces.items() if (k, p) == (kind, place))
+        return sum(count for (k, p, _), count in self.claims.items() if (k, p) == (kind, place))
 
     def other_tensor_bytes(self) -> int:
-        """What a scan of the whole process finds in storages nobody claimed, and unclaimed parts of claimed ones."""
+        """Scan the process for unclaimed storages and unclaimed parts of claimed ones; return their bytes."""
         gc.collect()
         other: dict[int, int] = {}
         for found in gc.get_objects():
@@ -173,27 +169,23 @@ class Inventory:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every plain tensor in nested containers; a DTensor yields this rank's shard."""
+    """Yield every plain tensor in nested containers; of a DTensor, this rank's shard."""
     if isinstance(value, dtensor_type()):
         yield from tensors_in(value._local_tensor)
     elif isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 
 def dtensor_type() -> Any:
-    """Importing DTensor costs half a second. If nothing has imported it, no tensor is one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", ())
+    """Return DTensor without importing it, which takes half a second: if nothing has imported it, no tensor is one."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def _cover(spans: list[tuple[int, int]], start: int, end: int) -> tuple[list[tuple[int, int]], int]:
-    """The disjoint `spans` of a storage with [start, end) added, and how many bytes that added."""
+    """Add [start, end) to the disjoint `spans` of a storage; return them and how many bytes that added."""
     touching = [span for span in spans if span[0] < end and start < span[1]]
     known = sum(min(end, span[1]) - max(start, span[0]) for span in touching)
     merged = (min([start, *(span[0] for span in touching)]), max([end, *(span[1] for span in touching)]))

@@ -1,8 +1,8 @@
 """Peak memory per phase of a run, on the device and on the host, and the mean device memory over steps.
 
-Three device figures: what tensors occupy (allocated), what the caching allocator holds (reserved), and what the card
-shows as used (device: with context, communicators and every other process on that card). The peaks of torch and of
-Linux are reset where a phase begins.
+Three device figures: `allocated` by tensors, `reserved` by the caching allocator, and `device`, what the card shows as
+used with contexts, communicators and all other processes. The peaks of torch and of Linux are reset where a phase
+begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Phase = Literal["init", "load", "first_step", "steady", "eval", "save"]
 
 
 class MemoryMeter:
-    """A phase may come back: its peak is the largest of all its turns. All figures are bytes."""
+    """Peaks in bytes by phase. A phase may be entered again: its peak is the largest of all its turns."""
 
     def __init__(self, device: torch.device, cost: HostCost | None = None) -> None:
         self.device = device
@@ -44,7 +44,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Leave the current phase for this one, and go back to it after."""
+        """Enter this phase, and go back to the current one after."""
         interrupted = self._phase
         self.enter_phase(phase)
         try:
@@ -53,7 +53,7 @@ class MemoryMeter:
             self.enter_phase(interrupted)
 
     def step_done(self) -> None:
-        """One cheap sample of the device; the peaks need none."""
+        """Sample the device's memory once; the peaks need no samples."""
         self._has_stepped = True
         with self.cost:
             used = self._sample_device()
@@ -62,14 +62,14 @@ class MemoryMeter:
                 self._device_samples += 1
 
     def report(self) -> dict[str, Any]:
-        """This rank's `{phase: {allocated, reserved, device, host}}` and its mean device memory over steps."""
+        """Return this rank's `{phase: {allocated, reserved, device, host}}` and its mean device memory over steps."""
         self._harvest()
         mean = self._device_sum / self._device_samples if self._device_samples else None
         return {"phases": {name: dict(peaks) for name, peaks in self._peaks.items()}, "device_mean_over_steps": mean}
 
     def _harvest(self) -> None:
         if self._phase == "steady" and not self._has_stepped and "steady" in self._peaks:
-            # Between the last evaluation and the end, with what it imported, there is no step.
+            # After the last evaluation there is no step: what it imported is not of this phase.
             return
         self._sample_device()
         on_cuda = self.device.type == "cuda"
@@ -97,10 +97,10 @@ class MemoryMeter:
         import pynvml
 
         try:
-            # The first version counts what the driver keeps for itself as used.
+            # The first version counts the driver's own memory as used.
             used = int(pynvml.nvmlDeviceGetMemoryInfo(self._nvml, version=pynvml.nvmlMemory_v2).used)
         except pynvml.NVMLError:
-            # Some boxes do not let a guest ask, and no run depends on the answer. What was seen before is no peak.
+            # Some machines refuse a guest, and no run depends on the answer. Earlier samples are not a peak.
             self._nvml = self._device_peak = None
             self._device_samples = 0
             for peaks in self._peaks.values():
@@ -122,10 +122,10 @@ class _HostPeak:
 
     def reset(self) -> None:
         if hasattr(psutil, "heap_trim"):
-            # Give back what an earlier phase freed and the C library kept: it is not of this phase.
+            # Return to the system what an earlier phase freed and the C library kept.
             psutil.heap_trim()
         try:
-            # proc(5): "5" resets VmHWM. Some containers refuse it.
+            # proc(5): "5" resets VmHWM. Some containers refuse that.
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             self._resettable = False
@@ -140,7 +140,7 @@ class _HostPeak:
         lifetime = _lifetime_peak()
         if lifetime > self._lifetime_at_reset:
             return lifetime
-        # The process was larger in an earlier phase, so only the two ends of this one are known.
+        # The process was larger in an earlier phase, so only both ends of this one are known.
         return max(self._resident_at_reset, self._process.memory_info().rss)
 
 

@@ -1,7 +1,7 @@
-"""Where the time of the last steps of a run goes, from torch's own profiler, as one small document.
+"""Where the time of a run's last steps goes, from torch's profiler, as one small document.
 
-On a GPU the kernels are counted, and what lies between them is the GPU waiting for the host. Elsewhere the operators
-are, each without those it calls, and what lies between them is Python.
+On a GPU the kernels are counted, and the gaps between them are the GPU waiting for the host. On a CPU the operators are
+counted, each without those that it calls, and the gaps between them are Python.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from study.config.flags import RunConfig
 from study.metrics.clock import warmup_steps
 from study.records.schema import PROFILE_CATEGORIES
 
-# The operator that launched a kernel says what it is for. Compiled code has none: then the kernel's name has to do.
-# What lies inside one of these belongs to it, whatever it does there.
+# A kernel's category comes from the operator that launched it, or in compiled code, which has none, from its own name.
+# All work inside one of these regions has the region's category.
 _REGIONS = (
     ("collectives", re.compile(r"^(c10d|_c10d_functional(_autograd)?)::|^record_param_comms$|^nccl|^gloo:")),
     ("optimizer", re.compile(r"^Optimizer\.step#|^aten::_fused_(adam|adamw|adagrad|sgd)_?$")),
@@ -62,12 +62,12 @@ _OPERATORS = {
 }  # fmt: skip
 _KIND_OF_OPERATOR = {name: kind for kind, names in _OPERATORS.items() for name in names}
 
-# Inductor names a kernel after the operators it has fused; one that only moves numbers is a copy.
+# Inductor names a kernel after its fused operators; one that only moves numbers is a copy.
 _MOVES = (
     "unsafe_view|_?to_copy|clone|copy|cat|stack|view|transpose|permute|expand|unsqueeze|squeeze|slice_scatter|slice|"
     "select|constant_pad_nd|zeros_like|zeros|ones|full_like|full|new_zeros|empty_like|empty|t"
 )
-# In this order: the first that is found in a kernel's name says what it is for.
+# The first match in a kernel's name decides.
 _KERNELS = (
     ("copies", re.compile(rf"^triton_(poi|for)_fused(_+({_MOVES}))+(_\d+)*$")),
     ("attention", re.compile(r"flash|fmha|sdpa|flex_attention|efficient_attention|AttentionKernel", re.I)),
@@ -86,8 +86,7 @@ _KERNELS = (
 
 
 @functools.lru_cache(maxsize=4096)
-def category_of_operator(name: str) -> str | None:
-    """What an operator of torch is for by itself; None where its name does not say."""
+def operator_category(name: str) -> str | None:
     if _COPY_INSIDE_FSDP.match(name):
         return "copies"
     if (found := _OPERATOR.match(name)) is None:
@@ -97,37 +96,31 @@ def category_of_operator(name: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def category_of_kernel(name: str) -> str | None:
-    """What a kernel is for by its own name alone; None where that does not say."""
-    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), None)
+def first_match(patterns: tuple[tuple[str, re.Pattern[str]], ...], name: str) -> str | None:
+    return next((kind for kind, pattern in patterns if pattern.search(name)), None)
 
 
-def category(name: str, callers: Sequence[str] = ()) -> str:
-    """What a kernel or operator is for; `callers` are the operators around it, the innermost first."""
-    in_regions = map(_region, (name, *reversed(callers)))
-    as_operators = map(category_of_operator, (name, *callers))
-    return next(filter(None, chain(in_regions, as_operators)), None) or category_of_kernel(name) or "other"
+def categorize(name: str, callers: Sequence[str] = ()) -> str:
+    """Return the category of a kernel or operator; `callers` are the operators around it, the innermost first."""
+    by_region = (first_match(_REGIONS, each) for each in (name, *reversed(callers)))
+    by_operator = (operator_category(each) for each in (name, *callers))
+    return next(filter(None, chain(by_region, by_operator)), None) or first_match(_KERNELS, name) or "other"
 
 
-@functools.lru_cache(maxsize=4096)
-def _region(name: str) -> str | None:
-    return next((kind for kind, pattern in _REGIONS if pattern.search(name)), None)
-
-
-# Between the watched step and the profiler, so that a profiled run has undisturbed times as well.
+# Between the watched step and the profiler, so that a profiled run has undisturbed step times too.
 COUNTED_STEPS = 3
-# The profiler's own: its hooks into the driver are slow at first.
+# The profiler's own warm-up: its hooks into the driver are slow at first.
 PROFILER_WARMUP_STEPS = 1
 TOP = 25
 NAME_LETTERS = 200
 _RANGE = "zero-study: profiled steps"
 _OPTIMIZER_RANGE = "Optimizer.step#"
-# Calls into the CUDA runtime and driver stand beside the operators in a trace.
+# Calls into the CUDA runtime and driver are among the operators of a trace.
 _DRIVER_CALL = re.compile(r"^cu(da)?[A-Z]")
 
 
 def check_profiled_steps(config: RunConfig, steps: int) -> None:
-    """`steps`: how many this run does itself, after a checkpoint it goes on from."""
+    """Refuse a run of too few steps; `steps` are those after the checkpoint that it resumes."""
     others = 1 + COUNTED_STEPS + PROFILER_WARMUP_STEPS + config.profile_steps
     needed = next(count for count in itertools.count(others) if count >= warmup_steps(count) + others)
     if config.profile_steps and steps < needed:
@@ -139,9 +132,9 @@ def check_profiled_steps(config: RunConfig, steps: int) -> None:
 
 
 class StepProfiler:
-    """Records consecutive steps: warm_up() a step before them, start() and stop() around them.
+    """Records consecutive steps: warm_up() one step before them, start() and stop() around them.
 
-    Only what lies between begin() and end() is counted; the device is idle at either.
+    Only work between begin() and end() is counted; the device is idle at both.
     """
 
     def __init__(self, device: torch.device, steps: range) -> None:
@@ -149,7 +142,7 @@ class StepProfiler:
         self.device = device
         self.document: dict[str, Any] | None = None
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        # For torch all our steps are one: it has no other way to warm up.
+        # For torch all our steps are one: it can warm up in no other way.
         self._profile = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
         self._range: record_function | None = None
         self._records = False
@@ -185,23 +178,23 @@ class StepProfiler:
 
 @dataclasses.dataclass
 class Span:
-    """A piece of work and the operators around it; nanoseconds."""
+    """A kernel, operator or annotation with its times in nanoseconds."""
 
     name: str
     start: int
     end: int
     parent: Span | None = None
-    # An annotation only says what is done inside.
-    works: bool = True
+    # An annotation only names the work inside it.
+    is_work: bool = True
     inside: int = 0
 
     @property
-    def alone(self) -> int:
-        """Its time without that of the operators it calls."""
+    def self_time(self) -> int:
+        """Time without that of the operators that it calls."""
         return self.end - self.start - self.inside
 
-    def around(self) -> Iterator[Span]:
-        """The innermost first."""
+    def callers(self) -> Iterator[Span]:
+        """Yield the spans around this one, the innermost first."""
         span = self.parent
         while span is not None:
             yield span
@@ -209,63 +202,52 @@ class Span:
 
 
 def profile_document(events: Iterable[Any], steps: range, device: str) -> dict[str, Any]:
-    """What profile.json says, from the events of torch's profiler."""
+    """Make profile.json from the events of torch's profiler."""
     host, kernels = [], []
     for event in events:
         if event.device_type() == DeviceType.CPU:
             host.append(event)
         elif not event.is_user_annotation():
             kernels.append(event)
-    window = _Window([(event.start_ns(), event.end_ns()) for event in host if event.name() == _RANGE])
-    operators, by_id = _operators(host, window)
+    windows = sorted((event.start_ns(), event.end_ns()) for event in host if event.name() == _RANGE)
+    operators, by_id = _operators(host, windows)
     if device == "cuda":
         if not kernels:
-            # It is so on this box, and would be in the next run as well.
+            # It is so on this machine, and would be in the next run as well.
             raise Unsupported(
                 "the profiler saw no kernel of the GPU", "CUPTI does not work here: leave --profile_steps out"
             )
         work = []
         for event in kernels:
-            if (span := window.clipped(event)) is not None:
+            if (span := _clip(event, windows)) is not None:
                 span.parent = by_id.get(event.linked_correlation_id())
                 work.append(span)
     else:
-        work = [span for span in operators if span.works]
-    return _document(work, window, steps, device)
+        work = [span for span in operators if span.is_work]
+    return _document(work, sum(end - start for start, end in windows), steps, device)
 
 
-class _Window:
-    """The stretches of time that count."""
-
-    def __init__(self, stretches: Iterable[tuple[int, int]]) -> None:
-        self.stretches = sorted(stretches)
-        self._starts = [start for start, _ in self.stretches]
-
-    @property
-    def length(self) -> int:
-        return sum(end - start for start, end in self.stretches)
-
-    def clipped(self, event: Any) -> Span | None:
-        """The part of the event inside a stretch; None if it does not start in one."""
-        start = event.start_ns()
-        place = bisect.bisect_right(self._starts, start) - 1
-        if place < 0 or start >= (end := self.stretches[place][1]):
-            return None
-        return Span(event.name(), start, min(event.end_ns(), end))
+def _clip(event: Any, windows: Sequence[tuple[int, int]]) -> Span | None:
+    """Return the part of the event inside a window of profiled time; None if it does not start in one."""
+    start = event.start_ns()
+    place = bisect.bisect_right(windows, start, key=lambda window: window[0]) - 1
+    if place < 0 or start >= (end := windows[place][1]):
+        return None
+    return Span(event.name(), start, min(event.end_ns(), end))
 
 
-def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[int, Span]]:
-    """Operators and annotations of the host, each with its caller; and by the id that kernels refer to."""
+def _operators(host: Sequence[Any], windows: Sequence[tuple[int, int]]) -> tuple[list[Span], dict[int, Span]]:
+    """Return the host's operators and annotations with their callers; and by the id that kernels refer to."""
     found: list[Span] = []
     by_id: dict[int, Span] = {}
     threads: defaultdict[Any, list[Span]] = defaultdict(list)
     for event in host:
         if event.name() == _RANGE or event.is_hidden_event() or _DRIVER_CALL.match(event.name()):
             continue
-        span = window.clipped(event)
+        span = _clip(event, windows)
         if span is None:
             continue
-        span.works = not event.is_user_annotation() or span.name.startswith(_OPTIMIZER_RANGE)
+        span.is_work = not event.is_user_annotation() or span.name.startswith(_OPTIMIZER_RANGE)
         found.append(span)
         if event.correlation_id() > 0 and event.linked_correlation_id() == 0:
             by_id[event.correlation_id()] = span
@@ -278,7 +260,7 @@ def _operators(host: Sequence[Any], window: _Window) -> tuple[list[Span], dict[i
 
 
 def _nest(spans: list[Span]) -> None:
-    """Give every span of one thread its parent, and the time of the working spans inside it."""
+    """Set the parent of every span of one thread, and the time of the work inside it."""
     open_spans: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while open_spans and open_spans[-1].end <= span.start:
@@ -286,22 +268,26 @@ def _nest(spans: list[Span]) -> None:
         if open_spans:
             span.parent = open_spans[-1]
             span.end = min(span.end, span.parent.end)
-        if span.works and (caller := next((around for around in span.around() if around.works), None)):
+        if span.is_work and (caller := next((each for each in span.callers() if each.is_work), None)):
             caller.inside += span.end - span.start
         open_spans.append(span)
 
 
-def _document(work: Sequence[Span], window: _Window, steps: range, device: str) -> dict[str, Any]:
+def _document(work: Sequence[Span], wall: int, steps: range, device: str) -> dict[str, Any]:
     per_step = 1e-9 / len(steps)
-    wall, busy = window.length, _covered(work)
+    # The time in which at least one span ran.
+    busy, reached = 0, 0
+    for start, end in sorted((span.start, span.end) for span in work):
+        busy += max(0, end - max(start, reached))
+        reached = max(reached, end)
     categories = dict.fromkeys(PROFILE_CATEGORIES, 0)
     totals: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for span in work:
-        kind = category(span.name, [caller.name for caller in span.around()])
-        categories[kind] += span.alone
-        total = totals[_printable(span.name), kind]
-        total[0] += 1
-        total[1] += span.alone
+        kind = categorize(span.name, [caller.name for caller in span.callers()])
+        name = "".join(letter if letter.isprintable() else " " for letter in span.name)[:NAME_LETTERS]
+        categories[kind] += span.self_time
+        totals[name, kind][0] += 1
+        totals[name, kind][1] += span.self_time
     largest = sorted(totals.items(), key=lambda item: (-item[1][1], item[0]))[:TOP]
     return {
         "device": device,
@@ -309,7 +295,7 @@ def _document(work: Sequence[Span], window: _Window, steps: range, device: str) 
         "wall_s_per_step": wall * per_step,
         "busy_s_per_step": busy * per_step,
         "idle_s_per_step": (wall - busy) * per_step,
-        # Where pieces of work overlap, their times add up to more than the device was busy.
+        # Where spans overlap, their times add up to more than the device was busy.
         "summed_s_per_step": sum(categories.values()) * per_step,
         "calls_per_step": len(work) / len(steps),
         "categories_s_per_step": {kind: time * per_step for kind, time in categories.items()},
@@ -318,17 +304,3 @@ def _document(work: Sequence[Span], window: _Window, steps: range, device: str) 
             for (name, kind), (calls, time) in largest
         ],
     }
-
-
-def _covered(work: Sequence[Span]) -> int:
-    """The time in which at least one of them ran."""
-    covered, reached = 0, 0
-    for start, end in sorted((span.start, span.end) for span in work):
-        if end > reached:
-            covered += end - max(start, reached)
-            reached = end
-    return covered
-
-
-def _printable(name: str) -> str:
-    return "".join(letter if letter.isprintable() else " " for letter in name)[:NAME_LETTERS]

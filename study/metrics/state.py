@@ -1,9 +1,9 @@
-"""Bytes of model state one rank really holds: parameters, gradients, optimizer state, and the engine's buffers.
+"""Bytes of model state on one rank: parameters, gradients, optimizer state, and the engine's buffers.
 
-Read from the live objects at the right instants, each storage counted once, and compared with a scan of every tensor
-storage alive in the process. `device` is where the engine computes, `host` what it keeps in host memory on purpose,
-`nvme` the swap files on disk. Without a GPU, device and host are the same RAM: there the engine's offload
-configuration decides. Where an engine keeps its tensors is written in the _claim_* functions below.
+Read from the live objects, each storage counted once, and compared with a scan of every tensor storage alive in the
+process. `device` is where the engine computes, `host` what it offloads to host memory, `nvme` the swap files. Without a
+GPU, device and host are the same RAM, and the engine's offload configuration decides between them. The _claim_*
+functions below know where each engine has its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from study.records.schema import STATE_KINDS, STATE_PLACES
 
 
 def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan: bool = True) -> dict[str, Any]:
-    """The state of this rank now, which computes on this device; see `StateWatch` for the right instants."""
+    """Read the state of this rank now; `StateWatch` calls this at the right instants."""
     engine, base = _unwrap(model, optimizer)
     if engine is None:
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps last
@@ -40,13 +40,21 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
             _claim_mixed_precision_wrapper(inventory, engine)
         model = engine.module
     inventory.claim("buffers", "model_buffers", list(model.buffers()))
-    pieces = {key: count for key, count in inventory.pieces.items() if count}
-    buffers = {f"{piece}.{place}": count for (kind, place, piece), count in pieces.items() if kind == "buffers"}
+    claims = {key: count for key, count in inventory.claims.items() if count}
+    persistent = getattr(engine.optimizer, "persistent_parameters", []) if engine is not None else []
     return {
         "state_bytes": {kind: {place: inventory.total(kind, place) for place in STATE_PLACES} for kind in STATE_KINDS},
-        "pieces": {".".join(key): count for key, count in pieces.items() if key[0] != "buffers"},
-        "buffer_bytes": buffers,
-        "kept_whole": _kept_whole(engine, inventory),
+        "pieces": {".".join(key): count for key, count in claims.items() if key[0] != "buffers"},
+        "buffer_bytes": {
+            f"{name}.{place}": count for (kind, place, name), count in claims.items() if kind == "buffers"
+        },
+        # ZeRO-3 gathers parameters under the persistence threshold once and never frees them.
+        "kept_whole": {
+            "parameters": len(persistent),
+            "elements": sum(parameter.ds_numel for parameter in persistent),
+            "bytes": sum(count for key, count in claims.items() if key[2] == "kept_whole"),
+            "threshold_elements": engine.zero_param_persistence_threshold() if persistent else None,
+        },
         "grads_in_bucket_bytes": inventory.grads_in_bucket_bytes,
         "other_tensor_bytes": inventory.other_tensor_bytes() if scan else None,
     }
@@ -56,10 +64,10 @@ class StateWatch:
     """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
 
     Gradients live from backward to the optimizer step only, and a DeepSpeed engine steps inside
-    `accelerator.backward`. So the state is read where the step begins. ZeRO-1 holds every gradient whole
-    until backward has ended and only then keeps its own partition: gradients are read at that instant too,
-    and the larger figure counts. Optimizer state is read again after the step, since the first one creates it.
-    No report where no optimizer step happened, as when a loss scaler skips one.
+    `accelerator.backward`, so the state is read where the step begins. ZeRO-1 has every whole gradient until backward
+    has ended and only then keeps its own partition: gradients are read at that instant too, and the larger figure
+    counts. Optimizer state is read again after the step, since the first step creates it. There is no report where no
+    optimizer step happened, as when a loss scaler skips one.
     """
 
     def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
@@ -67,7 +75,7 @@ class StateWatch:
         self._hooks = contextlib.ExitStack()
         self._after_backward: dict[str, Any] | None = None
         self._before_step: dict[str, Any] | None = None
-        # What another release of the engine has under no name that is known here; then there is no report at all.
+        # The attribute that another release of the engine lacks; then there is no report.
         self.unknown: str | None = None
         self.report: dict[str, Any] | None = None
 
@@ -79,8 +87,8 @@ class StateWatch:
             hook = base.register_step_pre_hook(lambda *_: self._read_state())
             self._hooks.callback(hook.remove)
         else:
-            # DeepSpeed's own wrappers know no hooks. Their base optimizer does, yet by then ZeRO-1 and 2
-            # have copied the gradients and NVMe state has been swapped in.
+            # DeepSpeed's wrappers have no hooks. Their base optimizer has, but by then ZeRO-1 and 2 have copied the
+            # gradients, and NVMe state has been swapped in.
             self._hooks.enter_context(_before_call(base, "step", self._read_state))
         return self
 
@@ -92,11 +100,8 @@ class StateWatch:
         report = self._before_step
         state = report["state_bytes"]
         state["optimizer"] = _larger(state["optimizer"], after_step["state_bytes"]["optimizer"])
-        report["grads_before_step"] = state["grads"]
-        report["grads_after_backward"] = None
-        report["grads_in_bucket_bytes"] = None
-        if self._after_backward is not None:
-            earlier = self._after_backward
+        report |= {"grads_before_step": state["grads"], "grads_after_backward": None, "grads_in_bucket_bytes": None}
+        if (earlier := self._after_backward) is not None:
             report["grads_after_backward"] = earlier["state_bytes"]["grads"]
             report["grads_in_bucket_bytes"] = earlier["grads_in_bucket_bytes"]
             state["grads"] = _larger(state["grads"], earlier["state_bytes"]["grads"])
@@ -122,25 +127,13 @@ class StateWatch:
             return None
 
 
-def _kept_whole(engine: Any, inventory: Inventory) -> dict[str, int | None]:
-    """ZeRO-3 gathers parameters under the persistence threshold once and never lets go of them."""
-    persistent = getattr(engine.optimizer, "persistent_parameters", []) if engine is not None else []
-    threshold = engine.zero_param_persistence_threshold() if engine is not None else None
-    return {
-        "parameters": len(persistent),
-        "elements": sum(parameter.ds_numel for parameter in persistent),
-        "bytes": sum(count for key, count in inventory.pieces.items() if key[2] == "kept_whole"),
-        "threshold_elements": threshold if persistent else None,
-    }
-
-
 def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Bare module, DDP, FSDP2 (DTensors count by their local shard) and DeepSpeed's stage 0 in fp32."""
+    """Claim a bare module, DDP, FSDP2 (DTensors count by their local shard) or DeepSpeed's stage 0 in fp32."""
     inventory.claim("params", "parameters", list(model.parameters()))
     inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
-        # The C++ reducer holds a second copy of every gradient in buckets that Python cannot reach.
+        # The C++ reducer has a second copy of every gradient in buckets that Python cannot reach.
         logged = model._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
         inventory.add_unreachable("ddp_reducer_buckets", [int(size) for size in sizes.split(",")])
@@ -166,10 +159,10 @@ def _claim_zero12(inventory: Inventory, engine: Any) -> None:
     for name in ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload"):
         inventory.claim("buffers", name, getattr(zero, name, None), offloaded)
     inventory.claim("buffers", "offload_staging", getattr(zero, "temp_grad_buffer_for_gpu_offload", None))
-    # Muon's momentum is there twice, so that a step may be left out.
+    # Muon has its momentum twice, so that a step can be skipped.
     staged = [momentum for momentum, _ in getattr(zero, "_muon_pending_momentum", {}).values()]
     inventory.claim("buffers", "staged_momentum", staged)
-    _claim_muons_gathers(inventory, zero)
+    _claim_muon_buffers(inventory, zero)
 
 
 def _claim_zero3(inventory: Inventory, engine: Any) -> None:
@@ -189,7 +182,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
         on_disk = [p for p in parameters if p.ds_tensor.final_location == "nvme"]
         inventory.add_files("params", "swap_files", [swapper.id_to_path[p.ds_id] for p in on_disk])
     inventory.claim("params", "partitions", [p.ds_tensor for p in parameters], offload_params)
-    # Of zero_hpz_partition_size: made when a parameter is first let go of, and dropped by the optimizer step.
+    # With zero_hpz_partition_size: made when a parameter is first freed, and dropped by the optimizer step.
     inventory.claim("params", "second_copy", [p.ds_secondary_tensor for p in parameters], offload_params)
     persistent = {id(p) for p in zero.persistent_parameters}
     inventory.claim("params", "kept_whole", [p.data for p in parameters if id(p) in persistent])
@@ -197,7 +190,7 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("optimizer", "fp32_partitions", zero.fp32_partitioned_groups_flat, offload_optimizer)
     inventory.claim("optimizer", "states", list(zero.optimizer.state.values()), offload_optimizer)
     if (backup := getattr(zero, "backup_optimizer", None)) is not None:
-        # Steps what `ratio` leaves on a GPU (_optimizer_step).
+        # It steps the share that `ratio` leaves on a GPU (_optimizer_step).
         inventory.claim("optimizer", "device_states", list(backup.state.values()))
     if zero.swap_optimizer:
         infos = zero.optimizer_swapper.swap_params_info.values()
@@ -210,13 +203,13 @@ def _claim_zero3(inventory: Inventory, engine: Any) -> None:
     inventory.claim("grads", "fp32_partition_gradient", fp32_gradients, offload_optimizer)
     inventory.claim("grads", "gradients", [p.grad for p in parameters])
     inventory.claim("buffers", "host_parameter_memory", zero.param_groups_fp16_flat_cpu_memory, True)
-    _claim_muons_gathers(inventory, zero)
+    _claim_muon_buffers(inventory, zero)
 
 
-def _claim_muons_gathers(inventory: Inventory, zero: Any) -> None:
-    """Kept from step to step."""
-    kept = getattr(zero, "_muon_allgather_buffers", {})
-    inventory.claim("buffers", "gathered_for_muon", [[local, gathered] for local, gathered, _ in kept.values()])
+def _claim_muon_buffers(inventory: Inventory, zero: Any) -> None:
+    """Claim Muon's gather buffers, which live from step to step."""
+    buffers = getattr(zero, "_muon_allgather_buffers", {})
+    inventory.claim("buffers", "gathered_for_muon", [[local, gathered] for local, gathered, _ in buffers.values()])
 
 
 def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
@@ -238,7 +231,7 @@ def _claim_mixed_precision_wrapper(inventory: Inventory, engine: Any) -> None:
 
 
 def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """(DeepSpeed engine or None, the optimizer whose `step` really steps)."""
+    """Return the DeepSpeed engine or None, and the optimizer whose `step` does the update."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
         return model, model.optimizer
@@ -246,7 +239,7 @@ def _unwrap(model: Any, optimizer: Any) -> tuple[Any, Any]:
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """The optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
+    """Return the optimizer that does the arithmetic, under Accelerate's and DeepSpeed's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -1,16 +1,15 @@
-"""Every collective one rank issues during one optimizer step: calls, payload, and the bytes that it sends.
+"""Every collective of one rank in one optimizer step: calls, payload, and the bytes that it sends.
 
 Counted where all engines meet: the dispatcher's `c10d::` and `_c10d_functional::` operators, seen by a
-TorchDispatchMode. `torch.distributed`, DeepSpeed's communication layer, FSDP2 and the C++ reducer of DDP all call
-methods of the C++ ProcessGroup (ProcessGroup.hpp), and each of these goes through the dispatcher before
-it reaches gloo, NCCL or the fake backend. Modes are part of the thread-local state that autograd hands
-to its worker threads and to its final callbacks (GraphTask in torch/csrc/autograd/engine.cpp), so
-collectives of backward hooks are seen on a GPU as well, where backward runs in other threads.
-The operator's own tensors are at hand, so sizes and types are exact. The profiler is not: it drops the
-types of tensor lists, and `record_param_comms` is written by some backends only.
+TorchDispatchMode. `torch.distributed`, DeepSpeed, FSDP2 and DDP's C++ reducer all call methods of the C++ ProcessGroup
+(ProcessGroup.hpp), and each goes through the dispatcher before it reaches gloo, NCCL or the fake backend. Modes are
+part of the thread-local state that autograd gives to its worker threads and final callbacks (GraphTask in
+torch/csrc/autograd/engine.cpp), so collectives of backward hooks are seen on a GPU as well. Sizes and types are exact;
+the profiler's are not: it drops the types of tensor lists, and only some backends write `record_param_comms`.
+
 `wire_bytes_per_rank` are ring bytes: what the bandwidth-optimal algorithm sends, with the factors of nccl-tests, on any
-backend. Gloo takes other algorithms for some collectives, so `gloo_bytes_per_rank` says what it sends, where it runs:
-within 1 % of the counters of the loopback interface (tests/test_count_bytes.py).
+backend. Gloo uses other algorithms for some collectives; `gloo_bytes_per_rank` is what gloo sends, within 1 % of the
+counters of the loopback interface (tests/test_count_bytes.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from study.metrics.inventory import dtensor_type
 
-# What an operator is, by its name without namespace and outer underscores: `c10d::_allgather_base_`, or
+# By the operator's name without namespace and outer underscores: `c10d::_allgather_base_`, or
 # `_c10d_functional::all_gather_into_tensor_coalesced`.
 _KINDS = {
     "all_reduce": re.compile(r"^all_?reduce"),
@@ -43,7 +42,7 @@ _KINDS = {
     "recv": re.compile(r"^i?recv"),
 }
 _BARRIERS = ("c10d::barrier", "c10d::monitored_barrier_")
-# DeepSpeed's operator hides the collective within it.
+# DeepSpeed's operator hides the collective inside it.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "deepspeed")
 
 
@@ -51,19 +50,19 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtenso
 class Collective:
     calls: int = 0
     payload_bytes: int = 0
-    # Ring bytes: the name is that of records.
+    # Ring bytes; records have this name.
     wire_bytes_per_rank: float = 0.0
     gloo_bytes_per_rank: float = 0.0
 
 
 class TrafficWatch(TorchDispatchMode):
-    """`with TrafficWatch(step) as watch:` around one whole optimizer step, and nothing but the step."""
+    """`with TrafficWatch(step) as watch:` around exactly one optimizer step."""
 
     def __init__(self, step: int, ranks_per_machine: int | None = None) -> None:
         super().__init__()
         self.step = step
         self.ranks_per_machine = ranks_per_machine
-        # Of groups with ranks on more than one machine. A ring enters and leaves each of them once, so this is also
+        # Sent in groups with ranks on several machines. A ring enters and leaves each machine once, so this is also
         # what a machine sends to the next one.
         self.across_machines_bytes = 0.0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -79,7 +78,7 @@ class TrafficWatch(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, dtensor_type()) for kind in types):
-            # Let DTensor turn into its local operators and collectives first; those come back here.
+            # DTensor dispatches to its local operators and collectives first; those come back here.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) in _NAMESPACES:
@@ -90,19 +89,19 @@ class TrafficWatch(TorchDispatchMode):
     def _count(self, name: str, arguments: dict[str, Any], result: Any) -> None:
         group = arguments.get("process_group", arguments.get("group_name"))
         if group is None:
-            return  # waiting for a result, or wrapping one: no collective
+            return  # waiting for a result, or wrapping one
         if name in _BARRIERS:
             self.collectives["barrier"].calls += 1
             return
         namespace, _, operator = name.partition("::")
         kind = next((kind for kind, known in _KINDS.items() if known.search(operator.strip("_"))), None)
         given = list(arguments.values())
-        # The whole logical tensor: what a gathering collective puts out, and what a scattering one takes in.
+        # The whole logical tensor: the output of a gathering collective, the input of a scattering one.
         if kind is None:
-            # An operator that nobody has named counts with all its arguments, rather than not at all.
+            # An unknown operator counts with all its arguments, rather than not at all.
             kind, payload = name, given
         elif namespace == "c10d":
-            # These take the tensors that they fill first.
+            # The output tensors come first.
             payload = given[1] if kind in ("reduce_scatter", "all_to_all") else given[0]
         else:
             payload = result if kind == "all_gather" else given[0]
@@ -125,13 +124,10 @@ class TrafficWatch(TorchDispatchMode):
         if not self.is_gloo:
             for count in counts.values():
                 del count["gloo_bytes_per_rank"]
-        found = {"step": self.step, "world_size": self.world_size, "collectives": counts}
-        if self.ranks_per_machine and self.world_size > self.ranks_per_machine:
-            found |= {
-                "ranks_per_machine": self.ranks_per_machine,
-                "across_machines_bytes_per_rank": self.across_machines_bytes,
-            }
-        return found
+        report = {"step": self.step, "world_size": self.world_size, "collectives": counts}
+        if (ranks := self.ranks_per_machine) and self.world_size > ranks:
+            report |= {"ranks_per_machine": ranks, "across_machines_bytes_per_rank": self.across_machines_bytes}
+        return report
 
 
 def _ring_bytes(kind: str, size: int, ranks: int) -> float:
@@ -142,14 +138,14 @@ def _ring_bytes(kind: str, size: int, ranks: int) -> float:
 
 
 def _gloo_bytes(kind: str, size: int, ranks: int) -> float:
-    """The mean of all ranks. ProcessGroupGloo.cpp makes a reduce-scatter of an all-reduce; the rest is gloo's own."""
+    """Return the mean over ranks. ProcessGroupGloo.cpp implements reduce-scatter as an all-reduce."""
     share = (ranks - 1) / ranks
     if kind == "reduce_scatter":
         return _ring_bytes("all_reduce", size, ranks)
     if kind == "broadcast":
         return size * share
     if kind == "reduce" and ranks > 1 and size:
-        # Each rank passes on all but the last two segments of its part, which then goes to the root (gloo/reduce.cc).
+        # Each rank passes on all but the last two segments of its share, which then goes to the root (gloo/reduce.cc).
         segment = min(math.ceil(size / (2 * ranks)), 2**20)
         of_a_part = max(2, math.ceil(size / segment / ranks))
         ends = range(of_a_part, (ranks + 1) * of_a_part, of_a_part)
@@ -159,19 +155,19 @@ def _gloo_bytes(kind: str, size: int, ranks: int) -> float:
 
 
 def _sent_to_others(arguments: dict[str, Any], ranks: list[int]) -> float:
-    """All that a rank gives to an all-to-all but what it addresses to itself: of a permutation that is nothing."""
+    """Return the bytes of an all-to-all's input that are addressed to other ranks."""
     own = ranks.index(dist.get_rank())
     if "input_tensors" in arguments:
         tensors = arguments["input_tensors"]
         return sum(t.numel() * t.element_size() for place, t in enumerate(tensors) if place != own)
     tensor, rows = arguments["input"], arguments.get("input_split_sizes")
-    # Without sizes each rank gets as much.
+    # Without sizes all ranks get equal splits.
     kept = rows[own] / max(1, tensor.shape[0]) if rows else 1 / len(ranks)
     return tensor.numel() * tensor.element_size() * (1 - kept)
 
 
 def _ranks_of(group: Any) -> list[int]:
-    """c10d operators carry the boxed group, functional ones its name."""
+    """Resolve the group: c10d operators have it boxed, functional ones its name."""
     if isinstance(group, torch.ScriptObject):
         group = dist.ProcessGroup.unbox(group)
     name = group if isinstance(group, str) else group.group_name

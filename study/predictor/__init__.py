@@ -1,1 +1,1 @@
-"""What a configuration will hold, send and take before it is run, each figure with its error."""
+"""Memory, communication and step time of a configuration before it is run, each figure with its error."""

@@ -1,15 +1,14 @@
-"""What one micro-batch leaves for its backward pass, and what passes make besides: counted from transformers' own code.
+"""Activations that one micro-batch keeps for its backward pass, and working memory of both passes.
 
-A family's row says what autograd keeps of one layer, in tensors of each width. The rows are read off the modelling code
-of transformers 5.17; study/predictor/traced.py counts the same on the live code, and the tests compare the two.
+study/predictor/families.py has what autograd keeps of one layer, in tensors of each width.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from study.predictor.request import ModelShape, Request
-from study.predictor.shape import INFIX
+from study.predictor.request import Request
+from study.predictor.shape import INFIX, ModelShape
 
 # Matrix-multiply FLOPs by formula, in the convention of study/metrics/flops.py.
 # All products of the model, forward and backward, at the full sequence length: causal masking saves nothing in this
@@ -27,7 +26,7 @@ class Product:
 
 
 def products(shape: ModelShape) -> tuple[Product, ...]:
-    """Of each token, without adapters."""
+    """Products of one token, without adapters."""
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     ups = 2 if shape.gated else 1
     # Transformers' GPT-2 takes queries, keys and values in one product; to the arithmetic it is the same.
@@ -43,7 +42,7 @@ def products(shape: ModelShape) -> tuple[Product, ...]:
 
 
 def adapter_products(shape: ModelShape) -> tuple[Product, ...]:
-    """Of LoRA, two for each product of a layer."""
+    """LoRA's products: two for each product of a layer."""
     matrices = [one for one in shape.tensors if one.in_layer and INFIX in one.name]
     return tuple(Product(one.elements // one.rows, one.rows, one.count) for one in matrices)
 
@@ -59,7 +58,7 @@ def attention_flops(shape: ModelShape, length: int) -> int:
 
 
 def forward_flops(shape: ModelShape, length: int, in_layers_only: bool = False) -> int:
-    """Of one sequence."""
+    """FLOPs of one sequence."""
     of_products = sum(
         2 * length * each.inner * each.out * each.count
         for each in (*products(shape), *adapter_products(shape))
@@ -69,7 +68,7 @@ def forward_flops(shape: ModelShape, length: int, in_layers_only: bool = False) 
 
 
 def model_flops(request: Request) -> int:
-    """Of one optimizer step of one rank. A frozen matrix has one product in the backward pass, and not two."""
+    """FLOPs of one optimizer step of one rank. A frozen matrix has one product in the backward pass, and not two."""
     shape, length = request.shape, request.sequence_length
     done = 3 * forward_flops(shape, length)
     if shape.lora_rank:
@@ -78,82 +77,12 @@ def model_flops(request: Request) -> int:
 
 
 def hardware_flops(request: Request) -> int:
-    """With what is computed again; what a fused attention computes again in its own backward pass is not counted."""
+    """Model FLOPs and those of recomputation, without what a fused attention recomputes in its own backward pass."""
     again = forward_flops(request.shape, request.sequence_length, in_layers_only=True)
     sequences = request.micro_batch * request.accumulation
     return model_flops(request) + (
         again * sequences // request.checkpoint_every if request.gradient_checkpointing else 0
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """Tensors of one layer: in fp32 whatever the precision, and in the computing type."""
-
-    hidden: float
-    inner: float
-    # Of all query heads, and of all key heads.
-    query: float = 0.0
-    key: float = 0.0
-    # Under autocast norms put out fp32, and linear layers cast it: so many tensors of the width stay in each type.
-    autocast_wide: int = 0
-    autocast_hidden: float = 0.0
-    # In 16 bits norms of some families compute in fp32.
-    engine_wide: int = 0
-    engine_hidden: float = 0.0
-
-
-# Attention fused.
-_FUSED = {
-    "bert": _Kept(8, 2, 0, 0, 2, 8, 0, 8),
-    "gpt2": _Kept(8, 5, 0, 0, 2, 6, 0, 8),
-    "gpt_neox": _Kept(10, 2, 0, 0, 1, 9, 0, 10),
-    # GPT-NeoX's without what rotary positions keep.
-    "mpt": _Kept(8, 2, 0, 0, 2, 6, 0, 8),
-    "llama": _Kept(6, 4, 2, 2, 4, 5, 2, 4),
-    "gemma": _Kept(6, 4, 2, 2, 4, 5, 4, 2),
-}
-# Norms, rotary positions and the gate in one kernel each: a norm keeps what came in and what goes out, the gate its two
-# inputs and its product. So do Liger's rms_norm.py and swiglu.py, and so does torch.compile's min-cut partitioner.
-_IN_KERNELS = {"llama": _Kept(4, 3, 2, 2, 2, 2, 0, 4)}
-# Attention by hand keeps its scores, and key heads repeated for every query head.
-_EAGER = {
-    "bert": _FUSED["bert"],
-    "gpt2": _FUSED["gpt2"],
-    "gpt_neo": _Kept(8, 5, 0, 0, 2, 8, 2, 6),
-    "gptj": _Kept(6, 5, 0, 0, 1, 8, 2, 4),
-    "gpt_neox": _Kept(7, 2, 0, 0, 1, 6, 0, 7),
-    "mpt": _Kept(8, 2, 0, 0, 2, 6, 0, 8),
-    "llama": _Kept(6, 4, 4, 0, 4, 5, 2, 4),
-    "gemma": _Kept(6, 4, 4, 0, 4, 5, 4, 2),
-    "gemma2": _Kept(10, 4, 4, 0, 8, 5, 8, 2),
-}
-# Of Qwen3 with the norms of its heads besides.
-_ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama"}
-_WITH_HEAD_NORMS = ("qwen3",)
-# Tensors of scores in the computing type, and one more in fp32 where the softmax computes in it.
-_SCORES = {"gemma2": 2.0}
-_SOFTMAX_IN_FP32 = {
-    "bert": (), "gpt2": ("autocast",),
-    **dict.fromkeys(("gpt_neo", "gptj", "gpt_neox", "mpt", "llama", "gemma", "gemma2"), ("autocast", "engine")),
-}  # fmt: skip
-# CUDA's autocast computes powers and softmax in fp32, a processor's does not (aten/src/ATen/autocast_mode.h): BERT's
-# scores, and of GELU by its formula so many more 16-bit tensors of the feed-forward block's width.
-_SOFTMAX_IN_FP32_ON_CUDA = ("bert",)
-_INNER_ON_CUDA = dict.fromkeys(("gpt2", "gpt_neo", "gptj"), 3.0)
-# Tensors of scores that a forward pass has at once, where it masks them by hand.
-_SCORES_FORWARD = {"gpt_neo": 3.2, "gptj": 3.2}
-# Widths of the feed-forward block that are on their way back through it at once; two where it has a gate.
-_PASSING = {"bert": 1.0, "gpt_neox": 1.0, "mpt": 1.0, "gpt2": 2.5, "gpt_neo": 2.5, "gptj": 2.5}
-# Norms of a layer that multiply by their weights at the end: frozen ones keep no product for the weights' gradient.
-_NORMS_THAT_MULTIPLY = {"llama": 2, "gemma": 2, "gemma2": 4}
-# Fused attention's output is what the next layer takes, by a view of it.
-_KEEPS_OUTPUT = ("bert", "gpt2", "llama", "gemma")
-# What comes out of the embedding of words is kept beside the sum that the first layer takes, where it is made to have a
-# gradient: transformers does that wherever layers are recomputed (_gradient_checkpointing_enable).
-_SUMS_EMBEDDINGS = ("bert", "gpt2", "gpt_neo")
-# The others' configurations have none.
-_WITH_DROPOUT = ("bert", "gpt2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +96,12 @@ class Activations:
     checkpoint: float
     # Kept outside the layers, without the logits.
     outside: float
-    # The most that one layer makes beside what is kept: in a forward pass that keeps nothing, and backward.
+    # The most that one layer makes besides what is kept: in a forward pass that keeps nothing, and backward.
     layer_forward: float
     layer_working: float
     # Log-probabilities in fp32 until the loss is through.
     logits: float
-    # The most that the loss makes beside them, forward and backward.
+    # The most that the loss makes besides, forward and backward.
     logits_forward: float
     logits_backward: float
     # Copies of the weights in 16 bits that autocast makes: of one layer, and of the head.
@@ -182,145 +111,123 @@ class Activations:
     cast_cached: float
 
 
-def computing_bytes(request: Request) -> int:
-    return 4 if request.precision == "fp32" else 2
-
-
 def is_fused(request: Request) -> bool:
     return request.attention != "eager" and has_fused(request.shape)
 
 
 def has_fused(shape: ModelShape) -> bool:
-    """As far as is counted here: flash-attention has kernels for more, which transformers trains by hand by default."""
-    return _ALIKE.get(shape.model_type, shape.model_type) in _FUSED
+    """Return whether a fused attention is counted here; flash-attention has kernels for more families."""
+    return shape.table.fused is not None
+
+
+def _mode(request: Request) -> str:
+    if request.computing_bytes == 4:
+        return "fp32"
+    return "engine" if request.precision.endswith("-engine") or not request.autocast else "autocast"
 
 
 def activations_of(request: Request) -> Activations:
-    shape = request.shape
-    tokens, width = request.micro_batch * request.sequence_length, computing_bytes(request)
-    own = request.precision.endswith("-engine") or not request.autocast
-    mode = "fp32" if width == 4 else "engine" if own else "autocast"
-    name = _ALIKE.get(shape.model_type, shape.model_type)
-    fused = is_fused(request)
-    kept = (_FUSED if fused else _EAGER)[name]
-    if in_kernels := request.compiled and fused and name in _IN_KERNELS:
-        kept = _IN_KERNELS[name]
+    shape, family, mode, fused = request.shape, request.shape.table, _mode(request), is_fused(request)
+    tokens, width = request.micro_batch * request.sequence_length, request.computing_bytes
+    kept = family.fused if fused and family.fused else family.eager
+    if in_kernels := bool(request.compiled and fused and family.in_kernels):
+        assert family.in_kernels is not None
+        kept = family.in_kernels
     wide, narrow = {
         "fp32": (0, kept.hidden), "autocast": (kept.autocast_wide, kept.autocast_hidden),
         "engine": (kept.engine_wide, kept.engine_hidden),
     }[mode]  # fmt: skip
+    stream = 4 if mode == "autocast" else width
     query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
-    inner = kept.inner + (0.0 if mode != "autocast" or request.box.in_host_memory else _INNER_ON_CUDA.get(name, 0.0))
+    on_cuda = mode == "autocast" and not request.box.in_host_memory
+    inner = kept.inner + (family.inner_on_cuda if on_cuda else 0.0)
     per_token = 4 * wide * shape.hidden + width * (
         narrow * shape.hidden + inner * shape.inner + kept.query * query + kept.key * key
     )
-    per_token += _head_norms(shape, width, in_kernels)
-    scores = _scores(request, name, mode, fused, width)
-    adapted, adapted_outside = _adapted(request, name, mode, fused, width)
+    if family.head_norms:
+        # What comes in, as fp32, and what trained weights multiply.
+        each = width if in_kernels else 4 + (width if shape.lora_rank is None else 0)
+        per_token += float(each * (shape.heads + shape.key_value_heads) * shape.head_dim)
+    adapted, adapted_outside = _adapted(request, mode)
     per_token += adapted
     # Of 16 bits peft makes fp32 for its adapter, which autocast makes 16 again.
     widened = (4 + 2) * shape.inner if shape.lora_rank and mode == "autocast" else 0
+    has_dropout = request.dropout and family.has_dropout
     # One byte for each number of two outputs of a layer.
-    per_token += 2 * shape.hidden if request.dropout and name in _WITH_DROPOUT else 0
-    stream = 4 if mode == "autocast" else width
-    head = head_elements(shape) * 2 if mode == "autocast" else 0
-    pairs = 0.0 if fused else float(request.micro_batch * shape.heads * request.sequence_length**2)
-    largest_scores = pairs * (4 if _is_softmax_fp32(request, name, mode) else width)
-    matrices, trained = (
-        sum(one.elements for one in shape.tensors if one.in_layer and one.elements > one.rows and one.trained in which)
-        for which in ((True, False), (True,))
-    )
-    vocabulary = 0 if shape.family == "sequence-classification" else shape.vocabulary
-    # Gemma's last norm computes in fp32 all through.
-    upcast = 2 if name.startswith("gemma") and mode == "engine" else 0
-    capped = width if name == "gemma2" else 0
-    loss = _loss(request, tokens * vocabulary, width, capped)
+    per_token += 2 * shape.hidden if has_dropout else 0
+    # Attention fused keeps one number for each token and head; by hand every pair of tokens for every head.
+    rows = request.micro_batch * shape.heads * request.sequence_length
+    in_fp32 = mode in family.softmax_in_fp32 or (on_cuda and family.softmax_in_fp32_on_cuda)
+    scores = 4.0 * rows
+    if not fused:
+        each_score = family.scores * width + (4 if in_fp32 else 0)
+        if has_dropout:
+            # A mask, and its output besides its input, which the softmax in fp32 does not keep.
+            each_score += 1 + (0 if in_fp32 else width)
+        scores = each_score * rows * request.sequence_length
+    pairs = 0.0 if fused else float(rows * request.sequence_length)
+    largest_scores = pairs * (4 if in_fp32 else width)
+    matrices = [tensor for tensor in shape.tensors if tensor.in_layer and tensor.elements > tensor.rows]
+    is_classifier = shape.family == "sequence-classification"
+    logits, logits_forward, logits_backward = _loss(request, 0 if is_classifier else tokens * shape.vocabulary, width)
+    outside = stream + (0 if is_classifier and stream > width else width) + 4 * shape.gated
+    outside += 2 if family.norm_in_fp32 and mode == "engine" else 0
+    # By hand, a causal mask of every pair of tokens. Where layers are recomputed it is one of their inputs, and kept.
+    masks = 0.0
+    if not fused and not is_classifier and request.gradient_checkpointing:
+        masks = float(request.micro_batch * request.sequence_length**2 * stream * family.masks)
+    casts = 2 if mode == "autocast" else 0
+    # The gate's kernel writes both gradients over what it kept.
+    passing = 1.0 if in_kernels else family.inner_gradients
     return Activations(
         layer=tokens * per_token + scores,
         scores=scores,
         checkpoint=tokens * shape.hidden * stream
-        + (_products(request, tokens, width) if request.keeps_products else 0),
-        outside=tokens
-        * shape.hidden
-        * (stream + (0 if name == "bert" and stream > width else width) + 4 * shape.gated + upcast)
-        + _masks(request, name, fused, stream)
-        + tokens * adapted_outside,
+        + (_kept_products(request, tokens, width) if request.keeps_products else 0),
+        outside=tokens * shape.hidden * outside + masks + tokens * adapted_outside,
         layer_forward=max(
-            tokens * (width * (2 * shape.inner + shape.hidden) + widened),
-            _SCORES_FORWARD.get(name, 2.1) * largest_scores,
+            tokens * (width * (2 * shape.inner + shape.hidden) + widened), family.scores_forward * largest_scores
         ),
         layer_working=max(
-            # The gate's kernel writes both gradients over what it kept.
-            tokens
-            * (width * ((1.0 if in_kernels else _PASSING.get(name, 2.0)) * shape.inner + shape.hidden) + widened),
+            tokens * (width * (passing * shape.inner + shape.hidden) + widened),
             # What the feed-forward block kept is gone by then.
             largest_scores + pairs * width - tokens * width * (inner * shape.inner + narrow / 2 * shape.hidden),
         ),
-        logits=loss[0],
-        logits_forward=loss[1],
-        logits_backward=loss[2],
-        cast_layer=matrices * 2 if mode == "autocast" else 0,
-        cast_head=head,
-        cast_cached=trained * 2 if mode == "autocast" else 0,
+        logits=logits,
+        logits_forward=logits_forward,
+        logits_backward=logits_backward,
+        cast_layer=casts * sum(tensor.elements for tensor in matrices),
+        cast_head=casts * shape.hidden * (shape.hidden if is_classifier else shape.vocabulary),
+        cast_cached=casts * sum(tensor.elements for tensor in matrices if tensor.trained),
     )
 
 
-def _adapted(request: Request, name: str, mode: str, fused: bool, width: int) -> tuple[float, float]:
-    """What LoRA keeps more or less of a token: in each layer, and outside them. An adapter keeps what its layer takes,
+def _adapted(request: Request, mode: str) -> tuple[float, float]:
+    """Return LoRA's difference per token: in each layer, and outside them. An adapter keeps what its layer takes,
     so frozen layers save nothing by themselves."""
-    shape = request.shape
+    shape, family, width = request.shape, request.shape.table, request.computing_bytes
     if shape.lora_rank is None:
         return 0.0, 0.0
     stream = 4 if mode == "autocast" else width
     # A's output.
     layer = float(width * shape.lora_rank * len(adapter_products(shape)) // 2)
-    if mode == "autocast" and fused and name in _KEEPS_OUTPUT:
+    if mode == "autocast" and is_fused(request) and family.keeps_output:
         # What attention puts out is made fp32 for the adapter, and 16 bits again: no longer attention's own.
         layer += width * shape.heads * shape.head_dim
-    multiplied = 4 if name.startswith("gemma") else stream
-    layer -= _NORMS_THAT_MULTIPLY.get(name, 0) * multiplied * shape.hidden
+    multiplied = 4 if family.norm_in_fp32 else stream
+    layer -= family.multiplying_norms * multiplied * shape.hidden
     # The head's input and the last norm's product.
-    outside = -(width if shape.family == "causal-lm" else 0) - (multiplied if name in _NORMS_THAT_MULTIPLY else 0)
+    outside = -(width if shape.family == "causal-lm" else 0) - (multiplied if family.multiplying_norms else 0)
     if request.gradient_checkpointing:
-        outside += stream if name in _SUMS_EMBEDDINGS else 0
+        outside += stream if family.sums_embeddings else 0
     else:
         # The first norm, of embeddings that have no gradient.
-        outside -= 4 if name in _NORMS_THAT_MULTIPLY else stream
+        outside -= 4 if family.multiplying_norms else stream
     return layer, outside * shape.hidden
 
 
-def _head_norms(shape: ModelShape, width: int, in_kernels: bool) -> float:
-    """Of queries and keys, in each layer: what comes in, as fp32, and what trained weights multiply."""
-    if shape.model_type not in _WITH_HEAD_NORMS:
-        return 0.0
-    each = width if in_kernels else 4 + (width if shape.lora_rank is None else 0)
-    return float(each * (shape.heads + shape.key_value_heads) * shape.head_dim)
-
-
-def head_elements(shape: ModelShape) -> int:
-    return shape.vocabulary * shape.hidden if shape.family == "causal-lm" else shape.hidden * shape.hidden
-
-
-def _scores(request: Request, name: str, mode: str, fused: bool, width: int) -> float:
-    """By hand: every pair of tokens for every head. Fused: one number for each token and head."""
-    pairs = request.micro_batch * request.shape.heads * request.sequence_length
-    if fused:
-        return 4.0 * pairs
-    in_fp32 = _is_softmax_fp32(request, name, mode)
-    each = _SCORES.get(name, 1.0) * width + (4 if in_fp32 else 0)
-    if request.dropout and name in _WITH_DROPOUT:
-        # A mask, and what came out of it beside what went in, which the softmax in fp32 does not keep.
-        each += 1 + (0 if in_fp32 else width)
-    return each * pairs * request.sequence_length
-
-
-def _is_softmax_fp32(request: Request, name: str, mode: str) -> bool:
-    on_cuda = mode == "autocast" and not request.box.in_host_memory
-    return mode in _SOFTMAX_IN_FP32[name] or (on_cuda and name in _SOFTMAX_IN_FP32_ON_CUDA)
-
-
-def _loss(request: Request, numbers: float, width: int, capped: int) -> tuple[float, float, float]:
-    """Kept until the loss is through, and the most beside it, forward and backward; `numbers`: tokens by words."""
+def _loss(request: Request, numbers: float, width: int) -> tuple[float, float, float]:
+    """Bytes kept until the loss is done, and the most besides, forward and backward; `numbers`: all logits."""
     if request.fused_loss:
         return numbers * width, numbers * width, numbers * width
     if request.chunked_loss and numbers:
@@ -330,24 +237,15 @@ def _loss(request: Request, numbers: float, width: int, capped: int) -> tuple[fl
         matrix = 0 if shape.lora_rank else shape.vocabulary * shape.hidden * width
         stream = tokens * shape.hidden * width
         return float(matrix + stream), float(matrix + 2 * stream), 0.0
+    capped = width if request.shape.table.caps_logits else 0
     # The logits, in fp32 for the loss; then the loss's gradient and that of what it was made from.
     return numbers * (4 + capped), numbers * (width + (4 if width == 2 else 0) + capped), numbers * 8
 
 
-def _products(request: Request, tokens: int, width: int) -> float:
+def _kept_products(request: Request, tokens: int, width: int) -> float:
     """torchtitan's apply_ac: of products in their order the first, the third and so on, and the fused attention."""
     shape = request.shape
     query, key = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     outputs = [query, key, key, shape.hidden, *([shape.inner] * (2 if shape.gated else 1)), shape.hidden]
     pairs = request.micro_batch * shape.heads * request.sequence_length
     return tokens * width * (sum(outputs[::2]) + query) + 4.0 * pairs
-
-
-def _masks(request: Request, name: str, fused: bool, stream: int) -> float:
-    """By hand, a causal mask of every pair of tokens, and one more for the layers that look back a window.
-
-    Where layers are recomputed it is one of their inputs, and kept.
-    """
-    if fused or name == "bert" or not request.gradient_checkpointing:
-        return 0.0
-    return float(request.micro_batch * request.sequence_length**2 * stream * (2 if name == "gemma2" else 1))

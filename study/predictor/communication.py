@@ -1,4 +1,4 @@
-"""What one rank sends in an optimizer step, by collective, as study/metrics/traffic.py counts it: the ring's bytes."""
+"""Communication of one rank in an optimizer step: ring bytes, as study/metrics/traffic.py counts them, and seconds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from typing import Any, Literal
 
 from study.config.yaml_sections import read_own
 from study.predictor.gathers import gathers_of
-from study.predictor.request import Hardware, Request
-from study.predictor.state import (
-    FP32_BYTES,
-    engine_settings,
-    flat_elements,
-    kept_whole,
-    part_elements,
-    pieces_of,
-    trained_of,
-    weight_bytes,
-)
+from study.predictor.hardware import Hardware
+from study.predictor.request import FP32_BYTES, Request
+from study.predictor.state import flat_elements, persistent_params, shard_elements
 
 # How long a collective takes on a box: measured tables, interpolated, since no one latency and bandwidth fit them.
 
@@ -90,18 +82,18 @@ def _tables() -> dict[str, Any]:
     return dict(read_own(Path(__file__).with_name("collectives.yaml").read_text(encoding="utf-8")))
 
 
-# Seconds that ranks talk in an optimizer step: what hides behind computing, and what is waited for.
+# Seconds of communication in an optimizer step: overlapped with compute, and exposed.
 
 _DDP_BUCKET_BYTES = 25 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    hidden: float
-    waited: float
+    overlapped: float
+    exposed: float
 
     def __add__(self, other: Exchange) -> Exchange:
-        return Exchange(self.hidden + other.hidden, self.waited + other.waited)
+        return Exchange(self.overlapped + other.overlapped, self.exposed + other.exposed)
 
 
 def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
@@ -111,12 +103,12 @@ def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
         return Exchange(0.0, 0.0)
     if strategy.is_fsdp or stage == 3:
         return _sharded(request, forward, backward)
-    total = request.shape.trained_parameters * weight_bytes(request)
+    total = request.shape.trained_parameters * request.weight_bytes
     if stage is None:
         last = _calls_s(request.box, "all_reduce", _DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES)
         return _overlap(_calls_s(request.box, "all_reduce", total, _DDP_BUCKET_BYTES), backward, last)
-    settings = engine_settings(strategy, request.shape.hidden)
-    bucket = settings.reduce_bucket * weight_bytes(request)
+    settings = request.settings
+    bucket = settings.reduce_bucket * request.weight_bytes
     if stage == 0:
         return Exchange(0.0, _calls_s(request.box, "all_reduce", total, bucket))
     times = request.accumulation if stage == 2 else 1
@@ -127,22 +119,22 @@ def exchange_of(request: Request, forward: float, backward: float) -> Exchange:
 
 
 def _sharded(request: Request, forward: float, backward: float) -> Exchange:
-    """Each layer is gathered for both passes, unless stage 3 has kept it: by hsdp within a copy, by hpz after the first
-    time within its group."""
+    """Each layer is gathered for both passes, unless stage 3 has kept it: by hsdp within a replica group, by hpz
+    after the first time within its group."""
     strategy, times = request.strategy, request.accumulation
-    width, shape = 2.0 if request.fsdp_gathers_16_bits else float(weight_bytes(request)), request.shape
+    width, shape = 2.0 if request.fsdp_gathers_16_bits else float(request.weight_bytes), request.shape
     total, grads = shape.parameters * width, shape.trained_parameters * width
     chunk, grads_chunk = (size / (shape.layers + 1) for size in (total, grads))
-    inner = _within(request.box, request.ranks_of_a_copy)
+    inner = _within(request.box, request.ranks_per_replica)
     outer = inner if strategy.is_fsdp else request.box
-    settings = None if strategy.is_fsdp else engine_settings(strategy, request.shape.hidden)
-    again = max(0.0, gathers_of(request, settings).elements * width - total) if settings else total
+    settings = None if strategy.is_fsdp else request.settings
+    again = max(0.0, gathers_of(request).elements * width - total) if settings else total
     first, second = _calls_s(outer, "all_gather", total, chunk), _calls_s(inner, "all_gather", again, chunk)
     scattered = _calls_s(outer, settings.gradients_by if settings else "reduce_scatter", grads, grads_chunk)
-    copies = request.box.ranks // outer.ranks
-    if copies > 1:
+    groups = request.box.ranks // outer.ranks
+    if groups > 1:
         scattered += _calls_s(
-            _across(request.box, outer, copies), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
+            _across(request.box, outer, groups), "all_reduce", grads / outer.ranks, grads_chunk / outer.ranks
         )
     can_hide = settings is None or settings.overlaps
     alone = _calls_s(outer, "all_gather", chunk, chunk)
@@ -161,15 +153,15 @@ def _within(box: Hardware, ranks: int | None) -> Hardware:
     return dataclasses.replace(box, nodes=ranks // box.gpus_per_node)
 
 
-def _across(box: Hardware, group: Hardware, copies: int) -> Hardware:
-    """The ranks at one place of every copy: one of each machine, where a copy fills at least that."""
+def _across(box: Hardware, group: Hardware, groups: int) -> Hardware:
+    """The ranks at one place of every replica group: one of each machine, where a group fills at least that."""
     if group.ranks < box.gpus_per_node and box.nodes == 1:
-        return dataclasses.replace(box, gpus_per_node=copies)
-    return dataclasses.replace(box, nodes=copies, gpus_per_node=1)
+        return dataclasses.replace(box, gpus_per_node=groups)
+    return dataclasses.replace(box, nodes=groups, gpus_per_node=1)
 
 
 def _calls_s(box: Hardware, collective: Collective, total: float, chunk: float) -> float:
-    """In calls of one chunk."""
+    """Seconds of a total that is sent in calls of one chunk."""
     chunk = min(chunk, total)
     return total / chunk * collective_s(box, collective, chunk) if chunk else 0.0
 
@@ -185,56 +177,53 @@ def payload_of(request: Request) -> dict[str, float]:
     strategy, ranks = request.strategy, request.box.ranks
     if ranks == 1:
         return {}
-    weight, total = weight_bytes(request), request.shape.trained_parameters
+    weight, total = request.weight_bytes, request.shape.trained_parameters
     if strategy.is_fsdp:
         return _fsdp(request)
     if strategy.zero_stage is None:
         # Accelerate's accumulation skips the all-reduce until the last micro-batch. Buffers of whole numbers, BERT's
         # positions and types, go out at every forward pass.
-        buffers = 2 * 8 * _positions(request) * request.accumulation if request.shape.model_type == "bert" else 0
+        rows = [one.rows for one in request.shape.tensors if one.name.startswith("position_embeddings")]
+        buffers = 2 * 8 * sum(rows) * request.accumulation
         return {"all_reduce": float(total * FP32_BYTES)} | ({"broadcast": float(buffers)} if buffers else {})
     if strategy.zero_stage == 0:
         return {"all_reduce": float(total * weight)}
-    settings = engine_settings(strategy, request.shape.hidden)
+    settings = request.settings
     # Stage 1 reduces once a step, the later ones each micro-batch.
     times = 1 if settings.stage == 1 else request.accumulation
     if settings.stage < 3:
         reduced = float(total * weight * times)
         return {settings.gradients_by: reduced, "all_gather": float(flat_elements(request) * weight)}
-    whole = part_elements(request, kept_whole(request, settings)) * ranks
-    # What is kept whole is gathered once, after the optimizer has changed it: frozen or not, since a step begins by
-    # letting go of all of it (stage3.py, _partition_all_parameters).
-    gathered = gathers_of(request, settings).elements * request.accumulation + whole
-    scattered = part_elements(request, trained_of(request.shape)) * ranks * request.accumulation
+    whole = shard_elements(request, persistent_params(request)) * ranks
+    # Persistent parameters are gathered once, after the optimizer has changed them: frozen or not, since a step begins
+    # by freeing all of them (stage3.py, _partition_all_parameters).
+    gathered = gathers_of(request).elements * request.accumulation + whole
+    scattered = shard_elements(request, request.shape.trained_params) * ranks * request.accumulation
     return {"all_gather": float(gathered * weight), settings.gradients_by: float(scattered * weight)}
-
-
-def _positions(request: Request) -> int:
-    return next(tensor.rows for tensor in request.shape.tensors if tensor.name.startswith("position_embeddings"))
 
 
 def _fsdp(request: Request) -> dict[str, float]:
     """Each layer is gathered twice in a micro-batch, and so is an untied embedding: it has a group of its own."""
-    ranks, pieces = request.ranks_of_a_copy or request.box.ranks, pieces_of(request.shape)
-    padded = [math.ceil(piece.rows / ranks) * ranks * (piece.elements // piece.rows) for piece in pieces]
-    reduced = sum(size for piece, size in zip(pieces, padded, strict=True) if piece.trained)
+    ranks, params = request.ranks_per_replica or request.box.ranks, request.shape.params
+    padded = [math.ceil(param.rows / ranks) * ranks * (param.elements // param.rows) for param in params]
+    reduced = sum(size for param, size in zip(params, padded, strict=True) if param.trained)
     again = sum(
         size
-        for piece, size in zip(pieces, padded, strict=True)
-        if 0 <= piece.place < request.shape.layers or (piece is pieces[0] and not request.shape.tied)
+        for param, size in zip(params, padded, strict=True)
+        if 0 <= param.place < request.shape.layers or (param is params[0] and not request.shape.tied)
     )
     times, width = request.accumulation, 2 if request.fsdp_gathers_16_bits else FP32_BYTES
     # Gradients are reduced in the last micro-batch alone.
     found = {"all_gather": float((sum(padded) + again) * width * times), "reduce_scatter": float(reduced * width)}
     if ranks < request.box.ranks:
-        # Copies agree on the part of each rank.
+        # Replica groups sum the shard of each rank.
         found["all_reduce"] = float(reduced / ranks * width)
     return found
 
 
 def sent_bytes(request: Request) -> float:
-    """Ring bytes. hsdp gathers within a copy, and sums over copies."""
-    ranks, copy, payload = request.box.ranks, request.ranks_of_a_copy, payload_of(request)
+    """Ring bytes. hsdp gathers within a replica group, and sums over groups."""
+    ranks, copy, payload = request.box.ranks, request.ranks_per_replica, payload_of(request)
     if ranks == 1:
         return 0.0
     gathering = summing = ranks
@@ -243,11 +232,11 @@ def sent_bytes(request: Request) -> float:
         gathering, summing = copy, ranks // copy
     elif copy is not None:
         # Under hpz a step's first gather of a tensor takes all ranks, and later ones those of a machine. What the
-        # optimizer does not change keeps its second copy; what is kept whole is not gathered from that.
-        whole = kept_whole(request, engine_settings(request.strategy, request.shape.hidden))
-        frozen = [piece for piece in whole if not piece.trained]
-        first = part_elements(request, [*trained_of(request.shape), *frozen])
-        again = payload["all_gather"] - first * ranks * weight_bytes(request)
+        # optimizer does not change keeps its second shard; persistent parameters are not gathered from that.
+        whole = persistent_params(request)
+        frozen = [param for param in whole if not param.trained]
+        first = shard_elements(request, [*request.shape.trained_params, *frozen])
+        again = payload["all_gather"] - first * ranks * request.weight_bytes
         payload["all_gather"] -= again
         near = again * (copy - 1) / copy
     share = (gathering - 1) / gathering

@@ -1,127 +1,146 @@
-"""What is asked of a prediction, and what it answers. Free of torch, so that advice comes in seconds."""
+"""The request of a prediction, with every setting that follows from it, and the prediction itself.
+
+Free of torch, so that advice comes in seconds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Hashable, Mapping
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from study.config.flags import Precision
-from study.config.strategies import RANKS_OF_A_MACHINE, Strategy
-from study.predictor.hardware import Device
-from study.workloads.presets import Family
+from study.config.errors import UserError
+from study.config.flags import Precision, RunConfig
+from study.config.strategies import RANKS_OF_A_MACHINE, WITH_GROUPS, Strategy, read_strategy
+from study.predictor.hardware import Hardware
+from study.predictor.shape import ModelShape, model_shape, with_adapters
 
 Attention = Literal["eager", "sdpa", "sdpa_causal", "flash_attention_2"]
 OptimizerName = Literal["adamw", "adamw_8bit"]
+FP32_BYTES = 4
+
+
+# What DeepSpeed makes of a strategy's JSON: each setting that costs bytes, with the engine's own default for it.
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """Parameters of one name in every layer, or outside the layers where `count` is 1."""
-
-    name: str
-    elements: int
-    count: int
-    in_layer: bool
-    # Of its first dimension, along which FSDP2 cuts.
-    rows: int = 1
-    # False: frozen, as all of a model beside LoRA's adapters.
-    trained: bool = True
+class Offload:
+    device: str
+    pinned: bool
+    buffers: int
+    # In elements; of parameters alone.
+    buffer_size: int
+    # Of the optimizer's: the share of it that goes to the host.
+    ratio: float
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """A transformer as far as memory, traffic and time depend on it."""
+class EngineSettings:
+    """Sizes are in elements, as DeepSpeed has them."""
 
-    name: str
-    model_type: str
-    family: Family
-    layers: int
-    hidden: int
-    # Of the feed-forward block.
-    inner: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    vocabulary: int
-    # Two matrices go in: SwiGLU and its like.
-    gated: bool
-    # The output layer is the embedding.
-    tied: bool
-    tensors: tuple[Tensor, ...]
-    # None: the configuration sets no limit to a sequence.
-    positions: int | None = None
-    # Of LoRA's adapters, which are among the tensors; None: all of it is trained.
-    lora_rank: int | None = None
-
-    @property
-    def parameters(self) -> int:
-        return sum(tensor.elements * tensor.count for tensor in self.tensors)
+    stage: int
+    reduce_bucket: int
+    overlaps: bool
+    contiguous_gradients: bool
+    reduce_scatter: bool
+    # Stages 1 and 2 reduce a bucket to everybody, and each rank keeps its part.
+    reduces_to_all: bool
+    sub_group: int
+    prefetch_bucket: int
+    persistence_threshold: int
+    model_persistence_threshold: int
+    max_live: int
+    max_reuse_distance: int
+    # fp32 gradients are kept besides weights of 16 bits.
+    accumulates_in_fp32: bool
+    # Moments in the weights' 16 bits, or no fp32 masters at all: DeepSpeed's pure bf16.
+    bf16_masters: bool
+    bf16_moments: bool
+    # Stage 3: the first rank has all weights on its host when a program saves the model.
+    gathers_to_save: bool
+    optimizer: Offload | None
+    parameters: Offload | None
 
     @property
-    def trained_parameters(self) -> int:
-        return sum(tensor.elements * tensor.count for tensor in self.tensors if tensor.trained)
+    def master_bytes(self) -> int:
+        return 2 if self.bf16_masters else FP32_BYTES
 
     @property
-    def frozen_parameters(self) -> int:
-        return self.parameters - self.trained_parameters
-
-    @property
-    def largest(self) -> int:
-        """Elements of one tensor."""
-        return max(tensor.elements for tensor in self.tensors)
-
-    @property
-    def largest_trained(self) -> int:
-        """Elements of one tensor."""
-        return max(tensor.elements for tensor in self.tensors if tensor.trained)
+    def gradients_by(self) -> Literal["all_reduce", "reduce", "reduce_scatter"]:
+        """Stages 1 and 2 reduce a bucket to all ranks or, if that is off, each part to its owner (stage_1_and_2.py,
+        average_tensor). Only stage 3 scatters."""
+        if not self.reduce_scatter:
+            return "all_reduce"
+        if self.stage == 3:
+            return "reduce_scatter"
+        return "all_reduce" if self.reduces_to_all else "reduce"
 
 
-# More ranks than any job has had.
-LARGEST_JOB = 2**18
+def sizes_of_width(hidden: int) -> dict[str, int]:
+    """Return Accelerate's values for three sizes that are `auto`."""
+    return {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """What it runs on: `nodes` machines of `gpus_per_node` devices."""
+def engine_settings(strategy: Strategy, hidden: int) -> EngineSettings:
+    """Any other `auto` is the engine's default."""
+    assert strategy.deepspeed is not None
+    zero = strategy.deepspeed["zero_optimization"]
+    auto = sizes_of_width(hidden)
 
-    name: str
-    device: Device
-    gpus_per_node: int
-    nodes: int = 1
-    # Of one device to other nodes.
-    network_gb_per_s: float = 50.0
-    host_gib_per_node: float | None = None
-    # What all ranks of a node read and write together in an optimizer on the host, where it was measured or given.
-    host_memory_gb_per_s: float | None = None
-    # DeepSpeed's asynchronous I/O on four drives of PCIe 4: "up to 10 GB/sec reads and 5 GB/secs writes" (DeepSpeed's
-    # blog deepnvme, 08-2024).
-    nvme_read_gb_per_s: float = 10.0
-    nvme_write_gb_per_s: float = 5.0
-    # gloo gathers into a copy of the whole, and scatters out of one; NCCL does neither.
-    gathers_into_copies: bool = False
+    def number(name: str, default: float) -> int:
+        value = zero.get(name, default)
+        return int(auto.get(name, default)) if value == "auto" else int(value)
 
-    @property
-    def ranks(self) -> int:
-        return self.gpus_per_node * self.nodes
+    def switch(name: str, default: bool) -> bool:
+        value = zero.get(name, default)
+        return default if value in ("auto", None) else bool(value)
 
-    @property
-    def in_host_memory(self) -> bool:
-        """No GPU: the ranks are processes, and compute where their offloaded state lies as well."""
-        return self.device.memory_gib == 0
+    stage = int(zero["stage"])
+    bf16 = strategy.deepspeed.get("bf16")
+    bf16 = bf16 if isinstance(bf16, Mapping) else {}
+    types = strategy.deepspeed.get("data_types")
+    kept_in = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    return EngineSettings(
+        stage=stage,
+        reduce_bucket=number("reduce_bucket_size", 5e8),
+        overlaps=switch("overlap_comm", stage == 3),
+        contiguous_gradients=switch("contiguous_gradients", True),
+        reduce_scatter=switch("reduce_scatter", True),
+        reduces_to_all=switch("use_multi_rank_bucket_allreduce", True),
+        sub_group=number("sub_group_size", 1e9),
+        prefetch_bucket=number("stage3_prefetch_bucket_size", 5e7),
+        persistence_threshold=number("stage3_param_persistence_threshold", 1e5),
+        model_persistence_threshold=number("stage3_model_persistence_threshold", sys.maxsize),
+        max_live=number("stage3_max_live_parameters", 1e9),
+        max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
+        accumulates_in_fp32=kept_in == "fp32",
+        bf16_masters=bool(bf16.get("bf16_master_weights_and_grads", False)),
+        bf16_moments=bool(bf16.get("bf16_optimizer_states", False)),
+        gathers_to_save=switch("stage3_gather_16bit_weights_on_model_save", False),
+        optimizer=_offload(strategy, "optimizer", 4),
+        parameters=_offload(strategy, "param", 5),
+    )
 
-    @property
-    def meets_over_pcie(self) -> bool:
-        """Several GPUs of one node, none of which has NVLink."""
-        return self.gpus_per_node > 1 and self.device.nvlink_gb_per_s is None and not self.in_host_memory
 
-
-def box_of_ranks(name: str, device: Device, ranks: int) -> Hardware:
-    """Where nobody says how they are spread: full machines, or one."""
-    nodes, rest = divmod(ranks, RANKS_OF_A_MACHINE)
-    return Hardware(name, device, ranks) if rest or not nodes else Hardware(name, device, RANKS_OF_A_MACHINE, nodes)
+def _offload(strategy: Strategy, what: str, buffers: int) -> Offload | None:
+    device = strategy.offload_device(what)
+    if device is None or strategy.deepspeed is None:
+        return None
+    section: Mapping[str, Any] = strategy.deepspeed["zero_optimization"][f"offload_{what}"]
+    return Offload(
+        device=device,
+        # deepspeed 0.19 pins by default.
+        pinned=bool(section.get("pin_memory", True)),
+        buffers=int(section.get("buffer_count", buffers)),
+        buffer_size=int(section.get("buffer_size", 1e8)),
+        ratio=float(section.get("ratio", 1.0)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +161,10 @@ class Request:
     keeps_products: bool = False
     # The model's own dropout is on: masks are kept, and attention by hand keeps its scores twice.
     dropout: bool = False
-    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, as Accelerate does unless told otherwise. Norms
+    # With bf16 and fp16. False: a trainer that leaves 16 bits to FSDP, as Accelerate does by default. Norms
     # and the residual stream are as narrow then, and so is what is gathered. This study's own runs autocast.
     autocast: bool = True
-    # torch.compile, or kernels written as one: what is no matrix product is read and written less often.
+    # torch.compile, or kernels written as one: everything but matrix products is read and written less often.
     compiled: bool = False
     # The loss's gradient takes the logits' place, in 16 bits: flash-attention's cross entropy, as llm-foundry trains.
     fused_loss: bool = False
@@ -159,6 +178,32 @@ class Request:
     # PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True.
     expandable_segments: bool = False
 
+    @functools.cached_property
+    def settings(self) -> EngineSettings:
+        """DeepSpeed's; other strategies have none."""
+        return engine_settings(self.strategy, self.shape.hidden)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """Autocast leaves the weights as they are; DeepSpeed's own 16 bits do not."""
+        return 2 if self.precision.endswith("-engine") else FP32_BYTES
+
+    @property
+    def computing_bytes(self) -> int:
+        return FP32_BYTES if self.precision == "fp32" else 2
+
+    @property
+    def moments_bytes(self) -> float:
+        """Both of AdamW's. 8-bit states have a float of 4 bytes for every 256 numbers (bitsandbytes)."""
+        if self.optimizer == "adamw_8bit":
+            return 2 * (1 + 4 / 256)
+        return 4.0 if self.pure or (self.strategy.zero_stage and self.settings.bf16_moments) else 8.0
+
+    @functools.cached_property
+    def without_micro_batch(self) -> Request:
+        """The same for any micro-batch, and for any accumulation above 1."""
+        return dataclasses.replace(self, micro_batch=1, accumulation=min(2, self.accumulation))
+
     @property
     def fsdp_gathers_16_bits(self) -> bool:
         return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
@@ -166,43 +211,30 @@ class Request:
     @property
     def gathered_again(self) -> float:
         """Parameters that stage 3 gathers a third time for a micro-batch: what is frozen of the layers that it
-        recomputes, and lets go of with them (_recomputing_frozen in modules.py)."""
+        recomputes, and frees with them (_recomputing_frozen in gathers.py)."""
         if self.strategy.zero_stage != 3 or not self.gradient_checkpointing:
             return 0.0
         frozen = sum(tensor.elements for tensor in self.shape.tensors if tensor.in_layer and not tensor.trained)
         return frozen * self.shape.layers / self.checkpoint_every
 
     @property
-    def ranks_of_a_copy(self) -> int | None:
-        """As in Strategy, on this box. A virtual rank is alone on it, and the machines of its job have eight."""
+    def ranks_per_replica(self) -> int | None:
+        """Ranks of a replica group. A virtual rank is alone on its box, and the machines of its job have eight."""
         per_machine = self.box.gpus_per_node if self.box.gpus_per_node > 1 else RANKS_OF_A_MACHINE
-        return self.strategy.ranks_of_a_copy(self.box.ranks, per_machine)
+        return self.strategy.ranks_per_replica(self.box.ranks, per_machine)
 
 
-_BY_IDENTITY = ("shape", "strategy", "box")
-_settings_of = operator.attrgetter(
-    *(field.name for field in dataclasses.fields(Request)
-      if field.name not in (*_BY_IDENTITY, "micro_batch", "accumulation"))
-)  # fmt: skip
-_KEPT = 64
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def same_for_any_micro_batch(answer: Callable[Concatenate[Request, _P], _R]) -> Callable[Concatenate[Request, _P], _R]:
     """A search over micro-batches asks it once. Of the accumulation it counts whether there is any."""
-    known: dict[Hashable, tuple[Request, _R]] = {}
+    cached = functools.lru_cache(maxsize=64)(answer)
 
     @functools.wraps(answer)
     def asked(request: Request, *given: _P.args, **named: _P.kwargs) -> _R:
-        same = tuple(id(getattr(request, name)) for name in _BY_IDENTITY)
-        key = (same, _settings_of(request), request.accumulation > 1, given, tuple(named.items()))
-        if key not in known:
-            if len(known) >= _KEPT:
-                known.clear()
-            # With the request, so that no other object takes the place of one of its own.
-            known[key] = request, answer(request, *given, **named)
-        return known[key][1]
+        return cached(request.without_micro_batch, *given, **named)  # type: ignore[arg-type]
 
     return asked
 
@@ -218,7 +250,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, of one node's host memory, and of the drive."""
+    """Bytes of one GPU, of one node's host memory, and of NVMe."""
 
     # parameters, gradients, optimizer, buffers, activations, logits, attention, context, fragmentation.
     device_parts: Mapping[str, float]
@@ -258,3 +290,31 @@ class Prediction:
     time: Time
     sent_bytes_per_step: Estimate
     fits: bool
+
+
+def unpredicted(strategy: str, config: RunConfig) -> str | None:
+    """Return what has no arithmetic; None if all of it has."""
+    if strategy in WITH_GROUPS:
+        return f"{strategy}, whose ranks share their samples"
+    if config.optimizer != "adamw":
+        return config.optimizer
+    try:
+        model_shape(config.model_name_or_path)
+    except UserError:
+        return f"{config.model_name_or_path}, of which only the name is known"
+    return None
+
+
+def request_for(strategy: str, config: RunConfig, box: Hardware, micro_batch: int, accumulation: int) -> Request:
+    """Return a run's request; what `unpredicted` names is refused."""
+    if what := unpredicted(strategy, config):
+        raise UserError(f"there is no prediction of {what}", "leave it out")
+    shape = model_shape(config.model_name_or_path)
+    buffered = read_strategy(strategy).with_swap_buffers(-(-shape.largest // box.ranks))
+    return Request(
+        shape=shape if config.peft == "none" else with_adapters(shape, config.lora_rank),
+        strategy=buffered.overridden(config), box=box, sequence_length=config.seq_length,
+        micro_batch=micro_batch, accumulation=accumulation, precision=config.precision,
+        gradient_checkpointing=config.gradient_checkpointing, attention=config.attn_implementation,
+        dropout=config.dropout != 0, compiled=config.torch_compile,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step: a roofline of every part, and what of its communication is left to wait for."""
+"""Seconds of one optimizer step: a roofline of every part, and its exposed communication."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 from study.config.yaml_sections import read_own
 from study.host.memory import GIB
 from study.predictor import activations
-from study.predictor.activations import computing_bytes, is_fused
+from study.predictor.activations import is_fused
 from study.predictor.communication import exchange_of
-from study.predictor.floor import state_bytes
-from study.predictor.request import Estimate, Hardware, Memory, Request, Time
-from study.predictor.state import engine_settings, weight_bytes
+from study.predictor.hardware import Hardware
+from study.predictor.request import Estimate, Memory, Request, Time
+from study.predictor.state import state_bytes
 
-# When a host holds most.
+# When a host's memory peaks.
 _WHEN = {"load": "while each process loads the model", "train": "in training", "save": "while the model is saved"}
 
 
 def usable_bytes(box: Hardware) -> float:
-    """Of a device, or without any of the node's memory for each rank."""
+    """Return the memory of a device, or without one a rank's share of the node's."""
     if box.in_host_memory:
         return (box.host_gib_per_node or 0) * GIB / box.gpus_per_node
     return box.device.visible_gib * GIB
 
 
 def device_bytes(memory: Memory, at_upper_end: bool = False) -> float:
-    """All that the driver sees of a process: the allocator's pool, and the context beside it."""
+    """Return all that the driver sees of a process: the allocator's pool and the context."""
     return _end(memory.peak_reserved, at_upper_end) + memory.device_parts["context"]
 
 
 def excess_bytes(memory: Memory, box: Hardware, at_upper_end: bool = False) -> float:
-    """What is missing, or else the room that is left, as a negative number."""
+    """Return the bytes that are missing, or the room that is left as a negative number."""
     host_bytes, held = (box.host_gib_per_node or 0) * GIB, _end(memory.host_peak, at_upper_end)
     if memory.process_peak is not None:
         doubt = _end(memory.process_peak, at_upper_end) - memory.process_peak.value
@@ -50,7 +50,7 @@ def fits(memory: Memory, box: Hardware, at_upper_end: bool = False) -> bool:
 
 
 def left_share(memory: Memory, box: Hardware, at_upper_end: bool = False) -> float:
-    """Of a device, or of the host where that is the device."""
+    """Return the free share of a device, or of the host where that is the device."""
     held = excess_bytes(memory, box, at_upper_end) if box.in_host_memory else None
     usable = usable_bytes(box)
     return 1 - device_bytes(memory, at_upper_end) / usable if held is None else -held / (usable * box.gpus_per_node)
@@ -75,7 +75,7 @@ def why(memory: Memory, box: Hardware) -> str:
 
 
 def _end(figure: Estimate, upper: bool) -> float:
-    """An interval that lies below its figure, as of a prediction that leans high, is no reason to hope."""
+    """An interval that lies below its figure, as of a prediction that leans high, does not lower it."""
     return max(figure.value, figure.high or 0.0) if upper else figure.value
 
 
@@ -102,17 +102,17 @@ def estimate(what: str, value: float, certain: float = 0.0) -> Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What no source tells: fitted to the rows of study/predictor/validation/published.yaml that say `use: fit`."""
+    """Constants that no source gives, fitted to the rows of validation/published.yaml with `use: fit`."""
 
     # Of the best matrix product that was measured, what a long run of many shapes keeps.
     sustained: float
-    # Traffic of everything that is no matrix product, over what is counted below: as transformers' modules run it, one
+    # Traffic of everything but matrix products, over what is counted below: as transformers' modules run it, one
     # operation after another, and compiled.
     eager_traffic: float
     compiled_traffic: float
     # Of communication that hides behind computing, what computing loses by it.
     hidden_share: float
-    # The processor's time for a layer in each pass over it: no step is faster. DeepSpeed's stage 3 adds its hooks.
+    # The CPU's time for a layer in each pass over it: no step is faster. DeepSpeed's stage 3 adds its hooks.
     launch_s: float
     hooks_s: float
     # What DeepSpeed's Adam on the host reads and writes, of all ranks of a node that share out its cores, with the
@@ -120,16 +120,12 @@ class Constants:
     host_gb_per_s: float
 
 
-def _fitted() -> Constants:
-    """As `python -m study.report.pages.prediction fit` wrote them."""
-    document = read_own(Path(__file__).with_name("fitted.yaml").read_text(encoding="utf-8"))
-    return Constants(**document["constants"])
-
-
-FITTED = _fitted()
+# Written by `python -m study.report.pages.prediction fit`.
+FITTED_FILE = Path(__file__).with_name("fitted.yaml")
+FITTED = Constants(**read_own(FITTED_FILE.read_text(encoding="utf-8"))["constants"])
 
 # --- What was read off sources.
-# Best measured product over the data sheet's peak, where nobody published one: A100 0.87, H100 0.80
+# Best measured product over the data sheet's peak, where none is published: A100 0.87, H100 0.80
 # (stas00/ml-engineering, compute/accelerator).
 _MEASURED_OVER_PEAK = 0.80
 # Of the peak, a fused attention forward and backward. FlashAttention-2 reaches 50-73 % on A100 (its paper's abstract,
@@ -159,10 +155,11 @@ _CPU_ADAM_BYTES = 30
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What a request is, once, in the units that the parts below need."""
+    """A request in the units that the parts of its step need."""
 
     request: Request
     constants: Constants
+    # Of matrix products, FLOP/s, and of memory, bytes/s.
     rate: float
     bandwidth: float
 
@@ -171,108 +168,84 @@ class _Step:
         return self.request.micro_batch * self.request.sequence_length
 
     @property
-    def ranks(self) -> int:
-        return self.request.box.ranks
+    def loose_bytes(self) -> int:
+        """Autocast computes norms, softmax and what follows them in fp32."""
+        autocast = self.request.precision in ("bf16", "fp16") and self.request.autocast
+        return 4 if autocast else self.request.computing_bytes
 
 
 def predict_time(request: Request, memory: Memory | None = None, constants: Constants = FITTED) -> Time:
     """`memory` is for a note alone, where the device would not hold it."""
-    step = _step_of(request, constants)
-    forward, backward = _forward_s(step), _backward_s(step)
-    pieces = request.accumulation
-    floor = _launched_s(step)
-    compute = pieces * max(forward + backward, floor) + _optimizer_s(step)
+    device, precision, times = request.box.device, _base_precision(request), request.accumulation
+    peak = device.peak_tflops.get(precision)
+    # A precision that the device has no units for, as bf16 on V100, runs at fp32's rate at best.
+    slowest = device.peak_tflops.get("fp32") or device.matmul_tflops.get("fp32", 0.0)
+    best = device.matmul_tflops.get(precision) or _MEASURED_OVER_PEAK * (peak or slowest)
+    step = _Step(request, constants, constants.sustained * best * 1e12, device.memory_bandwidth_gb_per_s * 1e9)
+    forward, backward = _passes_s(step)
     exchange = exchange_of(request, forward, backward)
     parts = {
-        "compute": compute, "communication_exposed": exchange.waited + constants.hidden_share * exchange.hidden,
-        "communication_overlapped": exchange.hidden,
+        "compute": times * max(forward + backward, _launched_s(step)) + _optimizer_s(step),
+        "communication_exposed": exchange.exposed + constants.hidden_share * exchange.overlapped,
+        "communication_overlapped": exchange.overlapped,
         "offload": _offload_s(step), "cpu_adam": _cpu_adam_s(step), "nvme": _nvme_s(step),
     }  # fmt: skip
     total = sum(seconds for name, seconds in parts.items() if name != "communication_overlapped")
-    peak = request.box.device.peak_tflops.get(_rate_name(request.precision))
-    of_step = None if peak is None else total * peak * 1e12
+    # Published times of offload are too few, and too far apart, for an interval; of LoRA, and of several GPUs without
+    # NVLink, there are none.
+    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.meets_over_pcie)
+    tokens_per_s = step.tokens * times / total
     return Time(
         parts=parts,
-        step_s=_validated(request, "step_s", total),
-        tokens_per_s_per_gpu=_validated(request, "tokens", step.tokens * pieces / total),
-        mfu=None if of_step is None else activations.model_flops(request) / of_step,
-        hfu=None if of_step is None else activations.hardware_flops(request) / of_step,
+        step_s=estimate("step_s", total) if is_known else Estimate(total),
+        tokens_per_s_per_gpu=estimate("tokens", tokens_per_s) if is_known else Estimate(tokens_per_s),
+        mfu=None if peak is None else activations.model_flops(request) / (total * peak * 1e12),
+        hfu=None if peak is None else activations.hardware_flops(request) / (total * peak * 1e12),
         notes=_notes(request, memory),
     )
 
 
-def _validated(request: Request, what: str, value: float) -> Estimate:
-    """Published times of offload are too few, and too far apart, for an interval; of LoRA, and of several GPUs
-    without NVLink, there are none."""
-    is_known = not (request.strategy.offloads or request.shape.lora_rank or request.box.meets_over_pcie)
-    return estimate(what, value) if is_known else Estimate(value)
+def _base_precision(request: Request) -> str:
+    return request.precision.removesuffix("-engine")
 
 
-def _step_of(request: Request, constants: Constants) -> _Step:
-    device, name = request.box.device, _rate_name(request.precision)
-    best = device.matmul_tflops.get(name) or _MEASURED_OVER_PEAK * (device.peak_tflops.get(name) or _slowest(request))
-    return _Step(
-        request,
-        constants,
-        rate=constants.sustained * best * 1e12,
-        bandwidth=device.memory_bandwidth_gb_per_s * 1e9,
-    )
-
-
-def _rate_name(precision: str) -> str:
-    return precision.removesuffix("-engine")
-
-
-def _slowest(request: Request) -> float:
-    """A precision that the device has no units for, as bf16 on V100, runs at fp32's rate at best."""
-    device = request.box.device
-    return device.peak_tflops["fp32"] or device.matmul_tflops["fp32"]
+def _passes_s(step: _Step) -> tuple[float, float]:
+    """Forward and backward. Each product of the forward pass has two backward, of a frozen matrix one; what is computed
+    again comes first."""
+    request, shape, tokens = step.request, step.request.shape, step.tokens
+    # Forward, outside the layers; backward, of the input and, but for frozen matrices, of the weights.
+    in_layers = outside = of_inputs = of_weights = 0.0
+    own = [(product, bool(shape.lora_rank)) for product in activations.products(shape)]
+    for product, is_frozen in [*own, *((product, False) for product in activations.adapter_products(shape))]:
+        seconds = product.count * _product_s(step, tokens, product.inner, product.out)
+        if not product.in_layer:
+            outside += seconds
+            continue
+        in_layers += seconds
+        of_inputs += product.count * _product_s(step, tokens, product.out, product.inner)
+        if not is_frozen:
+            of_weights += product.count * _product_s(step, product.out, tokens, product.inner)
+    attention, elementwise = _attention_s(step), _elementwise_s(step)
+    head = outside + activations.head_flops(shape) * request.micro_batch / step.rate
+    is_frozen_head = shape.lora_rank and shape.family == "causal-lm"
+    logits = casts = 0.0
+    if shape.family == "causal-lm":
+        each = 3 * request.computing_bytes if request.fused_loss else _LOGIT_BYTES
+        logits = each * tokens * shape.vocabulary / step.bandwidth
+    if request.precision in ("bf16", "fp16") and not request.strategy.is_fsdp:
+        # Autocast keeps its copies for one micro-batch.
+        moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
+        casts = moved / step.bandwidth
+    layers = in_layers + attention + elementwise / 3
+    again = layers / request.checkpoint_every if request.gradient_checkpointing else 0.0
+    attention_backward = attention * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(request) else 2.0)
+    backward = of_inputs + of_weights + attention_backward + elementwise * 2 / 3 + head * (1 if is_frozen_head else 2)
+    return layers + head + logits / 3 + casts / 2, backward + logits * 2 / 3 + casts / 2 + again
 
 
 def _product_s(step: _Step, rows: float, inner: float, out: float) -> float:
-    moved = computing_bytes(step.request) * (rows * inner + inner * out + rows * out)
+    moved = step.request.computing_bytes * (rows * inner + inner * out + rows * out)
     return max(2 * rows * inner * out / step.rate, moved / step.bandwidth)
-
-
-def _layers_forward_s(step: _Step) -> float:
-    matrices = sum(
-        each.count * _product_s(step, step.tokens, each.inner, each.out)
-        for each in (*activations.products(step.request.shape), *activations.adapter_products(step.request.shape))
-        if each.in_layer
-    )
-    return matrices + _attention_s(step) + _elementwise_s(step, 1 / 3)
-
-
-def _forward_s(step: _Step) -> float:
-    return _layers_forward_s(step) + _head_s(step, 1) + _logits_s(step) / 3 + _casts_s(step) / 2
-
-
-def _backward_s(step: _Step) -> float:
-    """Each product of the forward pass has two, of a frozen matrix one; what is computed again comes first."""
-    matrices, shape = 0.0, step.request.shape
-    for is_frozen, found in (
-        (bool(shape.lora_rank), activations.products(shape)),
-        (False, activations.adapter_products(shape)),
-    ):
-        for each in found:
-            if each.in_layer:
-                of_weights = 0.0 if is_frozen else _product_s(step, each.out, step.tokens, each.inner)
-                matrices += each.count * (of_weights + _product_s(step, step.tokens, each.out, each.inner))
-    again = _layers_forward_s(step) / step.request.checkpoint_every if step.request.gradient_checkpointing else 0.0
-    attention = _attention_s(step) * (_FUSED_BACKWARD_OVER_FORWARD if is_fused(step.request) else 2.0)
-    rest = (
-        _head_s(step, 1 if shape.lora_rank and shape.family == "causal-lm" else 2)
-        + _logits_s(step) * 2 / 3
-        + _casts_s(step) / 2
-    )
-    return matrices + attention + _elementwise_s(step, 2 / 3) + rest + again
-
-
-def _head_s(step: _Step, products: int) -> float:
-    shape = step.request.shape
-    outer = [each for each in activations.products(shape) if not each.in_layer]
-    classifier = activations.head_flops(shape) * step.request.micro_batch / step.rate
-    return products * (classifier + sum(_product_s(step, step.tokens, each.inner, each.out) for each in outer))
 
 
 def _attention_s(step: _Step) -> float:
@@ -281,68 +254,48 @@ def _attention_s(step: _Step) -> float:
     done = activations.attention_flops(shape, request.sequence_length) * request.micro_batch
     if not is_fused(request):
         scores = request.micro_batch * shape.heads * request.sequence_length**2 * shape.layers
-        moved = scores * _loose_bytes(step) * _SCORE_PASSES / 3
+        moved = scores * step.loose_bytes * _SCORE_PASSES / 3
         return done / step.rate + moved / step.bandwidth
     causal = 0.5 if shape.family == "causal-lm" else 1.0
     device = request.box.device
-    peak = device.peak_tflops.get(_rate_name(request.precision))
+    peak = device.peak_tflops.get(_base_precision(request))
     hopper = device.name.startswith(("H100", "H20", "H200", "H800", "GH200"))
     share = _FUSED_ATTENTION_SHARE_HOPPER if hopper else _FUSED_ATTENTION_SHARE
     return causal * done / (share * peak * 1e12 if peak else step.rate)
 
 
-def _elementwise_s(step: _Step, share: float) -> float:
+def _elementwise_s(step: _Step) -> float:
+    """Everything in the layers that is not a matrix product or attention, forward and backward."""
     shape = step.request.shape
     hidden = _HIDDEN_PASSES_GATED if shape.gated else _HIDDEN_PASSES
     inner = _INNER_PASSES_GATED if shape.gated else _INNER_PASSES
     widths = shape.layers * (hidden * shape.hidden + inner * shape.inner)
-    constants = step.constants
-    more = constants.compiled_traffic if step.request.compiled else constants.eager_traffic
+    more = step.constants.compiled_traffic if step.request.compiled else step.constants.eager_traffic
     matrices = activations.adapter_products(shape)
     # A and B by turns: A takes what the layer takes, and B puts out what it puts out. They are counted pass by pass;
     # the rest is what a fused kernel would move, and the constant what eager kernels move for it.
-    beside = sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN
-    beside += sum(each.count * each.out for each in matrices[1::2]) * _ADAPTER_PASSES_OUT
-    return share * step.tokens * _loose_bytes(step) * (more * widths + beside) / step.bandwidth
-
-
-def _loose_bytes(step: _Step) -> int:
-    """Autocast computes norms, softmax and what follows them in fp32."""
-    autocast = step.request.precision in ("bf16", "fp16") and step.request.autocast
-    return 4 if autocast else computing_bytes(step.request)
-
-
-def _logits_s(step: _Step) -> float:
-    shape = step.request.shape
-    if shape.family != "causal-lm":
-        return 0.0
-    each = 3 * computing_bytes(step.request) if step.request.fused_loss else _LOGIT_BYTES
-    return each * step.tokens * shape.vocabulary / step.bandwidth
-
-
-def _casts_s(step: _Step) -> float:
-    """Autocast keeps its copies for one micro-batch."""
-    casts = step.request.precision in ("bf16", "fp16") and not step.request.strategy.is_fsdp
-    shape = step.request.shape
-    moved = _AUTOCAST_BYTES * shape.trained_parameters + _AUTOCAST_BYTES_FROZEN * shape.frozen_parameters
-    return moved / step.bandwidth if casts else 0.0
+    adapters = sum(each.count * each.inner for each in matrices[::2]) * _ADAPTER_PASSES_IN
+    adapters += sum(each.count * each.out for each in matrices[1::2]) * _ADAPTER_PASSES_OUT
+    return step.tokens * step.loose_bytes * (more * widths + adapters) / step.bandwidth
 
 
 def _optimizer_s(step: _Step) -> float:
     """On the device; what the host does of it is elsewhere."""
-    strategy, parameters = step.request.strategy, step.request.shape.trained_parameters
-    of_a_copy = step.request.ranks_of_a_copy if strategy.is_fsdp else None
-    shards = of_a_copy or (step.ranks if strategy.is_fsdp or strategy.zero_stage else 1)
-    return (1 - _share_on_host(step.request)) * _OPTIMIZER_BYTES * parameters / shards / step.bandwidth
+    request, strategy = step.request, step.request.strategy
+    shards = request.box.ranks if strategy.is_fsdp or strategy.zero_stage else 1
+    if strategy.is_fsdp:
+        shards = request.ranks_per_replica or shards
+    on_device = 1 - _share_on_host(request)
+    return on_device * _OPTIMIZER_BYTES * request.shape.trained_parameters / shards / step.bandwidth
 
 
 def _share_on_host(request: Request) -> float:
-    settings = engine_settings(request.strategy, request.shape.hidden) if request.strategy.deepspeed else None
+    settings = request.settings if request.strategy.deepspeed else None
     return settings.optimizer.ratio if settings and settings.optimizer else 0.0
 
 
 def _launched_s(step: _Step) -> float:
-    """What the processor needs to start one micro-batch's kernels: backward is as much as two forward passes."""
+    """Seconds that the CPU needs to start one micro-batch's kernels: backward is as much as two forward passes."""
     request = step.request
     each = step.constants.launch_s + (step.constants.hooks_s if request.strategy.zero_stage == 3 else 0.0)
     return each * request.shape.layers * (3 + (1 / request.checkpoint_every if request.gradient_checkpointing else 0))
@@ -352,7 +305,7 @@ def _offload_s(step: _Step) -> float:
     """Over PCIe: gradients to the host, new weights back, and weights for every pass where they wait there."""
     request = step.request
     link = (request.box.device.pcie_gb_per_s or request.box.device.memory_bandwidth_gb_per_s) * 1e9
-    shape, part = request.shape, weight_bytes(request) / step.ranks
+    shape, part = request.shape, request.weight_bytes / request.box.ranks
     # A gradient is added up on the device: what waits on the host comes back for each later micro-batch.
     moved = _share_on_host(request) * shape.trained_parameters * 2
     if request.strategy.offload_device("param"):
@@ -368,13 +321,13 @@ def _cpu_adam_s(step: _Step) -> float:
 
 
 def _nvme_s(step: _Step) -> float:
-    """A node's ranks share its drives; half of what an optimizer moves is read, half written.
+    """A node's ranks share its NVMe; half of what an optimizer moves is read, half written.
 
     Weights that wait there are read in every pass, and written when they are new (_partitioned_params_swap_out in
     DeepSpeed's stage3.py).
     """
     request, box = step.request, step.request.box
-    state = state_bytes(request.strategy, request.precision, step.ranks)
+    state = state_bytes(request.strategy, request.precision, box.ranks)
     if not state.nvme:
         return 0.0
     both = 0.5 / box.nvme_read_gb_per_s + 0.5 / box.nvme_write_gb_per_s
@@ -386,38 +339,38 @@ def _nvme_s(step: _Step) -> float:
 
 
 def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
-    device, name = request.box.device, _rate_name(request.precision)
-    said = [
+    device, name = request.box.device, _base_precision(request)
+    notes = [
         "MFU counts every product at the full sequence length: causal masking saves nothing in it, recomputation adds"
         " nothing to it; HFU adds the layers' second forward pass"
     ]
     if device.peak_tflops.get(name) is None and name not in device.matmul_tflops:
-        said.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
+        notes.append(f"{device.name} has no units for {name}: the rate is that of fp32 at best")
     elif name not in device.matmul_tflops:
-        said.append(f"nobody published {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak")
-    if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
-        said.append(f"this does not fit: the time is that of a {device.name} with more memory")
-    if (of_host := host_adam_note(request)) is not None:
-        said.append(of_host)
-    if request.shape.lora_rank:
-        said.append(LORA_NOTE)
-    if request.strategy.uses_nvme:
-        said.append(
-            f"the drives read {request.box.nvme_read_gb_per_s} and write {request.box.nvme_write_gb_per_s} GB/s"
+        notes.append(
+            f"there is no published rate of {device.name}'s best matrix product: {_MEASURED_OVER_PEAK:.0%} of its peak"
         )
+    if memory is not None and device.memory_gib and device_bytes(memory) > usable_bytes(request.box):
+        notes.append(f"this does not fit: the time is that of a {device.name} with more memory")
+    if (of_host := host_adam_note(request)) is not None:
+        notes.append(of_host)
+    if request.shape.lora_rank:
+        notes.append(LORA_NOTE)
+    if request.strategy.uses_nvme:
+        notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     if request.box.nodes > 1:
-        said.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")
-    return tuple(said)
+        notes.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")
+    return tuple(notes)
 
 
 LORA_NOTE = (
     "a time with LoRA is counted by the constants of full training and was held against none: no products for frozen"
-    " weights, the adapters' own, and no more of the processor's time for a layer"
+    " weights, the adapters' own, and no more of the CPU's time for a layer"
 )
 
 
 def host_adam_note(request: Request) -> str | None:
-    """What the time of an offloaded optimizer rests on, and how not to lose it."""
+    """Return what the time of an offloaded optimizer rests on, and how not to lose it."""
     if not request.strategy.offload_device("optimizer"):
         return None
     if (said := request.box.host_memory_gb_per_s) is not None:

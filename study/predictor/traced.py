@@ -1,7 +1,7 @@
 """Activations counted on transformers' own code: one forward and backward pass over fake tensors, which hold nothing.
 
-The only module of predictions that imports torch, and only when it is asked. What is counted is what the dispatcher
-makes: every storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
+The only module of predictions that imports torch, and only on request. It counts what the dispatcher makes: every
+storage from its birth to its end, without the weights. Dropout is off, and attention that is fused is
 torch's without a mask, as on a GPU. For a box with GPUs autocast computes in fp32 what CUDA's does.
 """
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.flags import RunConfig, Task
 from study.predictor.activations import is_fused
-from study.predictor.request import ModelShape, Request
+from study.predictor.request import Request
+from study.predictor.shape import ModelShape
 from study.workloads.architecture import add_adapters
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def traced(request: Request) -> Traced:
         autocasts = request.precision in ("bf16", "fp16")
         as_cuda = _as_cuda() if autocasts and not request.box.in_host_memory else contextlib.nullcontext()
         if request.gradient_checkpointing:
-            # What is recomputed, as it was computed: a mode is not heard inside the backward pass.
+            # What is recomputed, as it was computed: a mode has no effect inside the backward pass.
             again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), as_cuda)}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
         with live, torch.autocast("cpu", torch.bfloat16, enabled=autocasts), as_cuda:
@@ -74,29 +75,19 @@ def model_of(request: Request) -> Any:
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     else:
         kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(settings)]
-    usual = torch.get_default_dtype()
+    usual, moves = torch.get_default_dtype(), torch.nn.Module.to
     torch.set_default_dtype(torch.bfloat16 if request.precision.endswith("-engine") else torch.float32)
     try:
         model = kind(settings).train()
-        _adapt(model, shape)
-    finally:
-        torch.set_default_dtype(usual)
-    return model
-
-
-def _adapt(model: Any, shape: ModelShape) -> None:
-    if shape.lora_rank is None:
-        return
-    import torch
-
-    # The adapters are made in the model's type and place. peft moves them once more, and a fake tensor cannot move.
-    moves = torch.nn.Module.to
-    torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-    try:
-        task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
-        add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
+        if shape.lora_rank is not None:
+            # Adapters are made in the model's type and place. peft moves them once more, and a fake tensor cannot move.
+            torch.nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+            task: Task = "gpt-wikitext" if shape.family == "causal-lm" else "bert-imdb"
+            add_adapters(model, RunConfig(task=task, peft="lora", lora_rank=shape.lora_rank))
     finally:
         torch.nn.Module.to = moves  # type: ignore[method-assign]
+        torch.set_default_dtype(usual)
+    return model
 
 
 def _attention(request: Request) -> str:
@@ -158,7 +149,7 @@ def _as_cuda() -> Any:
 
 
 def _live_bytes(outside: list[torch.Tensor]) -> Any:
-    """A dispatch mode that knows every storage that is alive, but for those outside."""
+    """Return a dispatch mode that counts every live storage but those outside."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

@@ -1,6 +1,6 @@
 """The run directory: written by training, read by everything else.
 
-Every document is written whole or not at all. What a reader may believe is in study/records/schema.py.
+Every document is written completely or not at all. study/records/schema.py says what is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from study.records.schema import PLAIN_STEP, SEAL, RecordError, State, check, strictly_parsed
+from study.records.schema import SEAL, RecordError, State, check, strictly_parsed, with_new_names
 
 ROW_FILES = ("steps.jsonl", "evals.jsonl")
 _DOCUMENTS = ("config", "environment", "engine", "summary", "memory", "traffic", "profile")
 _SEALED_FILES = (*(f"{name}.json" for name in _DOCUMENTS), *ROW_FILES)
-# More than the last status takes.
+# More than the last status needs.
 _ROOM, _ROOM_BYTES = ".status.json.room", 16384
 
 
@@ -51,7 +51,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def is_part_of(name: str, document: str) -> bool:
-    """Is this what a process leaves of a file that is killed while it writes it, or that it keeps room for?"""
+    """Whether a file is the rest of a killed write of this document, or the room kept for it."""
     return re.fullmatch(rf"\.{re.escape(document)}\.([a-z0-9_]{{8}}|ending|room)", name) is not None
 
 
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RecordError(path, f"is not readable as JSON ({error})") from None
     if not isinstance(document, dict):
         raise RecordError(path, f"holds a {type(document).__name__} where an object belongs")
-    return document
+    return with_new_names(document)
 
 
 def number_or_none(value: float | None) -> float | None:
@@ -80,7 +80,7 @@ def number_or_none(value: float | None) -> float | None:
 
 
 class RunWriter:
-    """For the main process: opens a run directory, appends rows, closes it with a status.
+    """Open a run directory, append rows, and close it with a status; on the main process only.
 
     The directory is written through a descriptor: a run whose folder is moved completes its record there, and not in
     the folder that has taken its name.
@@ -116,11 +116,11 @@ class RunWriter:
 
     @property
     def path(self) -> Path:
-        """Where the directory is now."""
+        """Path of the directory, also after it was moved."""
         return self._asked if self.is_in_place() else self._folder.resolve()
 
     def is_in_place(self) -> bool:
-        """Is it still the directory of that name?"""
+        """Whether the directory still has its name."""
         with contextlib.suppress(OSError):
             return self._asked.samefile(self._folder)
         return False
@@ -129,7 +129,7 @@ class RunWriter:
         write_json(self._folder / name, document)
 
     def hint(self, hint: str) -> None:
-        """What helps from now on if the process is killed, unless another rank has said how the run ended."""
+        """Set the hint for a run that is killed from now on, unless another rank has recorded how it ended."""
         self.status["hint"] = hint
         if read_status(self._folder)["ended_at"] is None:
             self.write("status.json", self.status)
@@ -163,25 +163,25 @@ def _ended(status: Mapping[str, Any], state: State, reason: str, hint: str) -> d
 
 
 def seal(path: Path, status: Mapping[str, Any]) -> dict[str, Any]:
-    """The status of a closed record, with what every file of it then held."""
+    """Return the status of a closed record, with the digests of its files and its own."""
     sealed = {**status, "files_sha256": digests(path)}
     said = json.dumps(sealed, sort_keys=True).encode()
     return sealed | {"status_sha256": hashlib.sha256(said).hexdigest()}
 
 
 def is_sealed(status: Mapping[str, Any]) -> bool:
-    """Not where the run was killed."""
+    """Whether a run closed its record, rather than being killed."""
     return status.keys() >= SEAL.keys()
 
 
 def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of every file of a record that is there, except status.json, which may hold them."""
+    """SHA-256 of every file of a record, except status.json, which has these digests."""
     files = (path / name for name in _SEALED_FILES)
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
 
 
 def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
-    """Many figures stand in one place only, and nothing else would show that one of them was changed."""
+    """Refuse a record that changed after it was closed; many figures are in one place only."""
     if not is_sealed(status):
         raise RecordError(path / "status.json", "its seal is missing")
     now = seal(path, {key: value for key, value in status.items() if key not in SEAL})
@@ -192,7 +192,7 @@ def _check_seal(path: Path, status: Mapping[str, Any]) -> None:
 
 
 def end_interrupted_run(path: Path, state: State, reason: str, hint: str) -> None:
-    """How a run ended that did not finish, from any rank; the first rank to say why is believed."""
+    """Record how an unfinished run ended, from any rank; the first rank's reason stays."""
     if not (path / "status.json").exists():
         return  # before the main process opened the record there is nothing to end
     (path / _ROOM).unlink(missing_ok=True)
@@ -271,27 +271,12 @@ def read_run(path: Path) -> Run:
 
 
 def read_rows(path: Path, complete: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """steps.jsonl and evals.jsonl; of an attempt that was killed the last row may be cut off, and is left out."""
+    """Read steps.jsonl and evals.jsonl, without a last row that a killed attempt left cut off."""
     steps, evals = (_rows(path / name, complete) for name in ROW_FILES)
     return steps, evals
 
 
 def _rows(file: Path, complete: bool) -> list[dict[str, Any]]:
-    lines = _lines(file, complete)
-    plain = all(map(PLAIN_STEP.fullmatch, lines))
-    rows: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]") if plain else list(_parsed(file, lines))
-    last = 0
-    for number, row in enumerate(rows, start=1):
-        if not plain:
-            check(file, row, number)
-        # Every step has a row, and some of them are followed by an evaluation.
-        if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
-            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
-        last = row["step"]
-    return rows
-
-
-def _lines(file: Path, complete: bool) -> list[str]:
     if not file.exists():
         if complete:
             raise RecordError(file, "is missing")
@@ -304,18 +289,19 @@ def _lines(file: Path, complete: bool) -> list[str]:
     torn = lines.pop()
     if torn and complete:
         raise RecordError(file, "its last line is cut off")
-    return lines
-
-
-def _parsed(file: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
             row = strictly_parsed(line)
         except (ValueError, RecursionError) as error:
             raise RecordError(file, f"row {number} is not JSON ({error})") from None
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise RecordError(file, f"row {number} is not an object with a whole-numbered step")
-        yield row
+        check(file, row, number)
+        last = rows[-1]["step"] if rows else 0
+        # Every step has a row, and some of them are followed by an evaluation.
+        if row["step"] != number if file.name == "steps.jsonl" else row["step"] <= last:
+            raise RecordError(file, f"row {number} says step {row['step']} after step {last}")
+        rows.append(row)
+    return rows
 
 
 def find_runs(root: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Which runs may be compared: every invariant that a record shows, against the baseline of its workload.
+"""Fair comparison: every invariant that a record shows, against the baseline of its workload.
 
 A run that breaks one stays in every table and plot, and carries the invariant's name.
 """
@@ -22,7 +22,7 @@ _ADAMW = {"torch.AdamW", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedAdam"}
 _FIRST_LOSS_TOLERANCE = {"fp32": 0.01}
 _ROUNDED_FIRST_LOSS_TOLERANCE = 0.05
 _STEPS = ("lr", "tokens")
-# Invariants that one column shows, and how its value is printed; None for hashes, which tell a reader nothing.
+# Invariants that one column shows, and how its value is printed; None for hashes, which say nothing to a reader.
 _BY_COLUMN = (
     ("initial weights", "initial_weights_sha256", None),
     ("training data", "train_data_sha256", None),
@@ -57,7 +57,7 @@ Steps = Mapping[str, Mapping[str, Any]]
 
 
 def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
-    """Every run with its `baseline`, `confounded`, `confounded_loss` and `notes`. A None in a row is not recorded."""
+    """Return every run with its `baseline`, `confounded`, `confounded_loss` and `notes`. None is not recorded."""
     workloads: dict[str, list[Row]] = {}
     for row in rows:
         workloads.setdefault(row["workload_key"], []).append(row)
@@ -66,7 +66,7 @@ def label_confounds(rows: Sequence[Row], steps: Steps) -> list[Row]:
 
 
 def baseline_arm(runs: pd.DataFrame) -> str | None:
-    """The arm that the others of one workload are compared with; None where no run of it ended well."""
+    """Return the baseline of one workload; None if no run of it ended ok."""
     columns = ["status_state", "arm", "strategy", "world_size", "seed", "repeat"]
     ended = runs.loc[runs["status_state"] == "ok", columns]
     baselines = _baseline_runs(ended.to_dict("records"))
@@ -74,20 +74,20 @@ def baseline_arm(runs: pd.DataFrame) -> str | None:
 
 
 def has_dropout(runs: pd.DataFrame) -> bool:
-    """Each arm draws masks of its own then, so that only means over seeds compare losses."""
+    """Whether strategies draw different dropout masks, so that only means over seeds compare losses."""
     return bool(runs["dropout"].fillna(0).ne(0).any())
 
 
 def _baseline_runs(group: list[Row]) -> dict[tuple[Any, Any], Row]:
-    """By seed and repeat, the runs of the baseline arm of one workload."""
+    """Return the baseline's runs of one workload by seed and repeat."""
     ended = [row for row in group if row["status_state"] == "ok"]
     if not ended:
         return {}
     seeds: defaultdict[str, set[Any]] = defaultdict(set)
     for row in ended:
         seeds[row["arm"]].add(row["seed"])
-    # A plain arm first: one with another trainer or an override is a variant. Then plain training, and of it what ran
-    # with most seeds: the others of a seed that it lacks would have no partner.
+    # A plain strategy first: one with another trainer or an override is a variant. Then plain training with
+    # most seeds: the others of a seed that it lacks would have no partner.
     best = min(
         ended,
         key=lambda row: (
@@ -123,12 +123,12 @@ def _labels(run: Row, baselines: dict[tuple[Any, Any], Row], steps: Steps) -> di
 
 
 def differences_between(run: Row, other: Row, same_code: bool) -> list[str]:
-    """Every invariant that two runs of one seed do not share, where they differ by design in something else."""
+    """Return every invariant that two runs of one seed do not share."""
     return [*_differences(run, other, same_seed=True), *filter(None, [_code_reason(run, other) if same_code else ""])]
 
 
 def _code_reason(run: Row, baseline: Row) -> str:
-    """Nothing where the same code of this project ran: by its digest, else its commit, else its release."""
+    """Compare the code that ran: by its digest, else its commit, else its release; empty if it is the same."""
     here, there = _code_name(run), _code_name(baseline)
     if run["code_sha256"] and baseline["code_sha256"]:
         same = run["code_sha256"] == baseline["code_sha256"]
@@ -142,7 +142,7 @@ def _code_reason(run: Row, baseline: Row) -> str:
 
 
 def _interruptions(run: Row, baseline: Row) -> Iterator[str]:
-    """At each of these a device is waited for, which takes time and memory, and changes no loss."""
+    """Yield differences in logging and checkpoints: each synchronizes the device, and changes no loss."""
     for name, column in (("logging", "logging_steps"), ("checkpoints", "checkpointing_steps")):
         here, there = run.get(column), baseline.get(column)
         if None not in (here, there) and here != there:
@@ -156,10 +156,10 @@ def _code_name(run: Row) -> str:
 
 
 def _own_reasons(run: Row) -> Iterator[str]:
-    """What a record shows without another beside it."""
+    """Yield the invariants that one record breaks by itself."""
     parts = [run[key] for key in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")]
-    if None not in parts and run["team_ranks"]:
-        parts[2] //= run["team_ranks"]
+    if None not in parts and run["group_ranks"]:
+        parts[2] //= run["group_ranks"]
     if None not in parts and math.prod(parts[:3]) != parts[3]:
         yield f"global batch: {math.prod(parts[:3])} samples a step, {parts[3]} asked"
     ran, asked = run["engine_precision"], run["precision"]
@@ -228,7 +228,7 @@ def _step_reasons(run: Row, baseline: Row, steps: Steps, same_seed: bool) -> Ite
 
 
 def _first_loss_reason(run: Row, baseline: Row) -> Iterator[str]:
-    """A loss that is a share or a multiple of the baseline's shows another normalization."""
+    """Compare the first losses: a share or a multiple of the baseline's shows another normalization."""
     same = all(run[column] == baseline[column] for column in ("engine_precision", "dropout"))
     here, there = run["train_loss_first"], baseline["train_loss_first"]
     if not same or run["dropout"] != 0 or here is None or there is None:
@@ -243,7 +243,7 @@ def _warnings(run: Row) -> list[str]:
 
 
 def _notes(run: Row) -> str:
-    """What a reader of the row should know, though it breaks no invariant."""
+    """Notes on a run that break no invariant."""
     notes = [warning for warning in _warnings(run) if "are rounded" not in warning]
     if run["steps_skipped"]:
         notes.append(f"{run['steps_skipped']:g} of {run['steps']:g} steps skipped, whose gradients were not finite")

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from study.config.errors import UserError, first_line, printable
+from study.config.errors import UserError, first_line
 from study.records.directory import digests, find_runs, is_sealed, read_run
 from study.records.fairness import label_confounds
 from study.records.lock import is_at_work
-from study.records.rows import CONFIG_COLUMNS, LATER_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
-from study.records.schema import RecordError, State
+from study.records.rows import CONFIG_COLUMNS, RUN_COLUMNS, STEP_COLUMNS, run_row, step_block
+from study.records.schema import NEW_NAMES, RecordError
 from study.records.workloads import name_workloads, strategy_order
 
 
 class Remaining(NamedTuple):
     """One slice of a suite, when its report was made: what was planned, how it ended as far as it ran, and the rest by
-    what tells its cells apart."""
+    what differs between its cells."""
 
     suite: str
     only: str
@@ -56,7 +57,7 @@ class UniqueRuns:
 
 
 def each_once(found: list[UniqueRuns]) -> tuple[list[UniqueRuns], list[str]]:
-    """The runs to keep, each with a name of its own and a repeat of its own, and why others are left out."""
+    """Return the runs to keep, each with its own name and repeat, and why others are left out."""
     refused: list[str] = []
     kept = []
     for same in _grouped(found, _content):
@@ -97,14 +98,14 @@ def _content(entry: UniqueRuns) -> Hashable:
 
 
 def _identity(entry: UniqueRuns) -> Hashable:
-    """The same for two records of one run, and for two runs of one configuration that started in the same second."""
+    """Return a key of one run, which another run of its configuration shares if both started in the same second."""
     if entry.steps is None:
         return entry.place
     return entry.digests["config.json"], *(entry.row[key] for key in (*_CELL, "status_started_at"))
 
 
 def _disagreeing(group: list[UniqueRuns]) -> list[UniqueRuns]:
-    """Records of which most step times are equal to the last digit: two runs never have that."""
+    """Return records whose step times are mostly equal to the last digit, which two runs never are."""
     disagreeing: dict[Path, UniqueRuns] = {}
     for one, other in itertools.pairwise(group):
         if one.steps is None or other.steps is None or len(one.steps["step"]) != len(other.steps["step"]):
@@ -115,7 +116,7 @@ def _disagreeing(group: list[UniqueRuns]) -> list[UniqueRuns]:
 
 
 def _number_repeats(found: list[UniqueRuns]) -> None:
-    """Of one configuration across folders: pairs are made by seed and repeat."""
+    """Number the repeats of one configuration across folders: pairs are made by seed and repeat."""
     taken: defaultdict[Hashable, set[int]] = defaultdict(set)
     for entry in found:
         # Two searches may ask the same, and neither answer is a repeat of the other.
@@ -127,7 +128,7 @@ def _number_repeats(found: list[UniqueRuns]) -> None:
 
 
 RUNS_FILE, STEPS_FILE = "runs.parquet", "steps.parquet"
-_REFUSED, _REMAINING = b"study.refused", b"study.remaining"
+_REFUSED, _REMAINING, _DIGEST = b"study.refused", b"study.remaining", b"study.digest"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ def read_runs(root: Path, folders: Sequence[Path] = (), remaining: tuple[Remaini
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """What is or was a run directory: one that lost its status.json is refused by name, and not skipped silently."""
+    """Yield run directories; one that lost its status.json is refused by name, and not skipped silently."""
     documents = ("status.json", "engine.json", "summary.json", "memory.json", "traffic.json")
     yield from {file.parent for name in documents for file in folder.glob(f"**/{name}")}
 
@@ -197,7 +198,7 @@ def _tables(found: list[UniqueRuns]) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _column(values: list[Any], kind: str) -> Any:
-    """Text as objects: pandas takes rows of each string column by itself, and there are sixty of them."""
+    """Make a column; text as objects, since pandas is slow with sixty string columns."""
     if kind == "str":
         return pd.Series([math.nan if value is None else value for value in values], dtype=object)
     return pd.array(values, dtype=kind)
@@ -224,7 +225,7 @@ def steps_by_run(records: Records) -> dict[str, pd.DataFrame]:
 
 
 def real(records: Records) -> Records:
-    """Without virtual runs, which have no losses and no wall time, and without probes, which ask only what fits."""
+    """Records without virtual runs, which have no losses and no wall time, and without a search's probes."""
     return _chosen(records, ~records.runs["virtual"] & ~_is_probe(records))
 
 
@@ -233,7 +234,7 @@ def virtual(records: Records) -> Records:
 
 
 def probes(records: Records) -> Records:
-    """The runs of a search, also those that their suite names for themselves, which are runs like others too."""
+    """The runs of a search, also those that their suite names for themselves."""
     return _chosen(records, records.runs["searches"].notna())
 
 
@@ -259,115 +260,62 @@ def _chosen(records: Records, mask: pd.Series) -> Records:
 
 def write_parquet(records: Records, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    runs = pa.Table.from_pandas(records.runs.astype(RUN_COLUMNS), preserve_index=False)
-    metadata = {
-        **(runs.schema.metadata or {}),
+    pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
+    frame = records.runs.astype(RUN_COLUMNS)
+    runs = pa.Table.from_pandas(frame, preserve_index=False)
+    notes = {
         _REFUSED: json.dumps(records.refused).encode(),
         _REMAINING: json.dumps([each._asdict() for each in records.remaining]).encode(),
+        _DIGEST: _digest(frame, folder / STEPS_FILE),
     }
-    pq.write_table(runs.replace_schema_metadata(metadata), folder / RUNS_FILE)
-    pq.write_table(pa.Table.from_pandas(records.steps, preserve_index=False), folder / STEPS_FILE)
+    pq.write_table(runs.replace_schema_metadata({**(runs.schema.metadata or {}), **notes}), folder / RUNS_FILE)
+
+
+def _digest(runs: pd.DataFrame, steps: Path) -> bytes:
+    """Digest of both tables: nothing else would show that a cell was edited, or that a file is of another report."""
+    cells = runs.astype(object).where(runs.notna(), None).to_numpy().tolist()
+    content = json.dumps([list(runs), cells]).encode() + hashlib.sha256(steps.read_bytes()).digest()
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def read_runs_table(folder: Path) -> pd.DataFrame:
+    """Return the table of runs alone, in a fraction of the time."""
+    return _with_run_columns(folder / RUNS_FILE, _read_table(folder / RUNS_FILE)[0])
 
 
 def read_parquet(folder: Path) -> Records:
-    runs, metadata = _read_table(folder / RUNS_FILE, RUN_COLUMNS)
-    steps, _ = _read_table(folder / STEPS_FILE, STEP_COLUMNS)
-    file = folder / RUNS_FILE
+    file, of_steps = folder / RUNS_FILE, folder / STEPS_FILE
+    runs, notes = _read_table(file)
+    steps, _ = _read_table(of_steps)
+    # Tables written before there was a digest are taken as they are.
+    if _DIGEST in notes and notes[_DIGEST] != _digest(runs, of_steps):
+        raise UserError(f"{file} or {STEPS_FILE} was changed after the report was made", _fix(file))
     try:
-        remaining = tuple(Remaining(**each) for each in json.loads(metadata.get(_REMAINING, b"[]")))
-        refused = tuple(json.loads(metadata.get(_REFUSED, b"[]")))
+        remaining = tuple(Remaining(**each) for each in json.loads(notes.get(_REMAINING, b"[]")))
+        refused = tuple(map(str, json.loads(notes.get(_REFUSED, b"[]"))))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{file} says in no known way what was left out ({error})", _fix(file)) from None
-    if not all(isinstance(reason, str) for reason in refused):
-        raise UserError(f"{file} says in no known way what was left out", _fix(file))
-    of_steps = folder / STEPS_FILE
-    for name, wrong in ((file, _broken(runs)), (of_steps, _out_of_range(steps, STEP_COLUMNS))):
-        if wrong:
-            raise UserError(f"{name} has cells that no record gives ({', '.join(wrong)})", _fix(name))
-    for table, columns, name in ((runs, ["run"], file), (steps, ["run", "step"], of_steps)):
-        if len(twice := table.loc[table.duplicated(columns), "run"]):
-            raise UserError(f"{name} has rows twice, such as those of {twice.iloc[0]}", _fix(name))
-    if disagreement := _disagreement(runs, steps):
-        raise UserError(f"{of_steps} and {RUNS_FILE} disagree: {disagreement}", _fix(file))
+        raise UserError(f"{file} does not say which runs were left out ({error})", _fix(file)) from None
+    return Records(_with_run_columns(file, runs), _with_columns(of_steps, steps, STEP_COLUMNS), refused, remaining)
+
+
+def _with_run_columns(file: Path, runs: pd.DataFrame) -> pd.DataFrame:
     text = {key: object for key, kind in RUN_COLUMNS.items() if kind == "str"}
-    clean = {key: runs[key].map(printable, na_action="ignore") for key in text}
-    return Records(runs.assign(**clean).astype(text).copy(), steps, refused, remaining)
-
-
-# What every row has, what every row has whose run ended well, and what is JSON where it is there at all.
-_ALWAYS = ("run", "status_state", "sealed", "workload", "workload_key", "arm", "baseline", "confounded",
-           "confounded_loss", "notes", "repeat", "virtual")  # fmt: skip
-_OF_ENDED = ("strategy", "world_size", "precision", "task", "model_name_or_path", "steps")
-# Losses may be negative, and of a setting that can mean something of its own.
-_SIGNED = {*CONFIG_COLUMNS, "train_loss_first", "train_loss_final", "eval_loss_final", "floor_loss", "floor_eval_loss",
-           "loss", "eval_loss"}  # fmt: skip
-_JSON = {
-    **dict.fromkeys(("searches", "engine_override", "warnings", "devices"), list),
-    **dict.fromkeys(("optimizer_settings", "buckets", "grads_by_moment", "buffers", "collectives", "profile"), dict),
-}  # fmt: skip
-
-
-def _broken(runs: pd.DataFrame) -> list[str]:
-    """Columns with a cell that was edited by hand, or lost."""
-    ended = runs[runs["status_state"] == "ok"]
-    lost = [key for key in _ALWAYS if runs[key].isna().any()] + [key for key in _OF_ENDED if ended[key].isna().any()]
-    lost += ["world_size"] * bool((ended["world_size"] < 1).any())
-    lost += ["status_state"] * (not runs["status_state"].dropna().isin(get_args(State)).all())
-    lost += _out_of_range(runs, RUN_COLUMNS)
-    cells = {key: runs[key].dropna().unique() for key in _JSON}
-    return [*lost, *(key for key, kind in _JSON.items() if not all(_is_json(text, kind) for text in cells[key]))]
-
-
-def _out_of_range(table: pd.DataFrame, columns: Mapping[str, str]) -> list[str]:
-    """Columns with a number that no run can have; a share, such as an accuracy, is 1 at most."""
-    wrong = []
-    for key in (key for key, kind in columns.items() if kind in ("Int64", "int64", "float64")):
-        values = table[key].dropna().to_numpy(dtype=float)
-        least, most = 0.0 if key not in _SIGNED else -math.inf, 1.0 if key.endswith("accuracy") else math.inf
-        if not (np.isfinite(values) & (values >= least) & (values <= most)).all():
-            wrong.append(key)
-    return wrong
-
-
-def _disagreement(runs: pd.DataFrame, steps: pd.DataFrame) -> str | None:
-    """Where a run's rows are not those that its figures were made of. A run that did not end well may have rows."""
-    if len(strange := steps.loc[~steps["run"].isin(runs["run"]), "run"]):
-        return f"{strange.iloc[0]} has rows, and is no run of the table"
-    ended = runs[runs["status_state"] == "ok"].set_index("run")
-    steps = steps[steps["run"].isin(ended.index)]
-    by_run = steps.groupby("run", sort=False)
-    if len(gap := steps.loc[by_run.cumcount() + 1 != steps["step"], "run"]):
-        return f"the steps of {gap.iloc[0]} are not 1, 2, 3 and so on"
-    first, last = (steps.drop_duplicates("run", keep=which).set_index("run")["loss"] for which in ("first", "last"))
-    count = by_run.size().reindex(ended.index, fill_value=0)
-    for key, values in (("steps", count), ("train_loss_first", first), ("train_loss_final", last)):
-        said, found = ended[key].astype(float), values.reindex(ended.index).astype(float)
-        if len(differ := said[(said != found) & ~(said.isna() & found.isna())]):
-            run = differ.index[0]
-            return f"{key} of {run} is {said[run]:.6g}, and its rows say {found[run]:.6g}"
-    return None
-
-
-def _is_json(text: str, kind: type) -> bool:
-    try:
-        return isinstance(json.loads(text), kind)
-    except ValueError:
-        return False
+    return _with_columns(file, runs.rename(columns=NEW_NAMES), RUN_COLUMNS).astype(text).copy()
 
 
 def runs_only_in(folder: Path, records: Records) -> list[str]:
-    """Runs of an earlier report that these records do not have. A name may begin with its folder, or not."""
+    """Return runs of an earlier report that these records lack. A name may begin with its folder, or not."""
     here = {Path(run).name for run in records.runs["run"]}
     return sorted(run for run in _names_of_runs(folder) or [] if Path(run).name not in here)
 
 
 def is_empty(folder: Path) -> bool:
-    """A report of no run, which was made before its study began."""
+    """Whether a report has no run, since it was made before its study began."""
     return _names_of_runs(folder) == []
 
 
 def _names_of_runs(folder: Path) -> list[str] | None:
-    """None where they cannot be read, which is no error: a new report replaces the file."""
+    """Return None if they cannot be read, which is not an error: a new report replaces the file."""
     try:
         return list(_table(folder / RUNS_FILE, ["run"])["run"].to_pylist())
     except (OSError, ValueError):
@@ -375,7 +323,7 @@ def _names_of_runs(folder: Path) -> list[str] | None:
 
 
 def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
-    """Of one file: a pipe would be waited for, and a folder is read as one table of all that lies in it."""
+    """Read one file: opening a pipe would block, and a folder would be read as one table of all its files."""
     if file.exists() and not file.is_file():
         raise OSError("not a regular file")
     return pq.read_table(file, columns=columns)
@@ -385,17 +333,24 @@ def _fix(file: Path) -> str:
     return f"remove it, and make it again from its runs: study report {file.parent.name} --runs-dir DIR"
 
 
-def _read_table(file: Path, columns: Mapping[str, str]) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
-    fix = _fix(file)
+def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:
     try:
         table = _table(file)
-        frame = table.to_pandas()
+        return table.to_pandas(), table.schema.metadata or {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, pa.ArrowException) as error:
         # Notes in the file say of which type a column is, whatever it holds.
-        raise UserError(f"{file} is not readable ({first_line(error)[:200]})", fix) from None
-    later = [key for key in columns if key in LATER_COLUMNS and key not in frame]
+        raise UserError(f"{file} is not readable ({first_line(error)[:200]})", _fix(file)) from None
+
+
+_ALWAYS = {"run", "status_state", "workload", "arm", "baseline", "confounded", "step"}
+
+
+def _with_columns(file: Path, frame: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+    """A table with these columns; those that older files lack are empty, as no run could be asked for such a thing."""
+    later = [key for key in columns if key not in frame]
     frame = frame.assign(**{key: pd.array([None] * len(frame), dtype=columns[key]) for key in later})
-    wrong = [key for key in {*columns, *frame} if key not in frame or str(frame[key].dtype) != columns.get(key)]
-    if wrong:
-        raise UserError(f"{file} has other columns than this version reads ({', '.join(sorted(wrong)[:3])})", fix)
-    return frame[list(columns)], table.schema.metadata or {}
+    wrong = [key for key in frame if str(frame[key].dtype) != columns.get(key)]
+    if wrong or _ALWAYS & set(later):
+        named = ", ".join(sorted([*wrong, *later])[:3])
+        raise UserError(f"{file} has other columns than this version reads ({named})", _fix(file))
+    return frame[list(columns)]

@@ -1,4 +1,4 @@
-"""A lock on a file that the kernel holds for one process, and that dies with it."""
+"""File locks of the kernel: one process has it, and its end releases it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _open_descriptors: set[int] = set()
 
 
 class Held(UserError):
-    """Another process holds the lock: who it is, as far as it has written that by now."""
+    """Another process has the lock: which one, if it has written that by now."""
 
     def __init__(self, what: str, holder: dict[str, Any]):
         if "pid" not in holder:
-            super().__init__(f"{what}: it has just begun", "wait for it, or name another folder")
+            super().__init__(f"{what}: its lock does not say which", "wait for it, or name another folder")
             return
         where = "this machine" if holder.get("host") == HOST else "another machine"
         super().__init__(
@@ -44,7 +44,7 @@ class Held(UserError):
 
 
 def read_holder(file: Path) -> dict[str, Any]:
-    """What the last holder wrote; empty where it has not yet, or not what belongs there."""
+    """Read what the last holder wrote; empty if it is missing or damaged."""
     try:
         said = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -55,9 +55,13 @@ def read_holder(file: Path) -> dict[str, Any]:
 class FileLock(contextlib.AbstractContextManager["FileLock"]):
     """The file stays when the lock is gone: to delete it would let two processes lock two files of one name."""
 
-    def __init__(self, file: Path, what: str, *, create: bool = True, shared: bool = False, patience_s: float = 0.5):
+    def __init__(
+        self, file: Path, what: str, *, create: bool = True, shared: bool = False, with_folder: bool = False,
+        patience_s: float = 0.5,
+    ):  # fmt: skip
         """Raises Held where another holds it, and OSError where the file system lets nobody lock.
 
+        `with_folder` locks the file's folder as well, so that deleting the file frees nothing.
         With `create` the file says from now on who holds it. All who want it shared may hold it together. Whoever asks
         whether a lock is free takes it for an instant, hence the patience.
         """
@@ -65,13 +69,17 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._file = file.absolute()
         self._descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o644)
-        _open_descriptors.add(self._descriptor)
+        self._descriptors = [self._descriptor]
+        if with_folder:
+            self._descriptors.append(os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY))
+        _open_descriptors.update(self._descriptors)
         deadline = time.monotonic() + patience_s
         try:
-            while not self._is_locked():
-                if time.monotonic() >= deadline:
-                    raise Held(what, read_holder(file))
-                time.sleep(0.05)
+            for descriptor in self._descriptors:
+                while not self._is_locked(descriptor):
+                    if time.monotonic() >= deadline:
+                        raise Held(what, read_holder(file))
+                    time.sleep(0.05)
         except BaseException:
             self.release()
             raise
@@ -82,37 +90,41 @@ class FileLock(contextlib.AbstractContextManager["FileLock"]):
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{json.dumps(said)}\n".encode(), 0)
 
-    def _is_locked(self) -> bool:
+    def _is_locked(self, descriptor: int) -> bool:
         try:
-            fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, self._kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError:
+            # NFS locks no folder. The file is locked by then.
+            if descriptor == self._descriptor:
+                raise
         return True
 
     def is_in_place(self) -> bool:
-        """Whether its path still names the locked file: a folder that is renamed takes the lock along."""
+        """Whether its path still names the locked file: a renamed folder keeps its lock."""
         try:
             return os.path.samestat(self._file.stat(), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def release(self) -> None:
-        if self._descriptor in _open_descriptors:
-            _open_descriptors.remove(self._descriptor)
-            os.close(self._descriptor)
+        for descriptor in _open_descriptors.intersection(self._descriptors):
+            _open_descriptors.remove(descriptor)
+            os.close(descriptor)
 
     def __exit__(self, *error: object) -> None:
         self.release()
 
 
-def _let_go_in_a_child() -> None:
-    """A forked process would keep the lock when its parent is gone. To close releases nothing that the parent holds."""
+def _close_in_child() -> None:
+    """Close the locks in a forked child, which would keep them after its parent; the parent's stay locked."""
     for descriptor in _open_descriptors:
         os.close(descriptor)
     _open_descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_a_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # The folder that a run works in: that it is no one else's, and that one run at a time is at work there.
@@ -124,7 +136,7 @@ SWAP_PREFIX = "zero-study-swap-"
 
 
 def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
-    """A folder with files and without a run's status.json is not a run's: nothing is written or deleted there."""
+    """Refuse a folder with files and without a run's status.json: nothing is written or deleted there."""
     if not folder.is_dir():
         return
     # Whoever opens a pipe waits for its other end.
@@ -147,18 +159,23 @@ def refuse_files_of_others(folder: Path, what: str, fix: str) -> None:
 
 
 def _is_leftover(file: Path) -> bool:
-    """What a run leaves that was killed before its very first status was whole."""
+    """Whether a run left this file that was killed while it wrote its first status."""
     return file.name == LOCK_NAME or is_part_of(file.name, "status.json") or file.name.startswith(SWAP_PREFIX)
 
 
 def refuse_folder_at_work(folder: Path, what: str) -> None:
-    """A first look, which leaves no file; `take_folder` decides."""
+    """Check early and without leaving a file; `take_folder` decides."""
+    # Without the file, the lock on the folder is left; a folder that was never a run's has no status.
     if (folder / LOCK_NAME).exists():
         take_folder(folder, what, create=False).release()
+    elif (folder / "status.json").exists():
+        with contextlib.suppress(OSError):
+            wanted = f"another run is at work in {what}"
+            FileLock(folder / "status.json", wanted, create=False, with_folder=True).release()
 
 
 def is_at_work(folder: Path) -> bool:
-    """A run that has not ended, as far as this process may ask: a folder that it may only read tells nothing."""
+    """Whether a run has not ended; False for a folder that this process may only read."""
     try:
         refuse_folder_at_work(folder, str(folder))
     except UserError as why:
@@ -167,21 +184,21 @@ def is_at_work(folder: Path) -> bool:
 
 
 def take_folder(folder: Path, what: str, *, create: bool = True) -> FileLock:
-    """Held until it is released or the process ends, however it ends."""
+    """Lock a folder until the lock is released or the process ends, however it ends."""
     try:
         if create:
             folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / LOCK_NAME, f"another run is at work in {what}", create=create)
+        return FileLock(folder / LOCK_NAME, f"another run is at work in {what}", create=create, with_folder=True)
     except FileExistsError:
         raise UserError(f"{what} is a file, or a link that leads nowhere", "name a folder") from None
     except OSError as error:
         raise UserError(
             f"{what} cannot be locked for one run alone ({error.strerror})",
-            "make room, or name a folder that you may write, on a drive with file locks",
+            "make room, or name a folder that you may write, on a file system with file locks",
         ) from None
 
 
 def is_taken_by_this_launch(folder: Path) -> bool:
-    """For the ranks beside the main process: is it theirs that was the last to take the folder?"""
+    """Whether the launch of this rank was the last to take the folder."""
     holder = read_holder(folder / LOCK_NAME)
     return (holder.get("host"), holder.get("launcher_pid")) == (HOST, LAUNCHER_PID)

@@ -68,7 +68,7 @@ _RAN_OUT: tuple[tuple[re.Pattern[str], State, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class FreeMemory:
-    """What was left when a run ended; None for a device that nobody was asked of."""
+    """Memory that was free when a run ended; None for a device that was not asked."""
 
     device_gib: float | None
     host_gib: float
@@ -80,7 +80,7 @@ class FreeMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What status.json says of it: the state, one line that says why, and one that says what helps."""
+    """How a run ended, as in status.json: the state, the reason, and a hint."""
 
     state: State
     reason: str
@@ -101,7 +101,7 @@ class Terminated(BaseException):
 
 @contextmanager
 def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]:
-    """Any of these signals is this exception. A second one changes nothing."""
+    """Raise an exception on any of these signals; a second signal is ignored."""
 
     def stop(number: int, frame: Any) -> None:
         for other in numbers:
@@ -117,7 +117,7 @@ def raising_on(error: BaseException, *numbers: signal.Signals) -> Iterator[None]
 
 
 def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) -> Ending | None:
-    """Memory or disk that ran out, in the words of whichever library noticed; None where it was something else.
+    """Recognize memory or disk that ran out, in the words of any library; None for any other failure.
 
     `frames` are those of the traceback.
     """
@@ -136,7 +136,7 @@ def ending_of_text(text: str, frames: str = "", free: FreeMemory | None = None) 
 
 
 def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None = None) -> Ending:
-    """`alone` where the run is a single process; `free` is what memory was left then."""
+    """Return how a run ended with an exception. `alone` is a single process; `free` is the memory left then."""
     if isinstance(error, UserError):
         return Ending("unsupported" if isinstance(error, Unsupported) else "failed", error.problem, error.fix)
     if isinstance(error, RunFailed):
@@ -146,7 +146,7 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     if isinstance(error, Terminated):
         sender = "from outside" if alone else "a launcher sends it when another rank has died"
         return Ending("interrupted", f"ended by SIGTERM: {sender}", AGAIN)
-    # Python tells where a module lies, and a record is for others too.
+    # Python names the folder of a module, and a record is for others too.
     named = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.
     if type(error).__name__ == "OutOfMemoryError":

@@ -20,14 +20,14 @@ from study.records.directory import Run, read_json
 from study.records.schema import STATE_KINDS, STATE_PLACES, SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError, SearchAxis
 from study.records.virtual_summary import MOMENTS
 
-# What a sweep noted beside a run: what it was to be, the searches that it answers, and how fast the box is.
+# Notes of a sweep on a run: what was planned, the searches that it answers, and how fast the box is.
 
 _STACK = re.compile(r"[\w.-]{1,40}")
 _NAMED = re.compile(rf"-({'|'.join(sorted(STRATEGY_NAMES, key=len, reverse=True))})-(\d{{1,6}})x-[0-9a-f]{{8}}")
 
 
 def planned_cell(path: Path) -> dict[str, Any]:
-    """What a run was asked to be, where it ended before it could record that: from sweep.json, else from its name."""
+    """Return the strategy, ranks and config of a run that ended early: from sweep.json, else from its name."""
     notes = path / "sweep.json"
     if not notes.is_file():
         found = _NAMED.search(path.name)
@@ -59,7 +59,7 @@ def noted_stack(file: Path, noted: Any) -> str | None:
 
 
 def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
-    """None where the sweep could not measure it, or had no GPU to measure."""
+    """Return the matmul rate; None if the sweep could not measure it, or had no GPU."""
     try:
         rate = notes["attempts"][-1]["matmul_rates"]["tflops"][precision.removesuffix("-engine")]
     except (KeyError, IndexError, TypeError):
@@ -68,7 +68,7 @@ def matmul_tflops(notes: dict[str, Any], precision: str) -> float | None:
 
 
 def _asked(notes: Path, command: list[Any]) -> RunConfig:
-    """The flags of study/train.py in a launch command, every default resolved; its --scale is never `auto`."""
+    """Parse the flags of study/train.py in a launch command, every default resolved; --scale is never `auto`."""
     words = [str(word) for word in command]
     if "study/train.py" not in words:
         raise RecordError(notes, f"command is {shlex.join(words)!r}, which launches no run"[:300])
@@ -84,7 +84,7 @@ MEMORY_COLUMNS = {
     for phase in ("init", "first_step", "steady", "eval") for figure in ("allocated", "reserved", "device", "host")
 }  # fmt: skip
 STATE_COLUMNS = {f"{kind}_bytes_{place}": (kind, place) for kind in STATE_KINDS for place in STATE_PLACES}
-# A folder of one's own, and a name below it: a report tells the name.
+# A user's folder, and a name below it: a report shows the name only.
 _FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[^\s/:'\"()]+/){2,}")
 _MAY_NAME_FOLDERS = {"data", "tokenizer_name", "model_name_or_path", "status_reason", "status_hint"}
 _PATHS = {"output_dir", "overwrite_output_dir", "resume_from_checkpoint", "nvme_path"}
@@ -124,7 +124,7 @@ RUN_COLUMNS: dict[str, str] = {
     "zero_stage": "Int64",
     "gradient_accumulation_steps": "Int64",
     # How many ranks work on the same samples; null where each has its own.
-    "team_ranks": "Int64",
+    "group_ranks": "Int64",
     "micro_batch_size": "Int64",
     "gradient_clipping": "float64",
     "samples_sha256": "str",
@@ -138,7 +138,7 @@ RUN_COLUMNS: dict[str, str] = {
     "grads_by_moment": "str",
     "buffers": "str",
     "collectives": "str",
-    # Of a job on several machines: how many, and what a rank sends in groups that reach from one to another.
+    # Machines of a job, and the ring bytes of a rank in groups that span machines.
     "machines": "Int64",
     "across_machines_bytes_per_step": "float64",
     # What profile.json says, as JSON; nothing where no step was profiled.
@@ -152,12 +152,6 @@ RUN_COLUMNS: dict[str, str] = {
     "matmul_tflops": "float64",
     **{f"{name}_version": "str" for name in ("torch", "deepspeed", "accelerate", "transformers")},
 }
-# Columns that older parquet files lack, because no run could be asked for such a thing yet.
-LATER_COLUMNS = frozenset(
-    {*CONFIG_COLUMNS, *SUMMARY_MAY_HAVE, "searches", "probe", "profile", "matmul_tflops", "code_sha256",
-     "stack", "machines", "team_ranks", "across_machines_bytes_per_step", "forward_holds_bytes",
-     "forward_gathers_bytes", "study_version", "git_dirty"}
-)  # fmt: skip
 STEP_COLUMNS: dict[str, str] = {
     "run": "str", "step": "int64", "loss": "float64", "lr": "float64", "grad_norm": "float64",
     "step_time_s": "float64", "tokens": "int64", "samples_hash": "str", "eval_loss": "float64",
@@ -167,7 +161,7 @@ _REPEAT = re.compile(r"-r([1-9]\d{0,5})$")
 
 
 def run_row(run: Run) -> dict[str, Any]:
-    """What a table can hold of a run, by column; None where the record does not say."""
+    """Return a run as a row of the table, by column; None is not recorded."""
     numbered = _REPEAT.search(run.path.name)
     row: dict[str, Any] = {"run": run.path.name, "repeat": int(numbered[1]) if numbered else 1, "virtual": False}
     row |= {f"status_{key}": run.status[key] for key in ("state", "reason", "hint", "started_at", "ended_at")}
@@ -223,7 +217,7 @@ def _config(run: Run) -> RunConfig:
 
 @functools.cache
 def _of_strategy_file(strategy: str) -> dict[str, Any]:
-    """What the file of a strategy asks for, where no engine started that could say what it does."""
+    """Return what a strategy's file asks for, of a run whose engine did not start."""
     file = read_strategy(strategy)
     places = {f"offload_{what}": file.offload_device(what) for what in ("optimizer", "param")}
     return {"zero_stage": file.zero_stage, **places}
@@ -247,7 +241,7 @@ def _engine(engine: dict[str, Any]) -> dict[str, Any]:
         **{key: engine.get(key) for key in copied},
         **{column: engine.get(key) for column, key in renamed.items()},
         "engine_precision": _precision(engine),
-        "team_ranks": (engine.get("team") or {}).get("ranks"),
+        "group_ranks": (engine.get("model_parallel_group") or {}).get("ranks"),
         "trainer": engine.get("trainer", "study"),
         "warnings": json.dumps(engine["warnings"]),
         "buckets": json.dumps(engine["buckets"], sort_keys=True),
@@ -319,7 +313,7 @@ def _largest(values: typing.Iterable[float | None]) -> float | None:
 
 
 def step_block(run: Run) -> dict[str, Any]:
-    """The steps of a run that ended well by column, with each evaluation beside the step it followed."""
+    """Return the steps of a run that ended ok by column, each evaluation at the step that it followed."""
     if any(step["tokens"] > LARGEST for step in run.steps):
         raise RecordError(run.path / "steps.jsonl", "a step has more tokens than any run can have")
     block: dict[str, Any] = {"samples_hash": np.array([step["samples_hash"] for step in run.steps], dtype=object)}

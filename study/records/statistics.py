@@ -1,7 +1,7 @@
-"""What repeats and seeds allow to be said: intervals, noise, differences that survive it.
+"""Statistics over seeds and repeats: intervals, noise, significant differences, equivalence.
 
 Times and losses are compared as ratios, so on a log scale, seed by seed: repeats of one seed are averaged first. A
-figure that rests on too few runs says so and has no interval. Student's t is that of scipy.special: scipy.stats takes a
+figure that rests on too few runs says so and has no interval. Student's t is that of scipy.special: scipy.stats needs a
 second to import, and every notebook is a process.
 """
 
@@ -19,12 +19,14 @@ import numpy as np
 import pandas as pd
 from scipy import special
 
+from study.config.text import percent
+
 CONFIDENCE = 0.95
 SMALLEST_SAMPLE = 3
-# Fewer points than this are all shown, beside their interval.
+# Fewer points than this are all shown, after their interval.
 SHOWN_BELOW = 6
 SIGNIFICANCE = 0.05
-NOT_TOLD_APART = "not told apart from noise"
+NOT_SIGNIFICANT = "not significant"
 # Logs that are nearer than this are the same.
 _ROUNDING = 1e-12
 Pair = tuple[str, str]
@@ -59,7 +61,7 @@ class Interval:
 
 
 def interval(values: Iterable[float]) -> Interval:
-    """Of positive figures. This covers what it says for log-normal noise; a bootstrap of three points covers 76 %."""
+    """Return the t interval of positive figures on the log scale; a bootstrap of three points would cover 76 %."""
     points = tuple(float(value) for value in values if not pd.isna(value))
     if not points or min(points) <= 0:
         return Interval(math.nan, None, None, points if not points else ())
@@ -80,7 +82,7 @@ def t_quantile(share: float, df: float) -> float:
 
 
 def holm(ps: Iterable[float]) -> list[float]:
-    """Corrected so that in a family without any difference one is found no more often than by a single test."""
+    """Correct p values of a family by Holm's method."""
     found = np.fromiter(ps, dtype=float)
     order = np.argsort(found)
     corrected = np.empty(len(found))
@@ -89,7 +91,7 @@ def holm(ps: Iterable[float]) -> list[float]:
 
 
 def by_seed(runs: pd.DataFrame, figure: str, form: Callable[[Any], Any] = np.log) -> pd.DataFrame:
-    """One row per seed and one column per arm of a workload, the mean over repeats in each cell.
+    """Return one row per seed and one column per strategy of a workload, the mean over repeats in each cell.
 
     A repeat of a seed computes the same loss, so it is no other sample of it. It is one of a time: where all runs have
     one seed, each repeat of a time is a row.
@@ -111,7 +113,7 @@ def middle(runs: pd.DataFrame, figure: str, arm: str) -> Interval:
 
 
 def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any = np.log) -> pd.DataFrame:
-    """One row per seed that both arms of a workload have, in columns `value` and `baseline`."""
+    """Return one row per seed that both strategies have, in columns `value` and `baseline`."""
     table = by_seed(runs, figure, form)
     if not {arm, baseline} <= set(table):
         return pd.DataFrame({"value": [], "baseline": []}, dtype=float)
@@ -119,13 +121,13 @@ def paired(runs: pd.DataFrame, figure: str, arm: str, baseline: str, form: Any =
 
 
 def paired_ratio(runs: pd.DataFrame, figure: str, arm: str, baseline: str) -> Interval:
-    """The arm's figure as a multiple of the baseline's, seed by seed."""
+    """Return a strategy's figure as a multiple of the baseline's, seed by seed."""
     pairs = paired(runs, figure, arm, baseline)
     return interval(np.exp(pairs["value"] - pairs["baseline"]))
 
 
 def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
-    """Each run of the arm with one of the baseline's of its seed: the same repeat or, where that was lost, another."""
+    """Pair each run of a strategy with a baseline run of its seed: the same repeat, or another if that was lost."""
     ended = runs.loc[runs["status_state"] == "ok", ["arm", "seed", "repeat", "run"]].fillna({"seed": -1})
     mine, its = (ended[ended["arm"] == name].sort_values(["seed", "repeat"]) for name in (arm, baseline))
     pairs = []
@@ -139,37 +141,37 @@ def paired_runs(runs: pd.DataFrame, arm: str, baseline: str) -> list[Pair]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """How far runs scatter that should be alike: a standard deviation of logs, so a share of the figure."""
+    """Residual standard deviation of logs, so a share of the figure."""
 
     share: float
     df: int
 
     def resolves(self, samples: int, comparisons: int = 1) -> float | None:
-        """A difference that so many seeds of two alike arms tell apart half of the time; smaller ones seldom are."""
+        """Return the difference that is significant in half of such comparisons with so many seeds."""
         if samples < SMALLEST_SAMPLE:
             return None
-        # As `differences` judges them, where all arms are equally noisy.
+        # As `differences` tests them, where all strategies are equally noisy.
         df = 4 / (1 / (samples - 1) + 1 / self.df)
         t = t_quantile(1 - SIGNIFICANCE / max(comparisons, 1) / 2, df)
         return math.expm1(t * self.share * math.sqrt(2 / samples))
 
 
 def noise(runs: pd.DataFrame, figure: str) -> Noise | None:
-    """Of all arms of one workload together, without what moved all arms of a seed, such as a busy hour.
+    """Return the residual noise of one workload, pooled over strategies, after removing seed effects (a busy hour).
 
-    Pooled over arms, so more data makes it surer and not larger. None where nothing ran twice.
+    More data makes it more certain and not larger. None if nothing ran twice.
     """
     logs = by_seed(_fair(runs), figure)
     variance, df, _ = _additive_fit(logs.to_numpy(dtype=float))
     if not df:
-        # One arm repeated, and nothing beside its repeats: what moved all arms cannot be seen.
+        # Repeats of one strategy alone: seed effects cannot be seen.
         df = int((logs.count() - 1).clip(lower=0).sum())
         variance = float(((logs - logs.mean()) ** 2).sum().sum()) / df if df else math.nan
     return Noise(math.sqrt(variance), df) if df else None
 
 
 def repeat_noise(runs: pd.DataFrame, figure: str) -> Noise | None:
-    """Of the same arm with the same seed alone."""
+    """Return the noise of repeats of one strategy and seed."""
     known = _fair(runs)
     known = known[(known["status_state"] == "ok") & (known[figure] > 0)]
     logs = np.log(known[figure].astype(float)).groupby([known["arm"], known["seed"].fillna(-1)])
@@ -196,13 +198,13 @@ def _additive_fit(logs: np.ndarray) -> tuple[float, int, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One arm beside another. `p` is after Holm over its family; None where the two have too few seeds in common."""
+    """Ratio of two strategies. `p` is after Holm over its family; None if they share too few seeds."""
 
     ratio: Interval
     p: float | None
 
     @property
-    def is_told_apart(self) -> bool:
+    def is_significant(self) -> bool:
         return self.p is not None and self.p < SIGNIFICANCE
 
     @property
@@ -212,22 +214,22 @@ class Difference:
 
     @property
     def is_unsure(self) -> bool:
-        return not (self.is_told_apart or self.is_confounded)
+        return not (self.is_significant or self.is_confounded)
 
     @property
     def words(self) -> str:
         n = self.ratio.n
         if not n:
             return "no run to pair with"
-        if self.is_told_apart:
+        if self.is_significant:
             return f"{percent(self.ratio.center - 1, signed=True)} (n = {n}, p = {self.p:.2g})"
         if self.is_confounded:
             return "not judged"
-        return f"{NOT_TOLD_APART} ({'one run each' if n == 1 else f'n = {n}'})"
+        return f"{NOT_SIGNIFICANT} ({'one run each' if n == 1 else f'n = {n}'})"
 
 
 def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[Pair, Difference]:
-    """Which arms differ from which, with at most 5 % of such families holding a false finding.
+    """Test which strategies differ, with a false finding in at most 5 % of such families.
 
     A t test of the mean log ratio, twice for each pair: once with the first arm's own noise and once with the second
     one's, each time with all other arms' pooled noise for the other (Welch's degrees of freedom). The larger p counts,
@@ -248,7 +250,7 @@ def differences(runs: pd.DataFrame, figure: str, pairs: Iterable[Pair]) -> dict[
 
 
 def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
-    """Of the pairs of columns that have enough rows in common."""
+    """Return the corrected p of pairs of columns with enough rows in common."""
     values, places = logs.to_numpy(dtype=float), {arm: place for place, arm in enumerate(logs)}
     own = {arm: _own_noise(values, places[arm]) for arm in dict.fromkeys(itertools.chain(*pairs)) if arm in places}
     tested = {}
@@ -265,7 +267,7 @@ def corrected_p(logs: pd.DataFrame, pairs: Sequence[Pair]) -> dict[Pair, float]:
 
 
 class _OwnNoise(NamedTuple):
-    """Variance and degrees of freedom of one arm, and of all others together."""
+    """Variance and degrees of freedom of one strategy, and of all others together."""
 
     own: float
     own_df: int
@@ -286,7 +288,7 @@ def _own_noise(logs: np.ndarray, place: int) -> _OwnNoise:
 
 
 def _t_and_df(apart: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
-    """Of differences in logs whose mean is nothing where two arms are alike."""
+    """Return t and degrees of freedom of differences in logs, whose mean is 0 for equal strategies."""
     n, variance = len(apart), noise.own + noise.others
     if not noise.others_df:
         # Nobody else to learn from: the pair's own t test.
@@ -298,16 +300,7 @@ def _t_and_df(apart: np.ndarray, noise: _OwnNoise) -> tuple[float, float]:
     return abs(float(apart.mean())) / max(math.sqrt(variance / n), _ROUNDING), df
 
 
-def percent(share: float, signed: bool = False) -> str:
-    size = abs(100 * share)
-    digits = 0 if size >= 10 else 1 if size >= 1 else 2
-    if 0 < size < 0.01:
-        sign = "+" if signed and share > 0 else "-" if share < 0 else ""
-        return f"{sign}{np.format_float_positional(size, precision=1, fractional=False, trim='-')} %"
-    return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
-
-
-# When losses may be called equal, and how many seeds it takes to see a change.
+# Equivalence of losses (TOST), and the seeds needed to detect a change.
 
 # A tenth of the smallest difference in loss that the studied documents claim (1.18 %, training loss, S2-01).
 LOSS_MARGIN = 0.0012
@@ -359,7 +352,7 @@ def equivalence(values: Sequence[float], baselines: Sequence[float], margin: flo
 
 
 def seeds_needed(claim: float, spread: float) -> int | None:
-    """How many pairs of runs a paired t-test needs to see a change of `claim`, where pairs scatter by `spread`.
+    """Return the pairs of runs that a paired t-test needs to detect a change of `claim`, by the `spread` of pairs.
 
     Both are shares of the figure. None where ten thousand are not enough.
     """
@@ -373,6 +366,6 @@ def seeds_needed(claim: float, spread: float) -> int | None:
 
 
 def _power(effect: float, n: int) -> float:
-    """Of a paired t-test. Not a number where it is all but 1, which is not below what is asked for either."""
+    """Power of a paired t-test; NaN close to 1, which is not below what is asked for either."""
     t, shift = t_quantile(1 - SIGNIFICANCE / 2, n - 1), effect * math.sqrt(n)
     return float(special.nctdtr(n - 1, shift, -t) + 1 - special.nctdtr(n - 1, shift, t))

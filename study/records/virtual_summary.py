@@ -1,4 +1,4 @@
-"""What is known of one virtual rank: what it holds and sends. Read from its record, or from a table of records."""
+"""Memory and communication of one virtual rank, from its record or from a table of records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from study.records.schema import PEAKS as PEAKS_OF_PHASES
 from study.records.schema import STATE_KINDS, STATE_PLACES
 
 PEAKS = tuple(PEAKS_OF_PHASES)
-# Gradients are read at two moments, and the larger figure counts.
+# Gradients are read in two memory snapshots, and the larger figure counts.
 MOMENTS = ("grads_after_backward", "grads_before_step")
 
 ByPlace = dict[str, float | None]
@@ -20,7 +20,7 @@ ByPlace = dict[str, float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Extrapolation:
-    """How a summary was made that nobody measured: a line through two depths, held against a third."""
+    """An extrapolated summary: a line through two depths, checked at a third."""
 
     layers: int
     depths: tuple[int, int]
@@ -44,7 +44,7 @@ class Extrapolation:
 
 @dataclasses.dataclass(frozen=True)
 class RankSummary:
-    """One rank's figures. None is a figure that was not measured, or of which no line over layers holds."""
+    """One rank's figures. None was not measured, or is not linear in the layers."""
 
     strategy: str
     world_size: int
@@ -70,7 +70,7 @@ class RankSummary:
     kept_whole_bytes: float | None
     grads_by_moment: dict[str, ByPlace | None]
     memory_gib_by_phase: dict[str, ByPlace]
-    # The sizes at which the engine sends a bucket, or lets go of what it gathered.
+    # The sizes at which the engine reduces a bucket, or releases gathered parameters.
     buckets: dict[str, Any] | None
     # What else summary.json says, such as PEAKS, by its names there.
     run_figures: dict[str, float | None]
@@ -133,7 +133,7 @@ class RankSummary:
         return self.extrapolated.not_linear if self.extrapolated else []
 
     def document(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return the document that `--json` prints."""
         fields = dataclasses.asdict(self)
         return {"virtual": True, **fields.pop("run_figures"), **fields, "state_bytes_total": self.state_bytes_total}
 

@@ -1,4 +1,4 @@
-"""Which runs are one experiment, and what their lines are called in a table or a plot."""
+"""Workloads: which runs are one experiment, and their names in tables and plots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Values = Sequence[tuple[str, Any]]
 
 
 def name_workloads(rows: Sequence[Columns]) -> list[dict[str, Any]]:
-    """Every run with its `workload`, `workload_key` and `arm`. A None in a row is not recorded."""
+    """Return every run with its `workload`, `workload_key` and `arm`. None is not recorded."""
     exact = [tuple((field, _asked(field, row[field])) for field in _WORDS) for row in rows]
     experiments = _experiments(rows, exact)
     keys = {values: json.dumps(dict(experiment)) for values, experiment in experiments.items()}
@@ -64,7 +64,7 @@ def _asked(field: str, value: Any) -> Any:
 
 
 def options_of(row: Columns) -> list[str]:
-    """What a run asks for that is no setting of its strategy's, in words."""
+    """Return the options of a run that are not settings of its strategy, in words."""
     asked = {field: _asked(field, row[field]) for field in _AS_BEFORE}
     return [word_for(field, value) for field, value in asked.items() if value is not None]
 
@@ -79,7 +79,7 @@ def _experiments(rows: Sequence[Columns], exact: Sequence[Values]) -> dict[Value
     for values, strategies in members.items():
         near = [other for other in with_baseline if _same(values, other, _SUBJECT)]
         by_rules = [other for other in near if _same(values, other, _WORK)]
-        # Several arms of another amount of work are an experiment of their own; other rules never make one.
+        # Several strategies with another amount of work are an experiment of their own; other rules never make one.
         choice = by_rules or (near if len(strategies) == 1 else [])
         if values in with_baseline or not choice:
             experiments[values] = values

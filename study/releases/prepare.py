@@ -1,4 +1,4 @@
-"""`study prepare SUITE`: what a suite's runs need, made before any of them: stacks, operators and initial weights.
+"""`study prepare SUITE`: makes what a suite's runs need before any of them: stacks, operators and initial weights.
 
 Each layer of a stack is one `pip install` into a folder of its own. Its archives are pinned in stacks.lock.json, by
 their digests, when a layer is first made; from then on pip takes no others.
@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY, read_strategy
@@ -27,26 +26,25 @@ from study.records.directory import read_json, write_json
 from study.sweep import command as sweep
 from study.sweep.cell import Cell
 from study.sweep.launch import clean_environment
+from study.sweep.plan import plan_suite
 from study.sweep.search import one_of_each_model
-from study.sweep.slices import plan_suite
 
 LOCK_FILE = STACK_FILE.with_name("stacks.lock.json")
 # An older torch comes with CUDA's libraries; anything else is small.
 _ROOM_BYTES = {"torch": 12 * 2**30}
-# Torch brings what it is linked with, transformers the tokenizers and the hub of its time. Of the others only what is
-# named changes: the rest is as installed.
+# Torch brings what it is linked with, transformers contemporary tokenizers and hub. The others change alone.
 _WITH_THEIRS = ("torch", "transformers")
 _ALONE = ("--no-deps", "--no-build-isolation")
 _NO_NETWORK = re.compile(
     r"(?i)\(from versions: none\)|connection (broken|refused|error)|NewConnectionError|NameResolution|timed out"
 )
-# What this box lacks says nothing of a release.
+# What this box lacks is not a fault of a release.
 _OF_THE_BOX = re.compile(r"No module named pip|\[Errno (13|28|30)\]")
 Pins = dict[str, dict[str, str]]
 
 
 class NotInstallable(Exception):
-    """What pip says of a release that it cannot install here: a state of every stack that has it."""
+    """pip cannot install a release here: a state of every stack that has it."""
 
 
 def prepare(options: argparse.Namespace) -> int:
@@ -66,7 +64,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def install(layers: Iterable[str]) -> set[str]:
-    """Makes the layers that are not there; returns those that pip could not, whose folders say why."""
+    """Make the layers that are not there; return those that pip could not install, whose folders say why."""
     cache, pins, failed = cache_directory(), read_pins(), set()
     for layer in layers:
         folder = layer_folder(cache, layer)
@@ -92,19 +90,19 @@ def read_pins() -> Pins:
 
 
 def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the digest of each archive that pip took, by `name==version`."""
+    """Return the digest of each archive that pip used, by `name==version`."""
     package, _, version = layer.partition("-")
     folder.parent.mkdir(parents=True, exist_ok=True)
     refuse_full_disk(folder.parent, _ROOM_BYTES.get(package, 2**28), layer)
     print(f"{layer}: installing", flush=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{layer}.") as scratch:
-        target, wanted, told = Path(scratch) / "layer", Path(scratch) / "wanted.txt", Path(scratch) / "report.json"
+        target, wanted, report = (Path(scratch) / name for name in ("layer", "wanted.txt", "report.json"))
         lines = [f"{one} --hash=sha256:{digest}" for one, digest in (pins or {}).items()]
         wanted.write_text("\n".join(lines or [f"{package}=={version}"]) + "\n")
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(target),
             *(() if package in _WITH_THEIRS else _ALONE), *(["--require-hashes", "--no-deps"] if pins else []),
-            "--report", str(told), "-r", str(wanted),
+            "--report", str(report), "-r", str(wanted),
         ]  # fmt: skip
         name, _, value = BUILDS_DEEPSPEED.partition("=")
         environment = os.environ | {name: value}
@@ -116,34 +114,29 @@ def install_layer(layer: str, folder: Path, pins: Mapping[str, str] | None) -> d
                 )
             if fault := _OF_THE_BOX.search(ended.stderr):
                 line = next(line for line in ended.stderr.splitlines() if fault[0] in line)
-                raise UserError(f"{layer} cannot be installed: {line[:200]}", "mend that, and prepare again")
+                raise UserError(f"{layer} cannot be installed: {line[:200]}", "fix that, and prepare again")
             said = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: pip failed"]
             raise NotInstallable(said[-1].removeprefix("ERROR: ")[:300])
-        found = _archives(json.loads(told.read_text()))
+        archives = json.loads(report.read_text())["install"]
+        found = {
+            f"{one['metadata']['name']}=={one['metadata']['version']}":
+            one["download_info"]["archive_info"]["hashes"]["sha256"] for one in archives
+        }  # fmt: skip
         write_json(target / LAYER_FILE, {"layer": layer, "sha256": found[f"{package}=={version}"], "archives": found})
         shutil.rmtree(folder, ignore_errors=True)
         target.replace(folder)
     return found
 
 
-def _archives(report: Mapping[str, Any]) -> dict[str, str]:
-    names = (f"{one['metadata']['name']}=={one['metadata']['version']}" for one in report["install"])
-    digests = (one["download_info"]["archive_info"]["hashes"]["sha256"] for one in report["install"])
-    return dict(zip(names, digests, strict=True))
-
-
 def build_operators(stack: Stack, cells: Iterable[Cell]) -> None:
-    """In a process of its own, which imports that stack's libraries."""
-    strategies = {cell.strategy for cell in cells if read_strategy(cell.strategy).deepspeed is not None}
-    # Those of one with an optimizer on the host are those of all, but for NVMe's.
-    needed = {read_strategy(name).uses_nvme: name for name in sorted(strategies, key=_offloads)}
+    """Build in a process of its own, which imports that stack's libraries."""
+    strategies = [strategy for cell in cells if (strategy := read_strategy(cell.strategy)).deepspeed is not None]
+    # A strategy with an optimizer on the host needs the operators of all others, but for NVMe's.
+    strategies.sort(key=lambda strategy: (strategy.offload_device("optimizer") is not None, strategy.name))
+    needed = {strategy.uses_nvme: strategy.name for strategy in strategies}
     if not needed:
         return
     environment = clean_environment(cache_directory(), Path(os.devnull)) | stack.environment(os.environ)
     command = [sys.executable, "-m", "study.host.operators", *needed.values()]
     print(f"{stack.name}: operators", flush=True)
     subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
-
-
-def _offloads(strategy: str) -> bool:
-    return read_strategy(strategy).offload_device("optimizer") is not None

@@ -1,7 +1,7 @@
-"""Runs under several releases of DeepSpeed as cells with a verdict: each against `single` under the same stack.
+"""Runs under several releases of DeepSpeed as cells with a verdict: each compared with `single` under the same stack.
 
-A stack is what is installed with one release of DeepSpeed put before it, or, with `-then` behind its name, with more of
-that release's own time. Repeats are one cell: where one of them differs, the cell does.
+A stack is the installed packages with another release of DeepSpeed, or, with `-then` behind its name, with contemporary
+releases of other packages too. Repeats are one cell: where one of them differs, the cell does.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from study.host.stacks import THEN, release_order
 from study.records.frames import Records, real, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, causes_of
-from study.releases.verdict import Tolerance, Trace, Verdict, judge, tolerance_of
+from study.releases.verdict import Reference, Trace, Verdict, reference_precision
 
-# What a cell is called after where its runs came out differently, the worst first.
+# The verdict of a cell whose runs have several: the worst, which is the first of these.
 _WORST = ("different", "crashes", "not judged", "refuses", "not installable", "equal")
-# Runs that agree in these do the same work, and one of them without an engine is what the others are held against.
+# Runs that agree in these do the same work, and one of them without an engine is the reference of the others.
 _SAME_WORK = ("max_grad_norm", "task", "model_name_or_path", "seed", "global_batch_size", "max_steps", "dropout",
               "learning_rate", "warmup_ratio")  # fmt: skip
 
@@ -39,10 +39,10 @@ class ReleaseCell:
     trainer: str
     versions: Mapping[str, str | None]
     verdicts: tuple[Verdict, ...]
-    # Of each run its name, and that of the run it is held against.
+    # Names of the runs, and of their reference.
     runs: tuple[str, ...]
     single: str
-    # Of a cell beside today's releases, what the same cell is beside those of its time; empty where it was not run.
+    # With today's other packages: the verdict of the same cell with contemporary ones; empty where it was not run.
     of_its_time: str = ""
 
     @property
@@ -63,12 +63,12 @@ class ReleaseCell:
 
     @property
     def differs_sometimes(self) -> bool:
-        """Some runs of the same cell agree: what is wrong is a matter of luck."""
+        """Some runs of the same cell agree: the fault is a race."""
         return {"equal", "different"} <= {each.kind for each in self.verdicts}
 
     @property
     def is_mismatch(self) -> bool:
-        """The engine is not wrong alone: its cause says so or, where none is known, the releases of its time do."""
+        """The engine alone is not wrong: its cause says so or, where none is known, the contemporary releases do."""
         if self.verdict.kind != "different":
             return False
         blames = {cause.blame for cause in self.causes}
@@ -80,7 +80,7 @@ class ReleaseCell:
 
     @property
     def is_lucky(self) -> bool:
-        """Right, and by chance: its releases have a fault that may strike such a cell."""
+        """Right by chance: its releases have a race in such a cell."""
         return self.verdict.kind == "equal" and any(cause.sometimes for cause in self._causes("weights"))
 
     @property
@@ -92,7 +92,7 @@ class ReleaseCell:
 
 
 def release_cells(records: Records) -> list[ReleaseCell]:
-    """Without `single`, which all others are held against; by release, from the oldest."""
+    """Return the cells but for `single`, which is their reference, from the oldest release on."""
     runs = real(records).runs
     runs = runs[runs["stack"].notna()]
     if runs.empty:
@@ -127,33 +127,26 @@ def _cell(
     repeats: Sequence[Row], rows: Sequence[Row], versions: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> ReleaseCell:
     first = repeats[0]
-    single, tolerance = _reference(first, rows, versions, steps)
-    traces = [_trace(row, steps) for row in repeats]
-    alone = _trace(single, steps) if single else Trace([], [], [], state="missing")
-    return ReleaseCell(
-        first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
-        str(first["trainer"]), versions[first["stack"]], tuple(judge(trace, alone, tolerance) for trace in traces),
-        tuple(row["run"] for row in repeats), single["run"] if single else "",
-    )  # fmt: skip
-
-
-def _reference(
-    row: Row, rows: Sequence[Row], versions: Mapping[str, Any], steps: Mapping[str, Any]
-) -> tuple[Row | None, Tolerance]:
-    """`single` under the same stack; else under one that differs in DeepSpeed alone, which `single` does not use."""
-    plain = "bf16" if row["precision"] == "bf16-engine" else row["precision"]
+    # `single` under the same stack; else under one that differs in DeepSpeed alone, which `single` does not use.
     alike = [
         other for other in rows
-        if other["precision"] == plain and other["status_state"] == "ok"
-        and all(_same(other[key], row[key]) for key in _SAME_WORK)
-        and all(versions[other["stack"]][name] == versions[row["stack"]][name] for name in PACKAGES[1:])
+        if other["precision"] == reference_precision(first["precision"]) and other["status_state"] == "ok"
+        and all(_same(other[key], first[key]) for key in _SAME_WORK)
+        and all(versions[other["stack"]][name] == versions[first["stack"]][name] for name in PACKAGES[1:])
     ]  # fmt: skip
-    alike.sort(key=lambda other: other["stack"] != row["stack"])
+    alike.sort(key=lambda other: other["stack"] != first["stack"])
     single = next((other for other in alike if other["strategy"] == "single"), None)
-    if single is None:
-        return None, tolerance_of(row["precision"], Trace([], [], []), [])
-    ddp = (_trace(other, steps) for other in alike if other["strategy"] == "ddp" and other["stack"] == single["stack"])
-    return single, tolerance_of(row["precision"], _trace(single, steps), ddp)
+    reference = Reference(first["precision"], Trace([], [], [], state="missing"))
+    if single is not None:
+        ddp = [other for other in alike if other["strategy"] == "ddp" and other["stack"] == single["stack"]]
+        traces = tuple(_trace(other, steps) for other in ddp)
+        reference = Reference(first["precision"], _trace(single, steps), traces)
+    return ReleaseCell(
+        first["stack"], first["strategy"], first["precision"], _micro_steps(first), _number(first["max_grad_norm"]),
+        str(first["trainer"]), versions[first["stack"]],
+        tuple(reference.judge(_trace(row, steps)) for row in repeats), tuple(row["run"] for row in repeats),
+        single["run"] if single else "",
+    )  # fmt: skip
 
 
 def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> Trace:
@@ -170,7 +163,7 @@ def _trace(row: Row, steps: Mapping[str, pd.DataFrame]) -> Trace:
 
 
 def _versions(rows: Iterable[Row]) -> dict[str, dict[str, str | None]]:
-    """By stack; a run that did not begin says none, and others of its stack do."""
+    """Return versions by stack; a run that did not begin has none, and others of its stack have."""
     found: dict[str, dict[str, str | None]] = {}
     for row in rows:
         of_stack = found.setdefault(row["stack"], dict.fromkeys(PACKAGES))

@@ -1,1 +1,21 @@
-"""Records become tables here. Nothing below this package needs torch or a GPU."""
+"""Questions, plots and pages of records. `load_frames` is where a notebook begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def load_frames(folder: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return one row per run and one per step, of a runs directory or a report, by its path here or in the checkout."""
+    # Commands import this package too, and most of them need no tables.
+    from study.config.errors import UserError
+    from study.config.strategies import from_root
+    from study.records.frames import read_records
+
+    if not (found := from_root(folder)).exists():
+        raise UserError(f"there is no folder {folder}, neither here nor in the checkout", "name another records_dir")
+    records = read_records(found)
+    return records.runs, records.steps

@@ -1,1 +1,1 @@
-"""What stands around every training loop: one run opened, checked, recorded and closed."""
+"""The lifecycle of one run around any training loop: checks, record, checkpoints, ending."""

@@ -1,4 +1,4 @@
-"""What a run is asked for, checked before anything is written: what cannot be served is refused in one line."""
+"""Checks of a run's request, before anything is written: what cannot run is refused in one line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from study.config.errors import REFUSAL_FILE_VARIABLE, Unsupported, UserError
 from study.config.flags import BatchPlan, RunConfig, parse_command_line, refuse_what_no_virtual_run_has, resolved
 from study.config.launched import Launch, shell_environment, this_launch, virtual_launch
 from study.config.names import override
-from study.config.strategies import Strategy
-from study.engine.groups import check_team
-from study.engine.live import check_copies
+from study.engine.groups import check_group, check_replicas
 from study.engine.setup import check_engine_settings
-from study.host.folders import cache_directory, folder_named, free_bytes, refuse_full_drive, refuse_unwritable
+from study.host.folders import cache_directory, folder_named, free_bytes, refuse_full_nvme, refuse_unwritable
 from study.host.memory import can_lock, locked_bytes
 from study.host.operators import libaio_is_there
 from study.host.stacks import refuse_unverified_pair
-from study.predictor.floor import ANY_DEVICE, state_bytes
-from study.predictor.request import box_of_ranks
-from study.predictor.runs import request_for, unpredicted
-from study.predictor.state import unswapped
+from study.predictor.hardware import ANY_DEVICE, box_of_ranks
+from study.predictor.request import request_for, unpredicted
+from study.predictor.state import state_bytes, unswapped
 from study.records.directory import is_finished, write_json
 from study.records.lock import refuse_files_of_others, refuse_folder_at_work
 from study.records.schema import RecordError
@@ -33,44 +30,44 @@ from study.run import machines
 SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK = 10
 # Rows and the log of a long run.
 LEAST_ROOM_BYTES = 16 * 2**20
-# What one trainer cannot do.
+# Raises for what one trainer cannot do.
 Refuse = Callable[[RunConfig, Launch], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRequest:
-    """One that this box can serve, as far as that can be told before the data is there."""
+    """A request that passed every check which needs no data."""
 
     config: RunConfig
     launch: Launch
     plan: BatchPlan
     output_dir: Path
-    # The folder to go on from, and its manifest.
+    # The folder to resume from, and its manifest.
     checkpoint: tuple[Path, dict[str, Any]] | None
     cache: Path
     notice: str | None
 
 
 def read_request(trainer: str, arguments: Sequence[str] | None) -> tuple[RunConfig, Launch]:
-    """The flags and the launch. Torch is not imported for it."""
+    """Read the flags and the launch, without importing torch."""
     config = parse_command_line(arguments)
     launch = this_launch(shell=shell_environment())
     if config.virtual_world_size:
         if trainer != "study":
             raise UserError(f"{trainer} runs no virtual rank", "use study/train.py")
         launch = virtual_launch(launch, config.virtual_world_size, config.virtual_rank or 0)
-    return config, dataclasses.replace(launch, strategy=launch.strategy.with_team(config.team_size))
+    return config, dataclasses.replace(launch, strategy=launch.strategy.with_group_size(config.group_size))
 
 
 def checked(
     trainer: str, config: RunConfig, launch: Launch, refuse: Refuse | None, say: Callable[[str], None]
 ) -> RunRequest:
-    """Cheapest first. `say` puts a line on the terminal."""
+    """Run all checks, the cheapest first. `say` prints a line on the terminal."""
     from study.engine.virtual_rank import check_can_be_held
     from study.host.environment import prepare_devices
-    from study.host.imports import import_libraries
     from study.host.operators import build_operators
-    from study.run.checkpoint import find_checkpoint
+    from study.host.stacks import import_libraries
+    from study.run.resume import find_checkpoint
     from study.workloads.architecture import model_config
 
     if refuse:
@@ -83,20 +80,20 @@ def checked(
     config = resolved(config, accelerator_visible=gpus > 0)
     if launch.virtual:
         refuse_what_no_virtual_run_has(config)
-    check_copies(config, launch, gpus)
+    check_replicas(config, launch, gpus)
     notice = check_devices(launch, gpus)
-    plan = config.batch_plan(launch.world_size, launch.strategy.team_size)
+    plan = config.batch_plan(launch.world_size, launch.strategy.group_size)
     own = "" if trainer == "study" else f"-{trainer}"
     default = Path("runs") / config.run_id(f"{launch.strategy.name}{own}", launch.world_size)
     output_dir = folder_named(str(config.output_dir or default))
     check_output_dir(config, output_dir)
     if launch.is_main:
-        # To the other ranks it may be their own main process that is at work there by now.
+        # The other ranks may see their own main process at work there by now.
         refuse_folder_at_work(output_dir, f"--output_dir {output_dir}")
     if launch.strategy.offload_device("param") == "nvme":
-        launch = _with_swap_buffers(config, launch)
+        launch = enlarge_swap_buffers(config, launch)
     if launch.strategy.uses_nvme:
-        # Before what its buffers would lock: of a model that is too large for the drive those are too large as well.
+        # Before the memory lock: a model that is too large for the NVMe has buffers that are too large as well.
         check_swaps(config, launch)
         check_room_to_swap(config, launch)
     check_request(config, launch)
@@ -105,7 +102,7 @@ def checked(
     import_libraries(launch.strategy)
     if launch.strategy.deepspeed is not None:
         check_engine_settings(config, launch.strategy)
-    check_team(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
+    check_group(config, launch, model_config(config), checkpoint[1]["world_size"] if checkpoint else None)
     if launch.is_main:
         check_room_for_record(config, output_dir)
     cache = cache_directory()
@@ -116,9 +113,9 @@ def checked(
 
 
 def check_swaps(config: RunConfig, launch: Launch) -> None:
-    """A small model on many ranks shows nothing of a drive. Where this has no arithmetic the audit finds out."""
+    """Refuse a model that is too small to swap. Where the predictor has no answer, the audit finds out."""
     strategy = launch.strategy.overridden(config)
-    if strategy.zero_stage != 3 or strategy.team or unpredicted("single", config):
+    if strategy.zero_stage != 3 or strategy.group or unpredicted("single", config):
         return
     request = request_for("single", config, box_of_ranks("any", ANY_DEVICE, launch.world_size), 1, 1)
     if (what := unswapped(dataclasses.replace(request, strategy=strategy))) is not None:
@@ -129,8 +126,8 @@ def check_swaps(config: RunConfig, launch: Launch) -> None:
         )
 
 
-def _with_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
-    """Larger than the file's where the model needs it. What --engine_override says is taken at its word."""
+def enlarge_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
+    """Enlarge the file's swap buffers where the model needs it; --engine_override is not corrected, but refused."""
     from study.workloads.architecture import shape_of
 
     part = -(-shape_of(config).largest_parameter // launch.world_size)
@@ -144,13 +141,13 @@ def _with_swap_buffers(config: RunConfig, launch: Launch) -> Launch:
 
 
 def refused(refusal: UserError, say: Callable[[str], None]) -> int:
-    """The exit status of a wrong request, and its one line on each machine."""
-    # A launcher turns every exit status into its own 1: whoever launched this may have the reason in a file.
+    """Print a wrong request's line, once on each machine; return the exit status."""
+    # A launcher turns every exit status into its own 1: a sweep reads the reason from this file.
     if file := os.environ.get(REFUSAL_FILE_VARIABLE):
         write_json(Path(file), refusal.to_json())
-    machines.tell_refusal(refusal)
+    machines.publish_refusal(refusal)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # The launcher ends all ranks as soon as one has ended: leave its first one the time to say why.
+        # The launcher ends all ranks as soon as one has ended: leave its first one the time to print the reason.
         time.sleep(SECONDS_FOR_THE_FIRST_RANK_TO_SPEAK)
     say(f"error: {refusal.problem}. To fix it: {refusal.fix}.")
     machines.wait_until_heard()
@@ -158,7 +155,7 @@ def refused(refusal: UserError, say: Callable[[str], None]) -> int:
 
 
 def check_output_dir(config: RunConfig, output_dir: Path) -> None:
-    """A finished run is never overwritten unasked, and a folder that is no run directory is never touched."""
+    """Refuse to overwrite a finished run, or to touch a folder that is not a run directory."""
     refuse_unwritable(output_dir, f"--output_dir {output_dir}", "name a folder that you may write")
     refuse_files_of_others(output_dir, f"--output_dir {output_dir}", "name a new folder")
     if not (output_dir / "status.json").exists() or config.overwrite_output_dir:
@@ -167,17 +164,17 @@ def check_output_dir(config: RunConfig, output_dir: Path) -> None:
         finished = is_finished(output_dir)
     except RecordError as error:
         raise UserError(
-            f"--output_dir holds a damaged run ({error})", "remove it, or add --overwrite_output_dir"
+            f"--output_dir is a damaged run ({error})", "remove it, or add --overwrite_output_dir"
         ) from None
     if finished:
         raise UserError(
-            f"--output_dir {output_dir} holds a finished run",
+            f"--output_dir {output_dir} is a finished run",
             "name another, or add --overwrite_output_dir to replace it",
         )
 
 
 def check_devices(launch: Launch, gpus: int) -> str | None:
-    """Refuse more ranks than GPUs; return a notice when GPUs stay idle. A box without a GPU takes any number."""
+    """Refuse more ranks than GPUs; return a notice when GPUs stay idle. Without a GPU any number of ranks is fine."""
     if gpus and launch.local_world_size > gpus:
         raise Unsupported(
             f"{launch.local_world_size} ranks were launched on a box with {gpus} GPU{'s'[: gpus > 1]}",
@@ -190,14 +187,13 @@ def check_devices(launch: Launch, gpus: int) -> str | None:
 
 
 def check_request(config: RunConfig, launch: Launch) -> None:
-    """What this box or this strategy cannot do is refused before anything is written."""
+    """Refuse what this box or this strategy cannot do."""
     import torch
 
-    strategy = launch.strategy
-    on_gpu = torch.cuda.is_available()
+    strategy, on_gpu = launch.strategy, torch.cuda.is_available()
     has_fp16 = on_gpu or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
     if config.precision.startswith("fp16") and not has_fp16:
-        raise Unsupported(f"--precision {config.precision}: this processor has no fp16", "use --precision bf16")
+        raise Unsupported(f"--precision {config.precision}: this CPU has no fp16", "use --precision bf16")
     strategy.check_engine_flags(config)
     if not on_gpu and (strategy.own_settings or {}).get("fsdp_offload_params"):
         raise Unsupported("fsdp_offload_params offloads from a GPU, and none is visible", "leave it out")
@@ -206,9 +202,7 @@ def check_request(config: RunConfig, launch: Launch) -> None:
         raise Unsupported(f"{torch.cuda.get_device_name()} has no bf16", "use --precision fp16 or --precision fp32")
     if (cap_gib := config.device_memory_cap_gib) is not None:
         if not on_gpu:
-            raise Unsupported(
-                "--device_memory_cap_gib caps a GPU's memory, and no GPU is visible", "leave the flag out"
-            )
+            raise Unsupported("--device_memory_cap_gib caps a GPU's memory; no GPU is visible", "leave the flag out")
         total_gib = torch.cuda.get_device_properties(launch.local_rank).total_memory / 2**30
         if cap_gib > total_gib:
             raise Unsupported(
@@ -217,12 +211,32 @@ def check_request(config: RunConfig, launch: Launch) -> None:
     if strategy.deepspeed is not None:
         override(strategy.deepspeed, config.engine_override)
     if config.report_to != "none":
-        _check_tracker(config.report_to)
+        from accelerate.tracking import get_available_trackers
+
+        available = [tracker.value for tracker in get_available_trackers()]
+        if config.report_to not in available:
+            raise UserError(
+                f"--report_to {config.report_to}: no such tracker is installed",
+                f"install it, or use one of: {', '.join(['none', *available])}",
+            )
     if strategy.uses_nvme:
-        _check_nvme(strategy, folder_named(config.nvme_path))
+        if not libaio_is_there():
+            raise Unsupported(
+                "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
+            )
+        wanted = locked_bytes(strategy)
+        if not can_lock(wanted):
+            # Left to itself DeepSpeed aborts the process.
+            raise Unsupported(
+                f"{strategy.name} locks {wanted / 2**20:.0f} MiB of memory or more per rank, and `ulimit -l` allows"
+                " less",
+                "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
+            )
+        folder = folder_named(config.nvme_path)
+        refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
 
 
-_BESIDE_A_FILE = {
+_OVERRULED_BY_DEEPSPEEDS_FILE = {
     **dict.fromkeys(
         ("DEEPSPEED_ZERO_STAGE", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
         "launch with another file of accelerate_configs/, and without the flag",
@@ -232,7 +246,7 @@ _BESIDE_A_FILE = {
 
 
 def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[str, str] = os.environ) -> None:
-    """What the Accelerate file or the launcher's flags ask of training is the run's to say: nothing is left unheard."""
+    """Refuse training settings of the Accelerate file or the launcher's flags that the run would ignore."""
     precision = config.precision.removesuffix("-engine")
     for key, ours, flag in (
         ("mixed_precision", "no" if precision == "fp32" else precision, "precision"),
@@ -243,14 +257,14 @@ def check_launch_flags(config: RunConfig, plan: BatchPlan, environment: Mapping[
         if asked not in ("no", ours):
             raise UserError(
                 f"the launch asks for {key} {asked}, and --{flag} for {ours}",
-                f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone says it",
+                f"take {key} out of the Accelerate file or the launcher's flags: --{flag} alone sets it",
             )
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         # Accelerate exports the launcher's flags, and reads the file.
-        for key, fix in _BESIDE_A_FILE.items():
-            if said := environment.get(f"ACCELERATE_{key}"):
+        for key, fix in _OVERRULED_BY_DEEPSPEEDS_FILE.items():
+            if value := environment.get(f"ACCELERATE_{key}"):
                 name = key.lower().removeprefix("deepspeed_")
-                raise UserError(f"the launch asks for {name} {said}, and DeepSpeed's file decides that", fix)
+                raise UserError(f"the launch asks for {name} {value}, and DeepSpeed's file decides that", fix)
 
 
 def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
@@ -258,48 +272,24 @@ def check_room_for_record(config: RunConfig, output_dir: Path) -> None:
 
     wanted, what = LEAST_ROOM_BYTES, "a record"
     if config.checkpointing_steps:
-        # Weights and Adam's two moments, in fp32; of frozen weights no moments.
+        # Weights and Adam's two moments, in fp32; frozen weights have no moments.
         each = 12 if config.peft == "none" else 4
         wanted, what = wanted + each * shape_of(config).parameters, "a record with a checkpoint"
     free = free_bytes(output_dir)
     if free < wanted:
-        # Not `Unsupported`, which a sweep would take for a final answer: the disk may have room tomorrow.
+        # Not `Unsupported`, which a sweep would take as final: the disk may have room tomorrow.
         raise UserError(
-            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} takes {wanted / 2**20:,.0f} MiB",
+            f"--output_dir {output_dir} has {free / 2**20:,.0f} MiB free, and {what} needs {wanted / 2**20:,.0f} MiB",
             "make room, or name a folder on a larger disk",
         )
 
 
 def check_room_to_swap(config: RunConfig, launch: Launch) -> None:
-    """For all ranks of this box. LoRA's adapters are small beside what is frozen."""
+    """Refuse an NVMe folder too small for all ranks of this box. LoRA adapters are negligible and are not counted."""
     from study.workloads.architecture import shape_of
 
     parameters, strategy = shape_of(config).parameters, launch.strategy.overridden(config)
     state = state_bytes(strategy, config.precision, launch.world_size, trained=config.peft == "none")
     processes = 1 if launch.virtual else launch.local_world_size
     what = f"{launch.strategy.name} with {parameters / 1e9:.2g} billion parameters"
-    refuse_full_drive(folder_named(config.nvme_path), processes * parameters * state.nvme, what)
-
-
-def _check_tracker(name: str) -> None:
-    from accelerate.tracking import get_available_trackers
-
-    available = [tracker.value for tracker in get_available_trackers()]
-    if name not in available:
-        known = ", ".join(["none", *available])
-        raise UserError(f"--report_to {name}: no such tracker is installed", f"install it, or use one of: {known}")
-
-
-def _check_nvme(strategy: Strategy, folder: Path) -> None:
-    if not libaio_is_there():
-        raise Unsupported(
-            "DeepSpeed cannot build its asynchronous I/O: libaio is missing", "run: apt-get install libaio-dev"
-        )
-    wanted = locked_bytes(strategy)
-    if not can_lock(wanted):
-        # Left to itself DeepSpeed aborts the process.
-        raise Unsupported(
-            f"{strategy.name} locks {wanted / 2**20:.0f} MiB of memory or more per rank, and `ulimit -l` allows less",
-            "run: ulimit -l unlimited (as root, or docker run --ulimit memlock=-1)",
-        )
-    refuse_unwritable(folder, f"--nvme_path {folder}", "name a folder on a local drive that you may write")
+    refuse_full_nvme(folder_named(config.nvme_path), processes * parameters * state.nvme, what)

@@ -1,7 +1,8 @@
-"""Ranks on several machines, while they have no process group: what one of them finds wrong, all hear.
+"""Ranks on several machines before they have a process group: a problem that one finds is reported on all.
 
-A launcher ends the ranks of its own machine as soon as one has left, and knows nothing of the others', which would wait
-in their first collective for up to half an hour. So ranks meet before it, in the store that their launchers share.
+A launcher ends the ranks of its own machine as soon as one has left, and does not see those of other machines, which
+would wait in their first collective for up to half an hour. So ranks meet before it, in the store that their launchers
+share.
 """
 
 from __future__ import annotations
@@ -27,35 +28,31 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 _POLL_S = 0.1
 _CONNECT_S = 20
-# Until a user is told what this machine waits for. The others may still download weights.
+# Until a user reads what this machine waits for. The others may still download weights.
 _SILENCE_S = 30.0
 SECONDS_FOR_OTHER_MACHINES_TO_HEAR = 8
-# What may differ between the machines of one run; and what the record tells of each.
+# Flags that may differ between the machines of one run; the record's figures of each machine.
 _OF_EACH_MACHINE = {"output_dir", "overwrite_output_dir", "nvme_path", "resume_from_checkpoint"}
 OF_A_MACHINE = ("cpu", "cpu_cores", "threads_per_rank", "host_memory_gib", "devices", "driver")
 
 
 def count() -> int:
-    """How many machines the launchers of this run stand on."""
-    told = os.environ.get("GROUP_WORLD_SIZE", "1")
+    """Return the number of machines of this launch."""
+    groups = os.environ.get("GROUP_WORLD_SIZE", "1")
     # Where ranks make a store of their own there is none to meet in.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return int(told) if shared and told.isdecimal() and "RANK" in os.environ else 1
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"])
+    return int(groups) if shared and groups.isdecimal() and "RANK" in os.environ else 1
 
 
 def _store() -> Store:
-    if (store := _found_store()) is None:
-        raise RuntimeError("there is no store to meet in")
+    if (store := _connected_store()) is None:
+        raise RuntimeError("the store of the launchers is gone")
     return store
 
 
 @functools.cache
-def _found_store() -> Store | None:
-    """Looked for once: where it is gone, a look takes as long as the patience allows."""
+def _connected_store() -> Store | None:
+    """Connect once: where the store is gone, a failed attempt takes _CONNECT_S seconds."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -65,20 +62,21 @@ def _found_store() -> Store | None:
         return None
 
 
-def tell_refusal(refusal: UserError) -> None:
-    """To the ranks on other machines, which come to hear it where they meet; the first word counts."""
+def publish_refusal(refusal: UserError) -> None:
+    """Report a refusal to the ranks on other machines, which read it where they meet; the first one counts."""
     if count() == 1:
         return
     with contextlib.suppress(RuntimeError):
-        place = {"rank": _rank(), "machine": os.environ.get("GROUP_RANK")}
-        _store().compare_set("refusal", "", json.dumps(place | {"refusal": refusal.to_json()}))
+        rank, machine = int(os.environ["RANK"]), os.environ.get("GROUP_RANK")
+        source = {"rank": rank, "machine": machine, "refusal": refusal.to_json()}
+        _store().compare_set("refusal", "", json.dumps(source))
         if os.environ.get("LOCAL_RANK") == "0":
             _store().add("heard", 1)
 
 
 def wait_until_heard() -> None:
-    """On the main process, with whose launcher the store ends."""
-    if count() == 1 or _rank():
+    """On the main process, whose launcher owns the store: wait until every machine has read the refusal."""
+    if count() == 1 or os.environ["RANK"] != "0":
         return
     deadline = time.monotonic() + SECONDS_FOR_OTHER_MACHINES_TO_HEAR
     with contextlib.suppress(RuntimeError):
@@ -87,7 +85,7 @@ def wait_until_heard() -> None:
 
 
 def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Of this rank's request and machine, what has to be the main process's as well."""
+    """Return what of this rank's request and machine must equal the main process's."""
     return {
         **{f"--{key}": value for key, value in run.config.to_dict().items() if key not in _OF_EACH_MACHINE},
         "the strategy": dataclasses.asdict(run.launch.strategy), "the trainer": run.trainer,
@@ -98,16 +96,16 @@ def what_must_agree(run: OpenRun, environment: Mapping[str, Any]) -> dict[str, A
 
 
 def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str, Any]], say: Say) -> list[Any]:
-    """For the main process: what the other machines are, when all their ranks are ready to do just this.
+    """On the main process: return the other machines once all their ranks are ready to do the same.
 
-    The folder is taken when nobody has anything against it any more, and all have seen who holds it.
+    The folder is locked when no rank has refused, and the run begins when all have seen who locked it.
     """
     ranks = range(1, int(os.environ["WORLD_SIZE"]))
-    with _as_a_refusal():
+    with _lost_store_as_refusal():
         _put("main", agreed)
-        ready = _of_all("ready", ranks, say)
+        ready = _get_all([f"ready {rank}" for rank in ranks], say)
         _put("folder", take_folder())
-        _of_all("seen", ranks, say)
+        _get_all([f"seen {rank}" for rank in ranks], say)
         _put("go", True)
     return [machine for machine in ready if machine is not None]
 
@@ -115,31 +113,32 @@ def meet_others(agreed: Mapping[str, Any], take_folder: Callable[[], Mapping[str
 def meet_main(
     agreed: Mapping[str, Any], machine: Mapping[str, Any], look_at_folder: Callable[[Mapping[str, Any]], object]
 ) -> None:
-    """For every other rank, which may refuse the folder that the main process has taken."""
-    rank = _rank()
-    with _as_a_refusal():
-        asked = _get("main")
+    """On every other rank, which may refuse the folder that the main process has locked."""
+    rank = int(os.environ["RANK"])
+    with _lost_store_as_refusal():
+        (asked,) = _get_all(["main"])
         for what, mine in json.loads(json.dumps(agreed)).items():
             if mine != asked.get(what):
+                here, there = (json.dumps(value) for value in (mine, asked.get(what)))
+                short = [text if len(text) <= 80 else f"{text[:77]}..." for text in (here, there)]
                 raise UserError(
-                    f"{what} is {_short(mine)} on rank {rank}, and {_short(asked.get(what))} on rank 0",
+                    f"{what} is {short[0]} on rank {rank}, and {short[1]} on rank 0",
                     "give every machine the same command, files and packages; ZERO_STUDY_CACHE may name a folder that"
                     " they share",
                 )
-        is_its_machines_first = os.environ.get("LOCAL_RANK") == "0"
-        _put(f"ready {rank}", machine if is_its_machines_first else None)
-        look_at_folder(_get("folder"))
+        _put(f"ready {rank}", machine if os.environ.get("LOCAL_RANK") == "0" else None)
+        look_at_folder(*_get_all(["folder"]))
         _put(f"seen {rank}", True)
-        _get("go")
+        _get_all(["go"])
 
 
 def first_ending(mine: Ending) -> Ending:
-    """Of all that fail together, the one that failed first: the others tell of nothing but a lost connection."""
+    """Return the ending of the rank that failed first: the others report nothing but a lost connection."""
     if count() == 1:
         return mine
     try:
-        told = _store().compare_set("ending", "", json.dumps([mine.state, mine.reason, mine.hint]))
-        return Ending(*json.loads(told))
+        first = _store().compare_set("ending", "", json.dumps([mine.state, mine.reason, mine.hint]))
+        return Ending(*json.loads(first))
     except RuntimeError:
         return mine
 
@@ -148,45 +147,29 @@ def _put(key: str, value: Any) -> None:
     _store().set(key, json.dumps(value))
 
 
-def _get(key: str) -> Any:
-    _wait([key])
-    return json.loads(_store().get(key))
-
-
-def _of_all(what: str, ranks: range, say: Say) -> list[Any]:
-    _wait([f"{what} {rank}" for rank in ranks], say)
-    return [json.loads(_store().get(f"{what} {rank}")) for rank in ranks]
-
-
-def _wait(keys: list[str], say: Say | None = None) -> None:
+def _get_all(keys: list[str], say: Say | None = None) -> list[Any]:
+    """Wait for the keys of all ranks, or raise what one of them refused; name the missing ranks after a while."""
     store, started = _store(), time.monotonic()
     while not store.check(keys):
         if store.check(["refusal"]):
-            raise _heard(json.loads(store.get("refusal")))
+            source = json.loads(store.get("refusal"))
+            refusal = refusal_from_json(source["refusal"])
+            if source["machine"] != os.environ.get("GROUP_RANK"):
+                refusal.problem = f"rank {source['rank']}, on another machine: {refusal.problem}"
+            raise refusal
         if say is not None and time.monotonic() - started > _SILENCE_S:
             missing = [key.split()[1] for key in keys if not store.check([key])]
             say(f"waiting for rank{'s'[: len(missing) > 1]} {', '.join(missing)}"[:100])
             say = None
         time.sleep(_POLL_S)
-
-
-def _heard(said: Mapping[str, Any]) -> UserError:
-    refusal = refusal_from_json(said["refusal"])
-    if said["machine"] != os.environ.get("GROUP_RANK"):
-        refusal.problem = f"rank {said['rank']}, on another machine: {refusal.problem}"
-    return refusal
+    return [json.loads(store.get(key)) for key in keys]
 
 
 @contextlib.contextmanager
-def _as_a_refusal() -> Iterator[None]:
+def _lost_store_as_refusal() -> Iterator[None]:
     try:
         yield
     except RuntimeError:
         raise UserError(
-            "the main process has left before this run began", "see what its machine says, and start all of them again"
+            "the main process has left before this run began", "see what its machine reports, and start all again"
         ) from None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,6 +1,6 @@
-"""One run around one training loop: what is wrong is refused first, then a record is kept of whatever happens.
+"""One run around one training loop: wrong requests are refused first, then a record is kept of whatever happens.
 
-    with open_run("study") as run:           # the request, this box, the folder: refused in one line, exit status 2
+    with open_run("study") as run:           # request, box and folder: refused in one line, exit status 2
         data = load_data(...)                # may still be refused, and leaves nothing behind
         run.begin(data, initial_weights)     # from here on there is a record
         for step, micro_batches in run.steps():
@@ -8,7 +8,7 @@
         run.finish(accelerator, meters, log, evaluation)
     return run.exit_status
 
-The loop asks the run; the run calls nothing back.
+The loop calls the run; the run never calls the loop.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ if TYPE_CHECKING:
 
     from study.metrics import Meters
     from study.run.steps import StepLog
-    from study.workloads.blocks import TaskData
     from study.workloads.initial import InitialWeights
+    from study.workloads.tasks import TaskData
 
 
 @contextmanager
 def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refuse | None = None) -> Iterator[OpenRun]:
-    """`refuse` is what this trainer cannot do. A refused request ends the program with exit status 2."""
+    """`refuse` raises for what this trainer cannot do. A refused request ends the program with exit status 2."""
     opened = time.perf_counter()
     try:
         check_process()
         config, launch = read_request(trainer, arguments)
     except UserError as refusal:
         raise SystemExit(refused(refusal, lambda line: print(line, file=sys.stderr))) from None
-    # What is given back at the end, however it comes: the terminal, the lock, signals, the swap folder.
-    with ExitStack() as held:
+    # Restored at the end, however it comes: the terminal, the lock, signals, the swap folder.
+    with ExitStack() as stack:
         console = Console(speaks=launch.is_main)
-        held.callback(console.restore)
+        stack.callback(console.restore)
         try:
             request = checked(trainer, config, launch, refuse, console.shout)
         except UserError as refusal:
             raise SystemExit(refused(refusal, console.shout)) from None
-        run = OpenRun(trainer, request, console, held, opened)
+        run = OpenRun(trainer, request, console, stack, opened)
         try:
             yield run
         except BaseException as error:
@@ -74,45 +74,44 @@ def open_run(trainer: str, arguments: Sequence[str] | None = None, refuse: Refus
             elif isinstance(error, UserError):
                 run.exit_status = refused(error, console.shout)
             else:
-                machines.tell_refusal(
-                    UserError(f"{type(error).__name__}: {first_line(error)}", "see what it says there")
-                )
+                machines.publish_refusal(UserError(f"{type(error).__name__}: {first_line(error)}", "see its output"))
                 raise
 
 
 class OpenRun:
-    """A checked request, and what a loop needs to serve it. `record` is the main process's alone."""
+    """A checked request, and what a loop needs to serve it."""
 
     data: TaskData
-    # A virtual rank has none.
+    # None for a virtual rank.
     initial: InitialWeights | None
+    # None but on the main process.
     record: RunWriter | None = None
-    # This process's own, on the drive of --nvme_path.
+    # This process's own, under --nvme_path.
     swap_folder: Path | None = None
     has_begun = False
-    # Of several machines, which may share no folder: is the main process's record in this one's --output_dir?
+    # False on another machine whose --output_dir is not the main process's folder.
     _sees_record = True
     exit_status = 0
 
-    def __init__(self, trainer: str, request: RunRequest, console: Console, held: ExitStack, opened: float):
-        self.trainer, self.console, self._held = trainer, console, held
+    def __init__(self, trainer: str, request: RunRequest, console: Console, stack: ExitStack, opened: float):
+        self.trainer, self.console, self._stack = trainer, console, stack
         self._opened = self._loop_started = opened
         self.config, self.launch, self.plan = request.config, request.launch, request.plan
         self.output_dir, self.checkpoint, self.cache = request.output_dir, request.checkpoint, request.cache
         self._notice = request.notice
 
     def begin(self, data: TaskData, initial: InitialWeights | None) -> None:
-        """Refuse what only the data can tell, take the folder for this run alone, and open the record."""
+        """Refuse what depends on the data, lock the folder for this run alone, and open the record."""
         from study.host.environment import describe_environment
         from study.host.folders import swap_folder
         from study.metrics.profiling import check_profiled_steps
-        from study.run.checkpoint import check_goes_on
+        from study.run.resume import check_continues
 
-        config, launch, console, output_dir = self.config, self.launch, self.console, self.output_dir
+        config, launch, console = self.config, self.launch, self.console
         self.data, self.initial = data, initial
         if self.checkpoint and launch.is_main:
             assert initial is not None, "a virtual rank has no checkpoint"
-            check_goes_on(config, launch, self.checkpoint, data, initial)
+            check_continues(config, launch, self.checkpoint, data, initial)
         check_profiled_steps(config, self.total_steps - self.first_step)
         environment = describe_environment() if launch.is_main or machines.count() > 1 else {}
         if machines.count() > 1:
@@ -125,51 +124,47 @@ class OpenRun:
             console.say(f"notice: {self._notice}")
         if initial is not None and initial.remark:
             console.shout(f"notice: {initial.remark}")
-        console.say(self._headline())
+        ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
+        where = f"as virtual rank {launch.rank} of {ranks}" if launch.virtual else f"on {ranks}"
+        loop = "" if self.trainer == "study" else f"{self.trainer}: "
+        console.say(
+            f"{loop}{launch.strategy.name} {where}: {config.task} at {config.scale} scale,"
+            f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
+        )
         if launch.local_rank == 0 and not launch.is_main:
-            console.shout(f"rank {launch.rank} of {launch.world_size}: rank 0's machine says how the run goes on")
-        self._held.enter_context(raising_on(Terminated(), signal.SIGTERM))
+            console.shout(f"rank {launch.rank} of {launch.world_size}: rank 0's machine shows the run's progress")
+        self._stack.enter_context(raising_on(Terminated(), signal.SIGTERM))
         if launch.is_main:
-            self.record = RunWriter(output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
+            self.record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", environment)
         if launch.strategy.uses_nvme:
-            self.swap_folder = self._held.enter_context(swap_folder(folder_named(config.nvme_path)))
+            self.swap_folder = self._stack.enter_context(swap_folder(folder_named(config.nvme_path)))
 
     def _take_folder(self) -> dict[str, Any]:
-        """Returns what the lock says of who holds it."""
-        self._held.enter_context(take_folder(self.output_dir, f"--output_dir {self.output_dir}"))
+        """Lock the folder; return the lock's holder."""
+        self._stack.enter_context(take_folder(self.output_dir, f"--output_dir {self.output_dir}"))
         # Another run may have come and gone since the first look.
         check_output_dir(self.config, self.output_dir)
         return read_holder(self.output_dir / LOCK_NAME)
 
     def _meet_other_machines(self, environment: dict[str, Any]) -> dict[str, Any]:
-        """Nobody begins before all can. Returns what the main process's record says of the other machines."""
-        config, launch, agreed = self.config, self.launch, machines.what_must_agree(self, environment)
-        if launch.is_main:
+        """Wait until every rank can begin; return the record's entry of the other machines."""
+        agreed = machines.what_must_agree(self, environment)
+        if self.launch.is_main:
             return {"other_machines": machines.meet_others(agreed, self._take_folder, self.console.say)}
 
         def look_for_the_record(holder: Mapping[str, Any]) -> None:
             self._sees_record = read_holder(self.output_dir / LOCK_NAME) == holder
-            if config.checkpointing_steps and not self._sees_record:
+            if (every := self.config.checkpointing_steps) and not self._sees_record:
                 raise UserError(
-                    f"--checkpointing_steps {config.checkpointing_steps}: rank {launch.rank} does not see the folder"
-                    " that rank 0 writes to",
+                    f"--checkpointing_steps {every}: rank {self.launch.rank} does not see the folder that rank 0"
+                    " writes to",
                     "let --output_dir name a folder that all machines share",
                 )
 
         machines.meet_main(agreed, {key: environment[key] for key in machines.OF_A_MACHINE}, look_for_the_record)
         return {}
-
-    def _headline(self) -> str:
-        config, launch = self.config, self.launch
-        ranks = f"{launch.world_size} rank{'s'[: launch.world_size > 1]}"
-        where = f"as rank {launch.rank} of {ranks} that are not there" if launch.virtual else f"on {ranks}"
-        loop = "" if self.trainer == "study" else f"{self.trainer}: "
-        return (
-            f"{loop}{launch.strategy.name} {where}: {config.task} at {config.scale} scale,"
-            f" {config.model_name_or_path}, {config.precision} -> {self.output_dir}"
-        )
 
     @property
     def total_steps(self) -> int:
@@ -182,53 +177,53 @@ class OpenRun:
 
     @property
     def profiled_steps(self) -> range:
-        """The last ones, so that none of the run's own is slowed down by what was recorded before it."""
+        """The last steps, so that the profiler slows down no other step of the run."""
         return range(self.total_steps - self.config.profile_steps + 1, self.total_steps + 1)
 
     @property
     def warmup_steps(self) -> int:
-        """The first of those that are left; their times are in no statistic."""
+        """Steps, from where this run begins, whose times are in no statistic."""
         from study.metrics.clock import warmup_steps
 
         return warmup_steps(self.total_steps - self.first_step)
 
     @property
     def watched_step(self) -> int:
-        """One step after the warm-up: what it sends and holds is counted, and its time is not."""
+        """The step after the warm-up, whose communication and model state are measured, and whose time is not."""
         return min(self.first_step + self.warmup_steps + 1, self.total_steps)
 
     @property
     def step_numbers(self) -> range:
-        """Of the steps that are left."""
         return range(self.first_step + 1, self.total_steps + 1)
 
     def steps(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
-        """Each step that is left: its number, and this rank's micro-batches."""
-        from study.workloads.blocks import pinned
+        """Yield each step that is left: its number, and this rank's micro-batches."""
+        from study.workloads.tasks import pin_batch
 
-        self.loop_starts()
+        self.start_clock()
         for step in self.step_numbers:
-            yield step, [pinned(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
+            yield step, [pin_batch(self.data.train.__getitems__(indices)) for indices in self.indices(step)]
 
     def indices(self, step: int) -> list[list[int]]:
-        """Which samples this rank takes in a step, a list for each micro-batch."""
-        from study.workloads.blocks import step_samples
+        """Return the indices of this rank's samples in a step, a list for each micro-batch."""
+        from study.workloads.tasks import step_samples
 
-        return self.plan.micro_batches(step_samples(self.config, len(self.data.train), step - 1), self.launch.team)
+        return self.plan.micro_batches(
+            step_samples(self.config, len(self.data.train), step - 1), self.launch.group_index
+        )
 
     @property
     def own_samples(self) -> int | None:
-        """How many of a step's samples this rank takes, where there are no others to take the rest."""
-        return self.plan.samples_per_team if self.launch.virtual else None
+        """Samples of a step that a virtual rank reads: there are no other ranks to read the rest."""
+        return self.plan.samples_per_group if self.launch.virtual else None
 
-    def loop_starts(self) -> None:
-        """Called by steps(); start-up ends here."""
+    def start_clock(self) -> None:
+        """Start-up ends here. steps() calls it."""
         self._loop_started = time.perf_counter()
 
     def evaluates_after(self, step: int) -> bool:
-        if self.launch.virtual:
-            return False
-        return step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
+        is_due = step == self.total_steps or bool(self.config.eval_steps and step % self.config.eval_steps == 0)
+        return is_due and not self.launch.virtual
 
     def saves_after(self, step: int) -> bool:
         return bool(self.config.checkpointing_steps and step % self.config.checkpointing_steps == 0)
@@ -238,10 +233,9 @@ class OpenRun:
         return is_due or self.evaluates_after(step) or self.saves_after(step)
 
     def keep_log(self) -> None:
-        """What the libraries say goes to log.txt from now on, where the main process has made the folder.
+        """Send all output to log.txt from now on, where the main process has made the folder.
 
-        Another machine has a file of its own beside it: two machines that append to one on a network's drive may write
-        over each other.
+        Another machine writes a file of its own: two that append to one file on NFS may overwrite lines.
         """
         if self._sees_record:
             machine = os.environ.get("GROUP_RANK", "0") if machines.count() > 1 else "0"
@@ -262,41 +256,44 @@ class OpenRun:
     def finish(
         self, accelerator: Accelerator, meters: Meters, log: StepLog, evaluation: dict[str, float | None]
     ) -> None:
-        """The documents of a run that ended well. On every rank: what each has measured is gathered."""
-        from study.run.summary import gather_ranks, write_documents
+        """Write the documents of a run that ended well. Called on every rank: their measurements are gathered."""
+        from study.run.summary import gather_ranks, summarize
 
-        ranks = gather_ranks(self, accelerator, meters)
-        if self.record is None:
+        ranks, record, world_size = gather_ranks(self, accelerator, meters), self.record, self.launch.world_size
+        if record is None:
             return
         ended = time.perf_counter()
         timing = {"runtime_s": ended - self._loop_started, "startup_s": self._loop_started - self._opened}
-        write_documents(self.record, self.launch.world_size, self.config, ranks, meters, log, evaluation, timing)
-        output_dir = self.record.path
+        record.write("memory.json", {"unit": "GiB", "ranks": ranks})
+        record.write("traffic.json", meters.traffic or {"step": None, "world_size": world_size, "collectives": {}})
+        if meters.profile is not None:
+            record.write("profile.json", meters.profile)
+        summary = summarize(world_size, self.config, ranks, meters.traffic, log, evaluation, timing)
+        record.write("summary.json", summary)
+        output_dir = record.path
         if output_dir != self.output_dir:
-            self.console.shout(
-                f"notice: {self.output_dir} was moved while this run was at work: its record is complete"
-            )
-        self.record.close("ok")
+            self.console.shout(f"notice: {self.output_dir} was moved during this run: its record is complete")
+        record.close("ok")
         figures = {"loss": log.last_loss, **evaluation}
-        told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+        result = ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
         if self.launch.virtual:
-            told = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
-        self.console.say(f"done: {told} -> {output_dir}")
+            result = "state, memory and traffic of a virtual rank; its losses mean nothing and are not kept"
+        self.console.say(f"done: {result} -> {output_dir}")
 
     def record_failure(self, error: BaseException) -> None:
-        from study.run.checkpoint import goes_on_hint, last_checkpoint
+        from study.run.checkpoint import last_checkpoint, resume_hint
 
         launch, console = self.launch, self.console
         output_dir = self.record.path if self.record else self.output_dir
         mine = ending_of(error, launch.virtual or launch.world_size == 1, free_memory(launch.local_rank))
-        # What the study itself finds wrong, every rank finds; anything else is worth knowing whose it was.
+        # Every rank raises RunFailed alike; of any other error the rank is worth naming.
         if not (launch.is_main or isinstance(error, RunFailed)):
             mine = dataclasses.replace(mine, reason=f"rank {launch.rank}: {mine.reason}")
         ending = machines.first_ending(mine)
         if AGAIN in ending.hint and (saved := last_checkpoint(output_dir)):
-            ending = dataclasses.replace(ending, hint=ending.hint.replace(AGAIN, goes_on_hint(saved)))
+            ending = dataclasses.replace(ending, hint=ending.hint.replace(AGAIN, resume_hint(saved)))
         if not self._sees_record:
-            # There is no log here, and nobody else speaks on this machine.
+            # There is no log here, and no other process prints on this machine.
             console.restore()
             console.shout(f"{mine.state}: {mine.why}")
         with suppress(OSError):  # the log may be on the disk that is full

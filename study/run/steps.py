@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed
 from study.records.directory import number_or_none
-from study.workloads.blocks import sample_hashes
 from study.workloads.metrics import summarize_evaluation
+from study.workloads.tasks import sample_hashes
 
 if TYPE_CHECKING:
     import torch
@@ -25,16 +25,16 @@ DIVERGED_FIX = "lower --learning_rate, or use another --precision"
 
 
 class StepLog:
-    """Collects what each step left behind, and writes it as rows of steps.jsonl."""
+    """Collects the figures of each step, and writes them as rows of steps.jsonl."""
 
     def __init__(self, run: OpenRun, accelerator: Accelerator):
         self._accelerator, self._record = accelerator, run.record
-        self._leads_its_team = run.launch.leads_its_team
+        self._is_group_leader = run.launch.is_group_leader
         self._tokens_per_step = run.config.global_batch_size * run.config.seq_length
-        # A virtual rank computes on what nobody sent: its losses and norms are kept from the record.
+        # A virtual rank computes on data that no rank sent: its losses and norms stay out of the record.
         self._virtual = run.launch.virtual
         self._pending: list[tuple[int, torch.Tensor, float, Any, int, bool]] = []
-        # Of a resumed run, the rows it goes on from.
+        # The rows that a resumed run continues.
         earlier = run.record.steps_so_far() if run.record else []
         self.first_loss: float | None = earlier[0]["loss"] if earlier else None
         self.skipped_before = sum("skipped" in row for row in earlier)
@@ -52,14 +52,14 @@ class StepLog:
         micro_batches: list[dict[str, torch.Tensor]],
         skipped: bool = False,
     ) -> None:
-        """What a step left behind; `micro_batches` as they were on the host, to prove which samples it took."""
-        # The sum over all ranks has each sample once.
-        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches) if self._leads_its_team else 0
+        """Keep a step's figures; `micro_batches` are those of the host, whose hash proves which samples it read."""
+        # The sum over all ranks counts each sample once.
+        samples_hash = sum(sum(sample_hashes(batch)) for batch in micro_batches) if self._is_group_leader else 0
         self._pending.append((step, loss, learning_rate, grad_norm, samples_hash, skipped))
         self.skipped_steps += skipped
 
     def flush(self, step_times_s: dict[int, float]) -> None:
-        """Write the pending rows; raises RunFailed at the first loss that is not a number."""
+        """Write the pending rows; raise RunFailed at the first loss that is not finite."""
         import torch
 
         if not self._pending:
@@ -85,7 +85,7 @@ class StepLog:
                 "loss": loss,
                 "lr": learning_rate,
                 "grad_norm": number_or_none(None if grad_norm is None or self._virtual else float(grad_norm)),
-                # Without a GPU a virtual rank's time is that of copies in memory more than of computing.
+                # Without a GPU a virtual rank's time is mostly that of copies in memory.
                 "step_time_s": None if self._virtual and loss_is_on_host else step_times_s.get(step),
                 "tokens": self._tokens_per_step,
                 "samples_hash": f"{(int(high) * 2**32 + int(low)) % 2**64:016x}",
@@ -107,31 +107,30 @@ class StepLog:
             raise RunFailed(f"the loss is {name} at step {step}", DIVERGED_FIX)
 
 
-# Evaluation whose result does not depend on how many ranks share it.
-# Every rank makes the same number of equal forward passes (a sharded engine hangs otherwise), so the last batches are
-# padded with repeats; a loss per sample lets the repeats weigh nothing.
-
-
 def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, float | None]:
-    """Loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others."""
+    """Return loss, and accuracy or perplexity, over the whole split, on the main process; nothing on the others.
+
+    The result does not depend on the number of ranks. Every rank makes the same number of equal forward passes (a
+    sharded engine hangs otherwise), so the last batches are padded with repeats, whose losses are cut off.
+    """
     import torch
 
     task, split, batch_size = run.config.task, run.data.eval, run.plan.per_device_train_batch_size
     was_training = model.training
     model.eval()
-    launch, teams = run.launch, run.plan.teams
-    turns = -(-len(split) // (batch_size * teams))
+    launch, groups = run.launch, run.plan.groups
+    turns = -(-len(split) // (batch_size * groups))
     losses, predictions = [], []
 
     def gathered(own: torch.Tensor) -> torch.Tensor:
-        """Of all teams, one after the other, as the indices below are; a team's ranks all have the same."""
-        return accelerator.gather(own).unflatten(0, (teams, -1, batch_size))[:, 0].flatten(0, 1)
+        """Gather one entry per model-parallel group, whose ranks all have the same."""
+        return accelerator.gather(own).unflatten(0, (groups, -1, batch_size))[:, 0].flatten(0, 1)
 
     # A compiled model would be compiled once more for this, without gradients.
     eager = torch.compiler.set_stance("force_eager") if run.config.torch_compile else contextlib.nullcontext()
     with torch.no_grad(), eager:
         for turn in range(turns):
-            first = (turn * teams + launch.team) * batch_size
+            first = (turn * groups + launch.group_index) * batch_size
             indices = [index % len(split) for index in range(first, first + batch_size)]
             batch = {name: tensor.to(accelerator.device) for name, tensor in split.__getitems__(indices).items()}
             logits = model(**batch).logits
@@ -150,12 +149,12 @@ def evaluate(run: OpenRun, accelerator: Accelerator, model: Any) -> dict[str, fl
         torch.cat(predictions)[: len(split)].cpu() if predictions else None,
         split.tensors["labels"] if predictions else None,
     )
-    # A hopeless model is infinitely perplexed, which JSON cannot say.
+    # JSON has no infinite perplexity.
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 def _sample_losses(task: str, logits: Any, labels: Any) -> Any:
-    """Mean loss of each sample; every sample has equally many scored tokens, so their mean is the token mean."""
+    """Return each sample's mean loss; samples have equally many scored tokens, so their mean is the token mean."""
     from torch.nn.functional import cross_entropy
 
     if task == "bert-imdb":

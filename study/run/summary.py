@@ -1,4 +1,4 @@
-"""From what the ranks measured to the figures of summary.json: maxima over ranks for memory, units in the names."""
+"""The figures of summary.json from what the ranks measured: maxima over ranks for memory, units in the names."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from study.metrics import Meters
-    from study.records.directory import RunWriter
     from study.run.open import OpenRun
     from study.run.steps import StepLog
 
 
 def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list[dict[str, Any]]:
-    """Each rank's entry of memory.json: memory in GiB, state in bytes. On every rank; of a virtual job there is one."""
+    """Return each rank's entry of memory.json: memory in GiB, state in bytes. Called on every rank."""
     from accelerate.utils import gather_object
 
     times = meters.summary()
     if run.launch.virtual and accelerator.device.type == "cpu":
-        # Copies in memory stand in for receiving there, and would be most of what such a time says.
+        # Copies in memory replace the network there, and would dominate these times.
         times = {key: None if key.startswith("step_time_s_") else value for key, value in times.items()}
     memory = meters.memory.report()
     mine = {
@@ -39,25 +38,6 @@ def gather_ranks(run: OpenRun, accelerator: Accelerator, meters: Meters) -> list
     return [mine] if run.launch.virtual else list(gather_object([mine]))
 
 
-def write_documents(
-    record: RunWriter,
-    world_size: int,
-    config: RunConfig,
-    ranks: list[dict[str, Any]],
-    meters: Meters,
-    log: StepLog,
-    evaluation: dict[str, float | None],
-    timing: dict[str, float],
-) -> None:
-    """What a run that ended well has measured."""
-    unwatched: dict[str, Any] = {"step": None, "world_size": world_size, "collectives": {}}
-    record.write("memory.json", {"unit": "GiB", "ranks": ranks})
-    record.write("traffic.json", meters.traffic or unwatched)
-    if meters.profile is not None:
-        record.write("profile.json", meters.profile)
-    record.write("summary.json", summarize(world_size, config, ranks, meters.traffic, log, evaluation, timing))
-
-
 def summarize(
     world_size: int,
     config: RunConfig,
@@ -67,7 +47,7 @@ def summarize(
     evaluation: dict[str, float | None],
     timing: dict[str, float],
 ) -> dict[str, Any]:
-    """Every key of summary.json; null where it could not be measured on this box."""
+    """Return every key of summary.json; null where this box could not measure it."""
     import torch
 
     from study.metrics.flops import model_flops_per_sample
@@ -75,14 +55,14 @@ def summarize(
 
     time = ranks[0]["time"]
     virtual = bool(config.virtual_world_size)
-    # A virtual rank waits for nobody: its time is compute alone, and no throughput follows from it.
+    # A virtual rank's time excludes communication, so no throughput follows from it.
     steps_per_s = time["window_steps"] / time["window_s"] if time["window_steps"] and not virtual else None
     flops_per_step = model_flops_per_sample(config) * config.global_batch_size
     tokens_per_step = config.global_batch_size * config.seq_length
     tokens_per_s = None if steps_per_s is None else tokens_per_step * steps_per_s
     collectives = traffic["collectives"].values() if traffic else ()
     by_gloo = [entry["gloo_bytes_per_rank"] for entry in collectives if "gloo_bytes_per_rank" in entry]
-    # Of one rank, where the figure is for all of them.
+    # The sum over all ranks, which one virtual rank does not give.
     energies: list[Any] = [None] if virtual else [rank["time"]["energy_j"] for rank in ranks]
     summary = {
         "steps": log.last_step,
@@ -110,14 +90,14 @@ def summarize(
         "avg_memory_gib_device": _largest(rank["device_mean_over_steps"] for rank in ranks),
         "state_bytes_per_rank": {
             kind: {
-                # Where a loss scaler skipped the watched step and all after it, nobody has read any.
+                # None where a loss scaler skipped the watched step and all after it.
                 place: _largest(rank["state"]["state_bytes"][kind][place] for rank in ranks if rank["state"])
                 for place in STATE_PLACES
             }
             for kind in STATE_KINDS
         },
         "comm_bytes_per_step": sum(entry["payload_bytes"] for entry in collectives) if traffic else None,
-        # What a ring of NCCL would send; what gloo sends, where it runs.
+        # Ring bytes, as NCCL would send them; then gloo's, where gloo ran.
         "sent_bytes_per_step": sum(entry["wire_bytes_per_rank"] for entry in collectives) if traffic else None,
         "gloo_sent_bytes_per_step": sum(by_gloo) if by_gloo else None,
         "comm_calls_per_step": sum(entry["calls"] for entry in collectives) if traffic else None,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import shlex
 import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Literal
@@ -12,8 +15,7 @@ from typing import Literal
 from study.config.errors import UserError
 from study.config.flags import BatchPlan, RunConfig
 from study.config.strategies import REPOSITORY, read_strategy
-from study.host.slurm import allocated_box, this_job
-from study.sweep.step import on_nodes
+from study.host.slurm import Job, address_of, allocated_box, this_job
 
 Trainer = Literal["study", "hf_trainer", "bare_loop"]
 _SCRIPTS: dict[Trainer, str] = {
@@ -21,6 +23,8 @@ _SCRIPTS: dict[Trainer, str] = {
     "hf_trainer": "study/baselines/hf_trainer.py",
     "bare_loop": "study/baselines/bare_loop.py",
 }
+# Below the ports that a kernel assigns by itself. Jobs that share a node start at different ports.
+_FIRST_PORT, _PORTS = 15000, 10000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +34,16 @@ class Cell:
     strategy: str
     world_size: int
     config: RunConfig
-    # What the suite says of it, without the defaults of study/train.py.
+    # The suite's own settings, without the defaults of study/train.py.
     asked: RunConfig
     repeat: int
     time_limit_s: float = 3600.0
-    # The suite's own estimate, which holds until a record says better.
+    # The suite's estimate, used until a record has a measurement.
     expected_s: float | None = None
     trainer: Trainer = "study"
-    # That a box which the suite is made for runs out of memory here, which is what the cell is there to show.
+    # The cell demonstrates that the suite's box runs out of memory.
     expect: Literal["oom"] | None = None
-    # The releases under which it runs, by their name in study/releases/stacks.yaml; None for the installed ones.
+    # A name in study/releases/stacks.yaml; None for the installed releases.
     stack: str | None = None
 
     @functools.cached_property
@@ -48,29 +52,29 @@ class Cell:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the measured job has; of a virtual one a single process is launched."""
+        """Ranks of the measured job; a virtual rank is launched as a single process."""
         return self.config.virtual_world_size or self.world_size
 
     @property
     def plan(self) -> BatchPlan:
-        team_size = read_strategy(self.strategy).with_team(self.config.team_size).team_size
-        return self.config.batch_plan(self.ranks, team_size)
+        group_size = read_strategy(self.strategy).with_group_size(self.config.group_size).group_size
+        return self.config.batch_plan(self.ranks, group_size)
 
     @property
     def arm(self) -> str:
-        """The strategy, with its trainer where that is not the study's own, `virtual` for a virtual rank, its stack."""
+        """The strategy with another trainer than the study's own, `virtual` for a virtual rank, and the stack."""
         marks = [self.trainer] * (self.trainer != "study") + ["virtual"] * bool(self.config.virtual_world_size)
         marks += [f"ds{self.stack}"] * bool(self.stack)
         return "-".join([self.strategy, *marks])
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps; None where only the data tells."""
+        """Optimizer steps; None where they depend on the data."""
         known = self.config.max_steps or self.config.train_samples
         return self.config.total_steps(self.config.train_samples or self.config.global_batch_size) if known else None
 
     def flags(self, output_dir: Path) -> list[str]:
-        """The command line of study/train.py that asks for exactly this run."""
+        """Return the command line of study/train.py for exactly this run."""
         flags = []
         for field in dataclasses.fields(RunConfig):
             value = getattr(self.asked, field.name)
@@ -84,35 +88,56 @@ class Cell:
                 flags += [f"--{field.name}", str(value)]
         return [*flags, "--output_dir", str(output_dir)]
 
-    @property
-    def uses_nvme(self) -> bool:
-        return read_strategy(self.strategy).uses_nvme
-
 
 def launch_command(cell: Cell, output_dir: Path, *extra_flags: str) -> list[str]:
-    """What a person would type in the repository root."""
+    """Return what a person would type in the repository root."""
     processes = [] if cell.strategy == "single" else ["--num_processes", str(cell.world_size)]
     configuration = f"accelerate_configs/{cell.strategy}.yaml"
     launcher = [accelerate(), "launch", "--config_file", configuration, *processes]
     script = [_SCRIPTS[cell.trainer], *cell.flags(_shortest(output_dir)), *extra_flags]
     if (job := this_job()) is None:
         return [*launcher, *script]
-    # What does not fit is told by the sweep, and shown on all nodes.
+    # The sweep refuses a cell that does not fit; its command shows all nodes.
     return on_nodes(job, allocated_box().nodes_for(cell.world_size) or len(job.nodes), launcher, script)
 
 
+def on_nodes(job: Job, nodes: int, launcher: list[str], script: list[str]) -> list[str]:
+    """Return one `srun` that starts a launcher on each node."""
+    if nodes == 1:
+        return [*job.step(1), *launcher, *script]
+    where = ["--num_machines", str(nodes), "--main_process_ip", address_of(job.nodes[0])]
+    # The rank of a node is in the environment of the step alone, so a shell there reads it.
+    line = f"exec {shlex.join([*launcher, *where, '--main_process_port', _free_port(job)])}"
+    return [*job.step(nodes), "bash", "-c", f'{line} --machine_rank "$SLURM_NODEID" {shlex.join(script)}']
+
+
+def _free_port(job: Job) -> str:
+    """A port that is free here; in a batch script, this is the node where the ranks meet."""
+    first = int(re.sub(r"\D", "", job.id) or 0) * 7
+    for offset in range(_PORTS):
+        port = _FIRST_PORT + (first + offset) % _PORTS
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind(("", port))
+            except OSError:
+                continue
+            return str(port)
+    return str(_FIRST_PORT)
+
+
 def _shortest(path: Path) -> Path:
-    """As seen from the repository root, where every command runs."""
+    """Return the path relative to the repository root, where every command runs, if it is below it."""
     path = path.absolute()
     return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
 
 
 def accelerate() -> str:
-    """The word `accelerate` where the shell finds this installation's, else its path."""
-    beside = Path(sys.executable).parent / "accelerate"
+    """Return the word `accelerate` where the shell finds this installation's, else its path."""
+    own = Path(sys.executable).parent / "accelerate"
     found = shutil.which("accelerate")
-    if found and (not beside.exists() or Path(found).samefile(beside)):
+    if found and (not own.exists() or Path(found).samefile(own)):
         return "accelerate"
-    if beside.exists():
-        return str(_shortest(beside))
+    if own.exists():
+        return str(_shortest(own))
     raise UserError("Accelerate is not installed here", "run: pip install -e '.[train]'")

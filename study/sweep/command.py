@@ -1,4 +1,4 @@
-"""`study run`, `study weights` and `study status`: a suite, or the slices of one that is made of others."""
+"""`study run`, `study weights` and `study status`: a suite, or the slices of a series of suites."""
 
 from __future__ import annotations
 
@@ -13,72 +13,56 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
+from study.config.printing import print_page
 from study.host.box import Box
 from study.host.folders import folder_argument
 from study.host.slurm import allocated_box, refuse_to_be_one_of_many_tasks
 from study.sweep.cell import Cell, launch_command
 from study.sweep.execute import run_cells
-from study.sweep.foresee import Foresight, foresight, warnings
-from study.sweep.notes import earlier_durations, estimate, left_to_run
+from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, left_to_run, warnings
+from study.sweep.plan import Plan, Slice, missing_here, plan_suite
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, runs_left
-from study.sweep.slices import Plan, Slice, missing_here, plan_suite
-from study.sweep.tables import print_tables, result_tables, series_tables, status_tables
+from study.sweep.tables import result_tables, series_tables, status_tables
 from study.sweep.verdict import ANSWERED
 
 RESUME = """\
-Cells that ended ok are never run again. Those that ended oom, timeout or unsupported are answered too, and are run
-again with --retry only; interrupted and failed ones are run again by every call. Ctrl-C or a crash loses at most the
-cell at work. What was tried before comes after all that was not. A search chooses each probe from the records of those
-before it, and goes on from them. A suite that is made of others runs their slices in its own order, and keeps each
-record where its own suite would.
-ZERO_STUDY_HOST_MEMORY_GIB says how much memory this box has where it shows less than it can have.
+Run it again to resume. Cells that ended ok never run again; those that ended oom, timeout or unsupported run again with
+--retry only; interrupted and failed ones run again in every call, after those that were never tried. Ctrl-C or a crash
+loses at most the running cell. A search chooses each probe from the records of those before it. A series of suites runs
+their slices in its own order, and keeps each record where its suite does.
+ZERO_STUDY_HOST_MEMORY_GIB sets the memory of this box where it shows less than it can have.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """For every command that is about the cells of a suite."""
-    parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, or a path")
-    parser.add_argument(
-        "--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept"
-    )
-    parser.add_argument(
-        "--only",
-        metavar="GLOB",
-        action="append",
-        default=[],
-        help="only the cells whose id matches, such as '*-zero3-*', or a flag of theirs, such as seed=42 or repeat=1; "
-        "given again, both must",
-    )
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="the same cells with tiny models and few steps, on any box, in a folder of their own: what they measure "
-        "says nothing of the suite",
-    )
+    """Add the arguments of every command on the cells of a suite."""
+    add = parser.add_argument
+    add("suite", metavar="SUITE", help="a name in study/suites/, or a path")
+    add("--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
+    only = "only the cells whose id matches, such as '*-zero3-*', or a flag, such as seed=42 or repeat=1; given again,"
+    add("--only", metavar="GLOB", action="append", default=[], help=f"{only} both must match")
+    rehearsal = "the same cells with tiny models and few steps, on any box, in a separate folder: a test of the suite,"
+    add("--rehearse", action="store_true", help=f"{rehearsal} and not its measurement")
 
 
 def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
-    parser.add_argument(
-        "--time-budget", type=duration, metavar="TIME", help="only cells that end in this time, such as 9m or 1h30m"
-    )
+    help = "only cells that end in this time, such as 9m or 1h30m"
+    parser.add_argument("--time-budget", type=duration, metavar="TIME", help=help)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_timed_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print each cell's command, and what it should hold, take and end as; run nothing",
-    )
-    parser.add_argument("--hardware", metavar="BOX", help="with --dry-run: predict for 8xH100, A100-40, this, ...")
-    parser.add_argument("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
+    add = parser.add_argument
+    add("--dry-run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
+    add("--hardware", metavar="BOX", help="with --dry-run: predict for 8xH100, A100-40, this, ...")
+    add("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
 
 
 def duration(text: str) -> float:
     found = re.fullmatch(r"(?=.)(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration such as 9m, 90s or 1h30m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 9m, 90s or 1h30m")
     hours, minutes, seconds = (float(part or 0) for part in found.groups())
     return hours * 3600 + minutes * 60 + seconds
 
@@ -101,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         passes = list(_passes(parts, options.retry))
         if not passes:
-            print_tables(series_tables(plan.slices))
+            print_page(series_tables(plan.slices))
     not_all_was_run = False
     for title, part, cells in passes:
         if title:
@@ -111,13 +95,13 @@ def run(options: argparse.Namespace) -> int:
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
-        print_tables(result_tables(part.cells, part.root))
+        print_page(result_tables(part.cells, part.root))
         counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
         if len(counts) > 1:
             said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
             place = "" if options.runs_dir == Path("runs") else f" --runs-dir {options.runs_dir}"
-            again = f"`study status {options.suite}{place}{' --rehearse' if options.rehearse else ''}` says why."
-            # All else is run again by every call.
+            again = f"`study status {options.suite}{place}{' --rehearse' if options.rehearse else ''}` shows why."
+            # Every call runs the other states again.
             if counts.keys() & (ANSWERED - {"ok"}):
                 again += " What is fixed is run again with --retry."
             print(f"\n{said}; {again}")
@@ -128,9 +112,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, list[Cell | Search]]]:
-    """Slices with something left to run; what was tried before comes after all of them.
+    """Yield the slices with something left to run; what was tried before comes after all of them.
 
-    A cell that hangs until a call is over would keep the others from it in every call.
+    A cell that hangs until a call is over would otherwise block the others in every call.
     """
     second = []
     for part in parts:
@@ -143,7 +127,7 @@ def _passes(parts: Sequence[Slice], retry: bool) -> Iterator[tuple[str, Slice, l
 
 
 def _runnable(plan: Plan, box: Box) -> list[Slice]:
-    """Of a series, what the box can run; where it can run nothing of it, the first reason is told."""
+    """Return the slices of a series that the box can run; if there are none, raise the first reason."""
     refusals = [missing_here(part.suite, box, part.cells) for part in plan.slices]
     missing = {refusal.problem: refusal for refusal in refusals if refusal is not None}
     if None not in refusals:
@@ -160,28 +144,27 @@ def _dry_run(plan: Plan, retry: bool, box: Box, hardware: str | None) -> int:
         left += of_this
         if plan.is_series:
             print(f"# {part.title}: {estimate(of_this, bool(part.searches))}")
-        ahead = foresight(part.suite, box, earlier_durations(part.root), hardware)
+        forecast = forecast_for(part.suite, box, earlier_durations(part.root), hardware)
         for cell in part.cells:
-            _print_commands(cell, part.root, retry, ahead)
+            _print_commands(cell, part.root, retry, forecast)
     print(f"# {estimate(left, any(part.searches for part in plan.slices))}", file=sys.stderr)
     return 0
 
 
-def _print_commands(cell: Cell | Search, root: Path, retry: bool, ahead: Foresight) -> None:
-    if isinstance(cell, Cell):
-        expected = "  # expected to run out of memory" if cell.expect == "oom" else ""
-        print(f"{shlex.join(launch_command(cell, root / cell.id))}  # {ahead.told(cell)}{expected}")
-        return
-    probe = next(cell.probes(root, retry), None)
-    if probe is None:
-        print(f"# {cell.id} is answered: {cell.finding(root).what_fits.answer}")
-        return
-    print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
-    print(f"{shlex.join(launch_command(probe, root / probe.id))}  # {ahead.told(probe)}")
+def _print_commands(cell: Cell | Search, root: Path, retry: bool, forecast: Forecast) -> None:
+    one: Cell | None = cell if isinstance(cell, Cell) else next(cell.probes(root, retry), None)
+    if isinstance(cell, Search):
+        if one is None:
+            print(f"# {cell.id} is answered: {cell.what_fits(root).answer}")
+            return
+        print(f"# {cell.id} searches {cell.rungs[0]} to {cell.rungs[-1]}: its next probe, which decides those after it")
+    assert one is not None
+    expected = "  # expected to run out of memory" if one.expect == "oom" else ""
+    print(f"{shlex.join(launch_command(one, root / one.id))}  # {forecast.describe(one)}{expected}")
 
 
 def _any_failed(part: Slice) -> bool:
-    """A cell that ran out of memory has failed, unless it is there to show that; a probe that did has answered."""
+    """Whether a cell failed. Out of memory is an answer for a probe, and for a cell that demonstrates it."""
     fine = {"ok", "unsupported", "to do"}
     return any(
         record.state not in (fine | {"oom"} if isinstance(cell, Search) or cell.expect == "oom" else fine)
@@ -191,11 +174,11 @@ def _any_failed(part: Slice) -> bool:
 
 
 def weights(options: argparse.Namespace) -> int:
-    """Each set in a process of its own, which is all that holds the model and its libraries."""
+    """Prepare initial weights, each set in a process of its own, which alone has the model and its libraries."""
     box = allocated_box()
     plan = _plan(options, box)
     sets: dict[tuple[str, ...], tuple[Cell, Path]] = {}
-    # On a box that can run some slices, the weights of those; on one that can run none, of all.
+    # Weights of the slices that the box can run; if there are none, of all.
     parts = [part for part in plan.slices if not missing_here(part.suite, box, part.cells)] or plan.slices
     for item, root in in_order(parts, options.time_budget):
         for cell in one_of_each_model(item):
@@ -213,7 +196,7 @@ def weights(options: argparse.Namespace) -> int:
 
 
 def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tuple[Cell | Search, Path]]:
-    """What `study run` would start in this time, in its order."""
+    """Yield what `study run` would start in this time, in its order."""
     spent = 0.0
     for _, part, cells in _passes(parts, retry=False):
         for cell, seconds in left_to_run(cells, part.root):
@@ -225,5 +208,5 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
 
 def status(options: argparse.Namespace) -> int:
     plan = _plan(options, allocated_box())
-    print_tables(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
+    print_page(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
     return 0

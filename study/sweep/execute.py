@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
 from study.config.errors import UserError
-from study.config.strategies import REPOSITORY
+from study.config.strategies import REPOSITORY, read_strategy
+from study.config.text import format_duration
 from study.host.box import Box, gpu_processes, matmul_rates
 from study.host.folders import folder_named, remove_left_folders
 from study.host.slurm import is_array_task, is_in_job, refuse_unshared, this_job
 from study.host.stacks import stacks
-from study.records.directory import utc_now
+from study.records.directory import read_json, utc_now, write_json
 from study.records.lock import (
     FileLock,
     Held,
@@ -26,21 +33,21 @@ from study.records.lock import (
     take_folder,
 )
 from study.records.outcome import Ending, raising_on
+from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.forks import ForkServer
+from study.sweep.forecast import NOTES, earlier_durations, expected_s
+from study.sweep.fork_server import ForkServer
 from study.sweep.launch import end_leftovers, only_sweep, run_cell
-from study.sweep.notes import append_attempt, earlier_durations, expected_s, note_searches
-from study.sweep.progress import StepTail, SweepProgress, show_duration
 from study.sweep.search import Search, new_and_tried, runs_left
-from study.sweep.step import without_nodes
 from study.sweep.verdict import attempt_of, conclude, last_lines
 
 # Ctrl-C, `kill` and a closed terminal all end the current run in order.
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ADDRESS = re.compile(r"(--main_process_ip )\S+")
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, a signal that means the same, or a full disk: no further cell is begun."""
+    """Ctrl-C, a signal with the same meaning, or a full disk: no further cell begins."""
 
 
 def run_cells(
@@ -53,11 +60,11 @@ def run_cells(
     is_kept: bool = True,
     only_computes: bool = False,
 ) -> Sweep:
-    """Everything that is not answered yet, in the order given, and last what was tried before.
+    """Run everything that has no answer, in the order given, and last what was tried before.
 
-    A cell that hangs until the call is over would keep the others from it in every call. `root` holds one directory per
-    cell; where it is not kept, nobody can go on with what is left. Where all that is asked is what runs compute, not
-    what they hold and take, they may be forks.
+    A cell that hangs until the call is over would otherwise block the others in every call. `root` has one directory
+    per cell; where it is not kept, no call can resume. `only_computes` means that memory and time are not of interest,
+    so runs may be forks.
     """
     deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
     with only_sweep(root) as lock:
@@ -81,7 +88,7 @@ def run_cells(
                 sweep.stopped = True
             finally:
                 sweep.forks.close()
-            # The user knows by now that the disk is full.
+            # A full disk was reported above.
             with suppress(OSError):
                 if lock.is_in_place():
                     note_searches(cells, root)
@@ -95,7 +102,7 @@ def run_cells(
 
 @dataclasses.dataclass
 class Sweep:
-    """One call of `run_cells`, and what it did."""
+    """One call of `run_cells`, and its result."""
 
     root: Path
     lock: FileLock
@@ -107,21 +114,24 @@ class Sweep:
     finished: int = 0
     left: int = 0
     stopped: bool = False
-    # Cells whose folder is somebody else's: nothing was run or written there.
+    # Cells whose folder is not theirs: nothing was run or written there.
     refused: int = 0
     forks: ForkServer = dataclasses.field(default_factory=ForkServer)
 
     def run(self, to_do: Sequence[Cell | Search]) -> None:
-        """Counts what is finished: a cell when it has run, a search when it needs no further probe."""
+        """Count what is finished: a cell when it has run, a search when it needs no further probe."""
         ran: list[str] = []
         for item in to_do:
             ran_before = len(ran)
             for cell in runs_left(item, self.root, self.retry):
                 if not self.lock.is_in_place():
                     raise Stopped(f"{self.root} was renamed or removed while this sweep ran: put it back to go on")
-                if cell.id in ran:  # as some search's probe
+                if cell.id in ran:  # as a probe of another search
                     continue
-                if self._is_too_late_for(cell):
+                expected = 0.0 if self.deadline is None else expected_s(cell, earlier_durations(self.root))
+                if self.deadline is not None and time.monotonic() + expected > self.deadline:
+                    duration = format_duration(expected)
+                    self.progress.say(f"the time budget ends here: the next cell takes about {duration}")
                     return
                 self.progress.begin(cell, one_more=len(ran) > ran_before)
                 started = time.monotonic()
@@ -130,39 +140,31 @@ class Sweep:
                     ending = self.run_cell(cell, len(ran) - 1)
                 except UserError as refusal:
                     self.progress.end(cell, Ending("failed", refusal.problem, refusal.fix), 0)
-                    # Of what another task of this array is at, that task tells.
+                    # Another task of this array reports its own cell.
                     self.refused += not (is_array_task() and isinstance(refusal, Held))
                     # A search would ask for the same probe again.
                     break
                 except OSError as error:
-                    # A record that cannot be written: the next one could not be, either.
+                    # Where one record cannot be written, the next one cannot, either.
                     place = self.root / cell.id
                     raise Stopped(f"{place} cannot be written ({error.strerror}): make room, or fix it") from None
-                # A probe asks whether it fits: that it does not is an answer, and no failure.
+                # A probe that does not fit is an answer, and not a failure.
                 seconds = time.monotonic() - started
                 is_an_answer = isinstance(item, Search) or cell.expect == "oom"
                 self.progress.end(cell, ending, seconds, oom_is_an_answer=is_an_answer)
             if isinstance(item, Search):
-                finding = item.finding(self.root)
-                self.progress.searched(f"{item.id}: {finding.what_fits.answer} ({finding.what_fits.why_not_more})")
+                what_fits = item.what_fits(self.root)
+                self.progress.end_search(f"{item.id}: {what_fits.answer} ({what_fits.why_not_more})")
             self.finished += 1
 
-    def _is_too_late_for(self, cell: Cell) -> bool:
-        if self.deadline is None:
-            return False
-        expected = expected_s(cell, earlier_durations(self.root))
-        if time.monotonic() + expected <= self.deadline:
-            return False
-        self.progress.say(f"the time budget ends here: the next cell takes about {show_duration(expected)}")
-        return True
-
     def run_cell(self, cell: Cell, order: int) -> Ending:
-        """Raises UserError where the cell's folder is not a run's, or another run is at work there."""
+        """Run it, and note the attempt; UserError where its folder is not a run's, or another run is at work there."""
         directory = self.root / cell.id
         refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
         refuse_folder_at_work(directory, str(directory))
         ending = None
-        if self.box.nodes_for(cell.world_size) is None:
+        node_count = self.box.nodes_for(cell.world_size)
+        if node_count is None:
             ending = Ending("unsupported", f"{cell.world_size} ranks, and this box has {self.box}", "run it on more")
         elif cell.stack and (problem := stacks()[cell.stack].why_not()):
             ending = Ending("unsupported", problem, "compare it where pip can install it")
@@ -170,14 +172,16 @@ class Sweep:
             with take_folder(directory, str(directory)):
                 conclude(directory, attempt_of(directory), ending)
             return ending
-        # A tiny model's MFU says nothing, and a rehearsal on a rented box should not wait for it.
+        # The MFU of a tiny model has no meaning, and a rehearsal on a rented box should not wait for it.
         rates = matmul_rates(self.box) if cell.config.scale == "paper" else {}
-        nodes = self._nodes(cell)
+        # The job's nodes by their digests: they show whether two cells ran on the same ones.
+        job = this_job()
+        nodes = None if job is None else [digest_of_host(name) for name in job.nodes[:node_count]]
         foreign = {"before": self._foreign_gpu_processes()}
-        started_at, tail = utc_now(), StepTail(directory / "steps.jsonl")
+        started_at, steps = utc_now(), _Lines(directory / "steps.jsonl")
         may_fork = (cell.stack is not None or self.only_computes) and not self.box.gpus and not is_in_job()
         forks = self.forks if may_fork else None
-        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, tail.read()), forks, say=self.progress.say)
+        ended = run_cell(cell, self.root, lambda: self.progress.step(cell, steps.count()), forks, self.progress.say)
         ending = ended.ending
         foreign["after"] = self._foreign_gpu_processes(patience_s=1)
         try:
@@ -194,33 +198,161 @@ class Sweep:
                     "matmul_rates": rates,
                     "launcher": "accelerate" if forks is None else "forked",
                     "nodes": nodes,
-                    "last_lines": [] if ending.state == "ok" else without_nodes(last_lines(ended.text)),
+                    "last_lines": [] if ending.state == "ok" else _without_nodes(last_lines(ended.text)),
                 }
-                append_attempt(directory, cell, without_nodes(ended.command), attempt)
+                append_attempt(directory, cell, _without_nodes(ended.command), attempt)
         finally:
-            if ending.state != "ok" and cell.uses_nvme:
-                # A rank that was killed leaves its swap files behind, and they are as large as the model.
+            if ending.state != "ok" and read_strategy(cell.strategy).uses_nvme:
+                # A killed rank leaves its swap files, which are as large as the model.
                 remove_left_folders(REPOSITORY / folder_named(cell.config.nvme_path))
             if ended.stopped_by == "user":
                 raise Stopped("stopped")
             if is_in_job() and ended.was_terminated:
-                # Slurm ends a job's steps first: the next cell would waste what time is left to end in order.
+                # Slurm ends a job's steps first: the next cell would waste the time that is left to end in order.
                 raise Stopped("stopped: Slurm ends this job")
         return ending
 
-    def _nodes(self, cell: Cell) -> list[str] | None:
-        """Which ones of the job, without their names: do two cells stand on the same?"""
-        if (job := this_job()) is None:
-            return None
-        return [digest_of_host(name) for name in job.nodes[: self.box.nodes_for(cell.world_size)]]
-
     def _foreign_gpu_processes(self, patience_s: float = 0) -> list[dict[str, Any]]:
-        """Another process on a GPU disturbs what is measured: the user is told, and the cell's notes say it."""
+        """Report other processes on the GPUs, which disturb the measurement."""
         found = gpu_processes()
         if found and patience_s:
-            # The driver may need a moment to let go of our own.
+            # The driver may need time to release the run's own.
             time.sleep(patience_s)
             found = gpu_processes()
         for process in found:
             self.progress.say(f"notice: GPU {process['gpu']} is in use by process {process['pid']}, not of this sweep")
         return found
+
+
+def _without_nodes(words: Sequence[str]) -> list[str]:
+    """Replace each node of this job by the digest that records name it by, and drop addresses."""
+    job = this_job()
+    names = sorted(job.nodes if job else (), key=len, reverse=True)
+    said = []
+    for word in words:
+        for name in names:
+            word = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", digest_of_host(name), word)
+        said.append(_ADDRESS.sub(r"\1ADDRESS", word))
+    return said
+
+
+def append_attempt(directory: Path, cell: Cell, command: Sequence[str], attempt: dict[str, Any]) -> None:
+    """Add the attempt to sweep.json, beside the cell's record."""
+    file = directory / NOTES
+    before: dict[str, Any]
+    try:
+        before = read_json(file)
+        attempts = list(before["attempts"])
+    except (RecordError, KeyError, TypeError):
+        before, attempts = {}, []
+    document = {
+        "cell": cell.id, "arm": cell.arm, "strategy": cell.strategy, "trainer": cell.trainer,
+        "world_size": cell.world_size, "stack": cell.stack, "repeat": cell.repeat, "time_limit_s": cell.time_limit_s,
+        "command": list(command), "attempts": [*attempts, attempt],
+    }  # fmt: skip
+    write_json(file, document | {key: before[key] for key in ("searches", "probe") if key in before})
+
+
+def note_searches(cells: Iterable[Cell | Search], root: Path) -> None:
+    """Note beside each probe's record every search that it answers, also one that found the record there.
+
+    A run that is also a cell of the suite is more than a probe.
+    """
+    cells = list(cells)
+    named = {cell.id for cell in cells if isinstance(cell, Cell)}
+    noted: dict[str, list[dict[str, Any]]] = {}
+    for search in (cell for cell in cells if isinstance(cell, Search)):
+        for place in search.states(root):
+            entry = {"id": search.id, "axis": search.axis, "place": place, "last": search.last}
+            noted.setdefault(search.probe_of(place).id, []).append(entry)
+    for name, entries in noted.items():
+        file = root / name / NOTES
+        try:
+            document = read_json(file)
+        except RecordError:
+            # The sweep was killed here: the probe is run again.
+            continue
+        # `cells` may be some of the suite's: notes of the others stay.
+        mine = {entry["id"] for entry in entries}
+        others = [entry for entry in document.get("searches", []) if entry["id"] not in mine]
+        said = {"searches": others + entries, "probe": name not in named and document.get("probe", True)}
+        if said != {key: document.get(key) for key in said}:
+            write_json(file, document | said)
+
+
+class _Lines:
+    """Lines of a growing file, which is read once."""
+
+    def __init__(self, file: Path):
+        self._file, self._offset, self._lines = file, 0, 0
+
+    def count(self) -> int:
+        with suppress(OSError), self._file.open("rb") as stream:
+            stream.seek(self._offset)
+            new = stream.read()
+            self._offset += len(new)
+            self._lines += new.count(b"\n")
+        return self._lines
+
+
+class SweepProgress:
+    """Cells done, failed and left, and the current one's step and remaining time: bars, or lines without a terminal."""
+
+    _cell: TaskID
+    _step: int
+
+    def __init__(self, cells_to_do: int, already_done: int, searches: int):
+        # A search counts as one cell until it asks for a further probe.
+        self._total, self._already_done, self._searches = cells_to_do, already_done, searches
+        self._done = self._failed = 0
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+        self._bars = Bars(
+            "{task.description}", BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+            transient=True, disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._all = self._bars.add_task(self._counts(), total=cells_to_do)
+
+    def __enter__(self) -> SweepProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        self._bars.console.print(text)
+
+    def begin(self, cell: Cell, one_more: bool = False) -> None:
+        """`one_more` is a further probe of a search, which was not counted."""
+        self._total += one_more
+        self._bars.update(self._all, total=self._total, description=self._counts())
+        self._cell, self._step = self._bars.add_task(f"starting  {cell.id}", total=cell.total_steps), 0
+        if self._bars.disable:
+            self.say(f"[{self._done + 1}/{self._total}{'+' if self._searches else ''}] {cell.id}")
+
+    def step(self, cell: Cell, step: int) -> None:
+        if step and not self._step:
+            # The remaining time depends on the steps alone, without the start.
+            self._bars.reset(self._cell)
+        if step:
+            of_all = f"/{cell.total_steps}" if cell.total_steps else ""
+            self._bars.update(self._cell, completed=step, description=f"step {step}{of_all}  {cell.id}")
+        self._step = step
+
+    def end(self, cell: Cell, ending: Ending, seconds: float, oom_is_an_answer: bool = False) -> None:
+        self._done += 1
+        self._failed += ending.state not in ("ok", "unsupported", *(["oom"] if oom_is_an_answer else []))
+        self._bars.update(self._all, completed=self._done, description=self._counts())
+        self._bars.remove_task(self._cell)
+        why = f": {ending.why}" if ending.state != "ok" else ""
+        name = "    " if self._bars.disable else f"{cell.id} "
+        self.say(f"{name}{ending.state} after {format_duration(seconds)}{why}")
+
+    def end_search(self, answer: str) -> None:
+        self._searches -= 1
+        self.say(answer)
+
+    def _counts(self) -> str:
+        at_least = "at least " if self._searches else ""
+        before = f" ({self._already_done} were done before)" if self._already_done else ""
+        return f"{self._done} done, {self._failed} failed, {at_least}{self._total - self._done} left{before}"

@@ -1,12 +1,16 @@
-"""A process that has imported what a run imports, and forks the ranks of one launch after the other.
+"""Runs without the seconds that imports take: forks of a server that has imported the libraries of one stack.
 
-`python study/sweep/fork_server.py SOCKET`; it ends with its standard input. study/sweep/forks.py asks it, and so do
-the tests. A fork is a process of its own, with the environment that `accelerate launch` would give it.
+`python study/sweep/fork_server.py SOCKET` is the server, which ends with its standard input. `... SOCKET REQUEST`
+stands in for a launcher: it asks the server for a run, and ends as the run does; ending it ends the run. It needs the
+standard library alone. `ForkServer` is a sweep's side. A fork is a process of its own, with the environment that
+`accelerate launch` sets. Records keep the launch command, and the notes say that the run was forked. Without a GPU
+only: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -14,14 +18,17 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from study.config.strategies import read_strategy
-from study.host.imports import import_libraries, importing
+if TYPE_CHECKING:
+    from study.sweep.cell import Cell
 
 ALSO = (
     "accelerate.commands.launch", "datasets", "deepspeed.ops.op_builder.all_ops", "evaluate",
@@ -29,11 +36,79 @@ ALSO = (
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2", "transformers.optimization",
     "transformers.trainer",
 )  # fmt: skip
-# What torch's launcher grants the other ranks once one has failed.
+# The time that torch's launcher grants the other ranks once one has failed.
 GRACE_S = 30
+_REPOSITORY = Path(__file__).parents[2]
 
 
-def main(address: str) -> None:
+@dataclasses.dataclass
+class ForkServer:
+    """One server at a time, for the stack of the last cell: another stack has other libraries."""
+
+    _stack: str | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def command(self, cell: Cell, command: list[str], environment: Mapping[str, str], printed: Path) -> list[str]:
+        """Return the command to run instead of a launch; the launch itself if the stack's libraries do not import."""
+        if self._process is None or self._process.poll() is not None or self._stack != cell.stack:
+            self.close()
+            self._start(cell.stack, environment)
+        if self._process is None or self._folder is None:
+            return command
+        script = next(place for place, word in enumerate(command) if word.endswith(".py"))
+        request = {
+            "command": command[script:], "launch": command[command.index("launch") + 1 : script],
+            "ranks": cell.world_size, "agent_store": False, "folder": str(_REPOSITORY),
+            "environment": dict(environment), "stdout": str(printed), "stderr": str(printed),
+        }  # fmt: skip
+        file = printed.with_name("request.json")
+        file.write_text(json.dumps(request))
+        return [sys.executable, "-ES", __file__, str(Path(self._folder.name) / "socket"), str(file)]
+
+    def close(self) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self._folder = None
+
+    def _start(self, stack: str | None, environment: Mapping[str, str]) -> None:
+        self._stack, self._folder = stack, tempfile.TemporaryDirectory()
+        address = Path(self._folder.name) / "socket"
+        # torch and DeepSpeed read these at import: one thread per rank, as the launcher sets, and no compiling.
+        read_at_import = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(address)], cwd=_REPOSITORY, env={**environment, **read_at_import},
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        while not address.exists():
+            if self._process.poll() is not None:
+                self.close()
+                return
+            time.sleep(0.05)
+
+
+def ask(address: str, file: str) -> int:
+    request = json.loads(Path(file).read_text())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        request["port"] = free.getsockname()[1]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        status = json.loads(connection.recv(64) or b"1")
+    if status < 0:
+        # In the words of torch's launcher, which the sweep looks for.
+        print(f"  exitcode  : {status}", flush=True)
+    return status if status >= 0 else 1
+
+
+def serve(address: str) -> None:
+    from study.config.strategies import read_strategy
+    from study.host.stacks import import_libraries, importing
+
     import_libraries(read_strategy("zero3"))
     with importing():
         for library in ALSO:
@@ -52,7 +127,7 @@ def main(address: str) -> None:
 
 
 def _leave_after(work: Any, *arguments: Any) -> NoReturn:
-    """A fork never goes back to the loop that it comes from."""
+    """Run the work of a fork, which never returns to its parent's loop."""
     status = 1
     try:
         work(*arguments)
@@ -68,7 +143,7 @@ def _leave_after(work: Any, *arguments: Any) -> NoReturn:
 
 
 def _lead(connection: socket.socket) -> None:
-    """Starts the ranks of one request and answers with the exit status; whoever asked hangs up to have them ended."""
+    """Start the ranks of one request and answer with the exit status; a closed connection ends them."""
     request = json.loads(connection.makefile().readline())
     ranks: set[int] = set()
     for rank in range(request["ranks"]):
@@ -105,18 +180,19 @@ def _be_rank(request: dict[str, Any], rank: int) -> None:
     os.environ.update(request["environment"])
     script, *arguments = request["command"]
     if request["launch"]:
-        _take_environment([*request["launch"], *request["command"]], request["port"], rank, request["agent_store"])
+        launched = [*request["launch"], *request["command"]]
+        os.environ.update(_rank_environment(launched, request["port"], rank, request["agent_store"]))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 
 
-def _take_environment(launched: list[str], port: int, rank: int, agent_store: bool) -> None:
-    """What Accelerate's launcher and torch's set for a rank, which a test holds against a real launch."""
+def _rank_environment(launched: list[str], port: int, rank: int, agent_store: bool) -> dict[str, str]:
+    """Return what Accelerate's launcher and torch's set for a rank; a test compares it with a real launch."""
     launcher = importlib.import_module("accelerate.commands.launch")
     utils = importlib.import_module("accelerate.utils")
     args, defaults, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(launched))
-    world = str(args.num_processes)
+    environment: dict[str, str]
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         _, environment = utils.prepare_deepspeed_cmd_env(args)
@@ -124,24 +200,20 @@ def _take_environment(launched: list[str], port: int, rank: int, agent_store: bo
         environment = utils.prepare_multi_gpu_env(args)
     else:
         _, environment = utils.prepare_simple_launcher_cmd_env(args)
-        world = ""
-    os.environ.update(environment)
-    if world:
-        os.environ.update(
-            {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-            | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), world)
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-            | {"ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none"}
-            # Whether the ranks meet in a store that is there, or in one that the first of them makes.
-            | {"TORCHELASTIC_USE_AGENT_STORE": str(agent_store)}
-            | {
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-            }
-            | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        )
+        return environment
+    return environment | dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)) | dict.fromkeys(
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(args.num_processes)
+    ) | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
+        # Whether the ranks meet in an existing store, or in one that the first of them makes.
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store), "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) == 3:
+        sys.exit(ask(*sys.argv[1:]))
+    serve(sys.argv[1])

@@ -1,4 +1,9 @@
-"""Run one cell: launched, watched, ended, and judged by what it left."""
+"""Run one cell: launched, watched, ended, and judged by the evidence that it leaves.
+
+One sweep per directory, and nothing left of the previous one: the lock is the kernel's and dies with its holder. The
+processes of a run carry the directory in their environment: when a sweep and the supervisor of its run are both
+killed, the next sweep finds their processes and ends them.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +32,23 @@ from study.records.lock import FileLock
 from study.records.outcome import Ending
 from study.sweep import supervise
 from study.sweep.cell import Cell, launch_command
-from study.sweep.forks import ForkServer
-from study.sweep.step import supervised
+from study.sweep.fork_server import ForkServer
 from study.sweep.verdict import ExitEvidence, StoppedBy, attempt_of, conclude, judge
-
-# One sweep per directory, and nothing left of the one before.
-# The lock is the kernel's, so it dies with its holder. The processes of a run carry the directory in their environment:
-# should a sweep and the supervisor of its run both be killed, the next sweep finds what they left and ends it.
 
 LOCK_NAME = "sweep.lock"
 MARKER = "ZERO_STUDY_SWEEP_DIRECTORY"
 _PATIENCE_S = 20.0
+_POLL_S = 0.25
+_LOG_TAIL_BYTES = 64 * 1024
+# A launcher's exports would make the next launcher take itself for a rank. transformers needs docstrings at import.
+_NOT_FOR_A_RUN = re.compile(
+    r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$"
+    r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LOCAL_SIZE$|PMI_|PMIX_|OMPI_|MV2_|MPI_LOCAL"
+)
 
 
 def only_sweep(directory: Path) -> FileLock:
-    """The tasks of a job array may share it: they take one cell's folder at a time, and leave those that are taken."""
+    """Lock the directory. Tasks of a job array share it: each locks one cell's folder at a time."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         what = f"another sweep is at work in {directory}"
@@ -52,14 +59,14 @@ def only_sweep(directory: Path) -> FileLock:
         ) from None
 
 
-def marker_of(directory: Path) -> str:
-    """Of another Slurm job's processes on this machine that job takes care."""
+def _marker_of(directory: Path) -> str:
+    """Name the directory and the Slurm job: each job ends its own processes."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"{directory.resolve()}{f'#{job}' if job else ''}"
 
 
 def end_leftovers(directory: Path) -> int:
-    """End every process of an earlier sweep on this directory; returns how many there were."""
+    """End every process of an earlier sweep on this directory; return their number."""
     ended: set[int] = set()
     deadline = time.monotonic() + _PATIENCE_S
     while leftovers := _processes_of(directory):
@@ -68,34 +75,20 @@ def end_leftovers(directory: Path) -> int:
             raise UserError(f"processes of an earlier sweep on {directory} cannot be ended: {pids}", "restart the box")
         for process in leftovers:
             ended.add(process.pid)
-            try:
+            with contextlib.suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         time.sleep(0.05)
     return len(ended)
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    wanted = marker_of(directory)
-    found = []
+    wanted, found = _marker_of(directory), []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARKER) == wanted and process.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.Error, OSError):
+            is_ours = process.environ().get(MARKER) == wanted and process.status() != psutil.STATUS_ZOMBIE
+            if is_ours and process.pid != os.getpid():
                 found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return [process for process in found if process.pid != os.getpid()]
-
-
-_POLL_S = 0.25
-_LOG_TAIL_BYTES = 64 * 1024
-# What a launcher exports for its ranks would make the next one believe that it is a rank itself. Without docstrings
-# transformers is not imported.
-_NOT_FOR_A_RUN = re.compile(
-    r"PYTHONOPTIMIZE$|ACCELERATE_|FSDP_|TORCHELASTIC_|DEEPSPEED_|(GROUP|ROLE)_|MASTER_(ADDR|PORT)$"
-    r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LOCAL_SIZE$|PMI_|PMIX_|OMPI_|MV2_|MPI_LOCAL"
-)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +105,14 @@ class Ended(ExitEvidence):
 
     @property
     def was_terminated(self) -> bool:
-        """By somebody else than the sweep, and in order."""
-        told = self.ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
-        return self.ending.state == "interrupted" and told
+        """Whether somebody other than the sweep ended it in order."""
+        is_by_signal = self.ending.reason.startswith(("Slurm ended it", "ended by SIGTERM"))
+        return self.ending.state == "interrupted" and is_by_signal
 
     def write_end(self, directory: Path) -> None:
-        """Make the record say how the run ended, where its own processes could not.
+        """Write to the record how the run ended, where its own processes could not.
 
-        Their lock is gone with them, and somebody else's run may have begun there: the caller takes the folder first.
+        Their lock is gone with them, and another run may have begun there: the caller takes the folder first.
         """
         conclude(directory, self.attempt_before, self.ending)
         with (directory / "log.txt").open("a", encoding="utf-8") as stream:
@@ -133,10 +126,10 @@ def run_cell(
     forks: ForkServer | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Ended:
-    """Returns when no process of the cell is left, also after Ctrl-C. `watch` is called while the run is at work, `say`
-    with what delays its start.
+    """Return when no process of the cell is left, also after Ctrl-C.
 
-    A directory that holds a run is given over to the next attempt, whatever state the last one left it in.
+    `watch` is called during the run, `say` with what delays its start. A directory with a run is given to the next
+    attempt, whatever the state of the last one.
     """
     directory = root / cell.id
     again = ["--overwrite_output_dir"] if (directory / "status.json").exists() else []
@@ -148,8 +141,7 @@ def run_cell(
     ooms, clock, said = oom_counts(), time.monotonic(), list[str]()
 
     def watch_the_new_run() -> None:
-        # Before the run has opened its directory what lies there is an earlier attempt's. Its number says so, whatever
-        # the clock of the box does.
+        # Until the run opens its directory, that belongs to an earlier attempt. Its number says so, whatever the clock.
         if attempt_of(directory) > attempt_before:
             watch()
         else:
@@ -158,19 +150,18 @@ def run_cell(
                 said.append(line)
                 say(line)
 
-    # Every node of a job must be able to leave its refusal there.
+    # Every node of a job must be able to write its refusal there.
     with tempfile.TemporaryDirectory(dir=root if is_step else None, prefix=".launch-" if is_step else None) as scratch:
-        # What is printed waits here: the run directory is the run's to open.
+        # Output is kept here first, because the run itself opens its directory.
         refusal_file, printed_file = Path(scratch) / "refusal.json", Path(scratch) / "printed.txt"
         environment = clean_environment(root, refusal_file) | stack
         launched = forks.command(cell, command, environment, printed_file) if forks else command
         with printed_file.open("ab") as output, subprocess.Popen(
-            supervised(launched),
-            cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
+            supervised(launched), cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         ) as supervisor:  # fmt: skip
             try:
-                launcher_status, stopped_by = _until_its_end(supervisor, cell.time_limit_s, watch_the_new_run)
+                launcher_status, stopped_by = _wait(supervisor, cell.time_limit_s, watch_the_new_run)
             except KeyboardInterrupt:
                 launcher_status, stopped_by = _end(supervisor), "user"
             except BaseException:
@@ -178,7 +169,7 @@ def run_cell(
                 raise
         wall_s = time.monotonic() - clock
         if launcher_status < 0:
-            # The supervisor itself was killed, and has ended nobody.
+            # The supervisor itself was killed, and ended nobody.
             end_leftovers(root)
         return Ended(
             launcher_status=launcher_status,
@@ -195,7 +186,17 @@ def run_cell(
         )
 
 
-def _until_its_end(
+def supervised(command: list[str]) -> list[str]:
+    """Put a supervisor before the launcher, and before the launcher of each node of a step."""
+    # A file and not `-m`, and without site-packages: it needs none, and starts at once.
+    supervisor = [sys.executable, "-ES", str(Path(supervise.__file__))]
+    if command[0] != "srun":
+        return [*supervisor, *command]
+    place = next(place for place, word in enumerate(command) if place and not word.startswith("--"))
+    return [*command[:place], *supervisor, supervise.ON_A_NODE, *command[place:]]
+
+
+def _wait(
     supervisor: subprocess.Popen[bytes], time_limit_s: float, watch: Callable[[], None]
 ) -> tuple[int, StoppedBy | None]:
     deadline = time.monotonic() + time_limit_s
@@ -208,13 +209,11 @@ def _until_its_end(
 
 
 def _end(supervisor: subprocess.Popen[bytes]) -> int:
-    """End every process of the run; returns when none is left."""
+    """End every process of the run; return when none is left."""
     assert supervisor.stdin is not None
     supervisor.stdin.close()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         return supervisor.wait(supervise.GRACE_S + supervise.KILL_S + 5)
-    except subprocess.TimeoutExpired:
-        pass
     # Then srun itself has Slurm end the step.
     for ask in (supervisor.terminate, supervisor.kill):
         ask()
@@ -225,18 +224,18 @@ def _end(supervisor: subprocess.Popen[bytes]) -> int:
 
 def clean_environment(directory: Path, refusal_file: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_A_RUN.match(name)}
-    # The environment need not be activated: ninja and the launcher's own children are looked for on PATH.
+    # The environment need not be activated: ninja and the launcher's own children are looked up on PATH.
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return {**kept, MARKER: marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
+    return {**kept, MARKER: _marker_of(directory), REFUSAL_FILE_VARIABLE: str(refusal_file)}
 
 
 def _logs(directory: Path) -> list[Path]:
-    """The main process's machine has the first, and each other one its own."""
+    """Logs of all machines; the first is the main process's."""
     return sorted(directory.glob("log*.txt"))
 
 
 def _tail(file: Path, start: int) -> str:
-    """The end of what was written behind `start`."""
+    """The end of what was written after `start`."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(start, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))

@@ -1,7 +1,11 @@
-"""From a suite to the cells of this box, in the order they run."""
+"""From a suite's name to the cells of this box in the order they run: one slice, or those of a series.
+
+Records of a slice are where those of its suite are, so that a series and its suites continue each other's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,44 +13,174 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig, resolved
-from study.config.strategies import LEAST_RANKS_WITH_COPIES, STRATEGY_NAMES, WITH_COPIES, WITH_TEAMS, read_strategy
+from study.config.strategies import LEAST_RANKS_WITH_REPLICAS, STRATEGY_NAMES, WITH_GROUPS, WITH_REPLICAS, read_strategy
 from study.host.box import Box
+from study.host.memory import HOST_MEMORY_VARIABLE
 from study.sweep.cell import Cell, Trainer
-from study.sweep.foresee import Foresight
+from study.sweep.forecast import Forecast
 from study.sweep.search import Search, example_of
-from study.sweep.suite_file import ACCUMULATION, CELL_KEYS, Grid, Ladder, Suite
+from study.sweep.suite_file import (
+    ACCUMULATION,
+    CELL_KEYS,
+    Grid,
+    Ladder,
+    SliceOf,
+    Suite,
+    find_suite,
+    read_suite,
+    rehearsed,
+)
 
 RANKS_WITHOUT_A_GPU = 2
-# A probe asks what fits: it does everything that a run does, and as little of it as possible.
+# A probe does everything that a run does, and as little of it as possible.
 _PROBE = {"max_steps": 3, "eval_samples": 8}
-# What each trainer runs.
 _STRATEGIES: dict[Trainer, Sequence[str]] = {
     "study": STRATEGY_NAMES,
-    "hf_trainer": [name for name in STRATEGY_NAMES if name not in ("fsdp2", "hsdp", *WITH_TEAMS)],
+    "hf_trainer": [name for name in STRATEGY_NAMES if name not in ("fsdp2", "hsdp", *WITH_GROUPS)],
     "bare_loop": ("single", "ddp"),
 }
 
 
-def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
-    """Blocks of a repeat and a seed, each holding every arm once in an order of its own.
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Cells of one suite that are run together. `only` is the series' selection."""
 
-    So a machine that drifts over hours does not favour the arm that happened to run first. A cell that two grids name
-    is one cell.
+    suite: Suite
+    only: tuple[str, ...]
+    cells: list[Cell | Search]
+    root: Path
+
+    @property
+    def title(self) -> str:
+        return " ".join([self.suite.name, *self.only])
+
+    @property
+    def searches(self) -> list[Search]:
+        return [cell for cell in self.cells if isinstance(cell, Search)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    name: str
+    # Made of slices of other suites, without cells of its own.
+    is_series: bool
+    slices: list[Slice]
+
+    def roots(self) -> list[Path]:
+        return list(dict.fromkeys(part.root for part in self.slices))
+
+
+def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *, rehearse: bool = False) -> Plan:
+    """Return the slices; each cell is in the first slice that names it. A rehearsal has every suite once and whole."""
+    file = find_suite(name)
+    suite = read_suite(file)
+    is_series = bool(suite.slices)
+    parts = _members(file, suite) if is_series else [(suite, SliceOf("", name))]
+    if rehearse:
+        suite = rehearsed(suite)
+        small = {member.name: rehearsed(member) for member, _ in parts}
+        parts = [(member, SliceOf("", member.name)) for member in small.values()]
+    slices = []
+    seen: set[tuple[str, str]] = set()
+    members = {member.name: member for member, _ in parts}
+    planned = {name: plan_cells(member, _smallest_box_for(member, box)) for name, member in members.items()}
+    for member, part in parts:
+        chosen = chosen_of(planned[member.name], part.only)
+        if not chosen:
+            raise _matches_nothing(f"{part.place}: only {list(part.only)}", member.name, planned[member.name])
+        cells = [cell for cell in chosen if (member.name, cell.id) not in seen]
+        seen |= {(member.name, cell.id) for cell in cells}
+        if cells := chosen_of(cells, only):
+            slices.append(Slice(member, part.only, cells, (runs_dir / member.name).absolute()))
+    if not slices:
+        raise _matches_nothing(f"--only {' --only '.join(only)}", suite.name, next(iter(planned.values())))
+    return Plan(suite.name, is_series, slices)
+
+
+def _matches_nothing(only: str, suite: str, planned: Sequence[Cell | Search]) -> UserError:
+    return UserError(f"{only} matches no cell of {suite}", f"an id looks like {planned[0].id}")
+
+
+def _members(file: Path, series: Suite) -> list[tuple[Suite, SliceOf]]:
+    """Return the suites of a series: in the folder of its file, else a name in study/suites/, or a path."""
+    read: dict[str, Suite] = {}
+    for part in series.slices:
+        if part.suite in read:
+            continue
+        has_sibling, sibling = False, file.parent / f"{part.suite}.yaml"
+        try:
+            with contextlib.suppress(OSError):
+                has_sibling = sibling.is_file()
+            suite = read_suite(sibling if has_sibling else find_suite(part.suite))
+        except UserError as refusal:
+            raise UserError(f"{part.place}: {refusal.problem}", refusal.fix) from None
+        if suite.slices:
+            raise UserError(f"{part.place}: {part.suite} is made of slices itself", "name the suites it is made of")
+        if any(other != part.suite and each.name == suite.name for other, each in read.items()):
+            raise UserError(f"{part.place}: another suite here is called {suite.name}, too", "give one another name")
+        read[part.suite] = suite
+    return [(read[part.suite], part) for part in series.slices]
+
+
+def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) -> UserError | None:
+    """Return the first requirement that the box lacks; chosen cells need as many GPUs as the largest of them."""
+    wanted = suite.requires
+    if cells:
+        largest = max(example_of(cell).world_size for cell in cells)
+        gpus, per_node = min(wanted.gpus, largest), min(wanted.gpus_per_node, largest)
+        wanted = dataclasses.replace(wanted, gpus=gpus, gpus_per_node=per_node)
+    smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
+    there = "run it where they are, or use --dry-run to see what it would do"
+    for is_here, needs, has, fix in (
+        (box.gpus >= wanted.gpus, f"{wanted.gpus} GPU{'s'[: wanted.gpus > 1]}", f"this box shows {box.gpus}", there),
+        (
+            box.gpus_per_node >= wanted.gpus_per_node,
+            f"{wanted.gpus_per_node} GPUs on each node", f"here are {box}", there,
+        ),
+        (
+            not wanted.gpus or smallest_gib >= wanted.gpu_memory_gib,
+            f"GPUs of {wanted.gpu_memory_gib:g} GiB", f"one here has {smallest_gib:.0f}", there,
+        ),
+        (
+            box.host_memory_gib >= wanted.host_memory_gib,
+            f"{wanted.host_memory_gib:g} GiB of host memory", f"here are {box.host_memory_gib:.0f}",
+            f"run it where there is more, or set {HOST_MEMORY_VARIABLE} to the memory that this box can have",
+        ),
+    ):  # fmt: skip
+        if not is_here:
+            return UserError(f"{suite.name} needs {needs}, and {has}", fix)
+    return None
+
+
+def _smallest_box_for(suite: Suite, box: Box) -> Box:
+    """Return this box, or the smallest with the suite's GPUs: a plan is for the box where it runs."""
+    wanted = suite.requires
+    if box.gpus >= wanted.gpus:
+        return box
+    nodes = max(1, wanted.gpus // (wanted.gpus_per_node or wanted.gpus))
+    return Box((wanted.gpu_memory_gib,) * wanted.gpus, max(box.host_memory_gib, wanted.host_memory_gib), nodes)
+
+
+def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
+    """Return blocks of a repeat and a seed, each with every strategy once in a random order.
+
+    So a machine that drifts over hours does not favour the strategy that ran first. A cell of two grids is one cell.
     """
     cells = {cell.id: cell for grid in suite.grids for cell in _grid_cells(suite, grid, box)}
     if not cells:
         raise UserError(f"the suite {suite.name} has no cell: its grids exclude all of them", "exclude less")
-    # Virtual ranks have no losses: beside real runs they would look like runs that failed to report theirs.
+    # Virtual ranks have no losses: among real runs they would look like runs that failed to report theirs.
     if len({bool(cell.config.virtual_world_size) for cell in cells.values() if isinstance(cell, Cell)}) > 1:
         raise UserError(
             f"the suite {suite.name} mixes virtual ranks with real runs",
             "put the cells with virtual_world_size in a suite of their own",
         )
-    # A stack's cells together: what has imported its libraries is used by the next one.
+    # Cells of one stack are together, because they share a process that has imported its libraries.
     blocks: dict[tuple[str, int, int], list[Cell | Search]] = {}
     for cell in cells.values():
         example = example_of(cell)
@@ -58,14 +192,14 @@ def plan_cells(suite: Suite, box: Box) -> list[Cell | Search]:
 
 
 def chosen_of(cells: Iterable[Cell | Search], only: Sequence[str]) -> list[Cell | Search]:
-    """Those that every pattern means, in the order of all."""
-    return [cell for cell in cells if all(_is_meant(cell, pattern) for pattern in only)]
+    """Return the cells that match every pattern, in their order."""
+    return [cell for cell in cells if all(_is_match(cell, pattern) for pattern in only)]
 
 
-def _is_meant(cell: Cell | Search, pattern: str) -> bool:
-    """A pattern of ids, or KEY=PATTERN for a flag of the run or what else a cell is made of."""
-    key, is_about_a_key, wanted = pattern.partition("=")
-    if not is_about_a_key:
+def _is_match(cell: Cell | Search, pattern: str) -> bool:
+    """Whether a pattern of ids matches, or KEY=PATTERN for a flag or another setting of a cell."""
+    key, has_key, wanted = pattern.partition("=")
+    if not has_key:
         return fnmatch(cell.id, pattern)
     one = example_of(cell)
     values = one.config.to_dict() | {
@@ -79,22 +213,25 @@ def _is_meant(cell: Cell | Search, pattern: str) -> bool:
 
 
 def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
-    # By place; a rule that meets nothing has a typo.
+    # Positions of the rules that matched a run; one that matches none has a typo.
     rules, met = [override.where for override in grid.overrides], set[int]()
+    named = {**grid.fixed, **grid.axes}
     for combination in itertools.product(*grid.axes.values()):
         values = {**grid.fixed, **dict(zip(grid.axes, combination, strict=True))}
         if "strategy" not in values:
             raise UserError(f"{grid.place}: the grid names no strategy", "add strategy: to its axes, or to fixed")
-        is_of_copies = values["strategy"] in WITH_COPIES
-        values.setdefault("world_size", box.gpus or (LEAST_RANKS_WITH_COPIES if is_of_copies else RANKS_WITHOUT_A_GPU))
+        least = LEAST_RANKS_WITH_REPLICAS if values["strategy"] in WITH_REPLICAS else RANKS_WITHOUT_A_GPU
+        values.setdefault("world_size", box.gpus or least)
         for number, override in enumerate(grid.overrides):
             if _matches(values, override.where, grid.place):
                 met.add(number)
                 values |= override.fixed
-        if values["strategy"] == "single":
-            values["world_size"] = 1
         if values.get("virtual_world_size"):
-            _check_virtual(values, grid)
+            if named.get("world_size", 1) not in (1, [1]):
+                raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
+            if values["strategy"] == "single":
+                raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave it out")
+        if values["strategy"] == "single" or values.get("virtual_world_size"):
             values["world_size"] = 1
         excluding = [_matches(values, rule, grid.place) for rule in grid.exclude]
         met.update(len(rules) + number for number, is_met in enumerate(excluding) if is_met)
@@ -106,25 +243,25 @@ def _grid_cells(suite: Suite, grid: Grid, box: Box) -> Iterator[Cell | Search]:
             else:
                 yield _search(suite, values, list(grid.axes), grid.ladder, repeat, box, grid.place)
     for number, rule in enumerate([*rules, *grid.exclude]):
-        # How many ranks there are may be the box's to say.
-        if number not in met and ("world_size" not in rule or "world_size" in {**grid.fixed, **grid.axes}):
+        # The box may decide the number of ranks.
+        if number not in met and ("world_size" not in rule or "world_size" in named):
             said = ", ".join(f"{key}: {' or '.join(map(str, options))}" for key, options in rule.items())
             raise UserError(f"{grid.place}: no run of the grid has {said}", "correct the rule, or drop it")
-
-
-def _check_virtual(values: Mapping[str, Any], grid: Grid) -> None:
-    if {**grid.fixed, **grid.axes}.get("world_size", 1) not in (1, [1]):
-        raise UserError(f"{grid.place}: world_size and virtual_world_size are both set", "keep one of the two")
-    if values["strategy"] == "single":
-        raise UserError(f"{grid.place}: single is one rank alone, and cannot be one of many", "leave single out")
 
 
 def _search(
     suite: Suite, values: Mapping[str, Any], axes: list[str], ladder: Ladder, repeat: int, box: Box, place: str
 ) -> Search:
+    rung_key = "model_name_or_path" if ladder.axis == "largest_model" else "per_device_train_batch_size"
+
     @functools.cache
-    def probe_of(place_on_ladder: int) -> Cell:
-        return _cell(_probe_values(values, ladder, place_on_ladder), repeat, box, place)
+    def probe_of(position: int) -> Cell:
+        # Without accumulation, and on the samples of one step: the micro-batch alone decides what fits.
+        probe = {**_PROBE, **values, rung_key: ladder.rungs[position]}
+        if micro_batch := probe.get("per_device_train_batch_size"):
+            probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
+            probe["train_samples"] = max(probe.get("train_samples") or 0, probe["global_batch_size"])
+        return _cell(probe, repeat, box, place)
 
     # Both ends now: a probe that could not run is refused before anything starts.
     first, _ = probe_of(0), probe_of(len(ladder.rungs) - 1)
@@ -137,18 +274,8 @@ def _search(
         rungs=ladder.rungs,
         label=", ".join(f"{key} {values[key]}" for key in axes if key not in named),
         probe_of=probe_of,
-        guess=lambda: Foresight(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
+        guess=lambda: Forecast(suite, box, {}, None).last_that_fits(map(probe_of, range(len(ladder.rungs)))),
     )
-
-
-def _probe_values(values: Mapping[str, Any], ladder: Ladder, place: int) -> dict[str, Any]:
-    """Without accumulation, on as many samples as one step takes: what fits is decided by the micro-batch alone."""
-    key = "model_name_or_path" if ladder.axis == "largest_model" else "per_device_train_batch_size"
-    probe = {**_PROBE, **values, key: ladder.rungs[place]}
-    if micro_batch := probe.get("per_device_train_batch_size"):
-        probe["global_batch_size"] = micro_batch * (probe.get("virtual_world_size") or probe["world_size"])
-        probe["train_samples"] = max(probe.get("train_samples") or 0, probe["global_batch_size"])
-    return probe
 
 
 def _matches(values: Mapping[str, Any], rule: Mapping[str, list[Any]], place: str) -> bool:
@@ -166,9 +293,17 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
     try:
         asked = RunConfig.from_dict(flags, place)
         if steps := values.get(ACCUMULATION):
-            asked = dataclasses.replace(asked, per_device_train_batch_size=_micro_batch(asked, box, own, steps))
+            batch, ranks = resolved(asked, accelerator_visible=box.gpus > 0).global_batch_size, own["world_size"]
+            if asked.per_device_train_batch_size is not None:
+                raise UserError(f"{ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two")
+            if batch % (ranks * steps):
+                raise UserError(
+                    f"{ACCUMULATION} {steps} does not divide global_batch_size {batch}",
+                    f"use a global_batch_size that is a multiple of {ranks * steps}",
+                )
+            asked = dataclasses.replace(asked, per_device_train_batch_size=int(batch // (ranks * steps)))
         config = resolved(asked, accelerator_visible=box.gpus > 0)
-        # What `auto` means is settled here once, for the id and for the run.
+        # `auto` is resolved here once, for the id and for the run.
         cell = Cell(config=config, asked=dataclasses.replace(asked, scale=config.scale), repeat=repeat, **own)
         cell.plan  # noqa: B018 - refuses a batch that does not divide
         read_strategy(cell.strategy).check_engine_flags(config)
@@ -179,15 +314,3 @@ def _cell(values: Mapping[str, Any], repeat: int, box: Box, place: str) -> Cell:
         what = f"{own['strategy']} on {own['world_size']} ranks"
         raise UserError(f"{place}: {what}: {refusal.problem}", refusal.fix) from None
     return cell
-
-
-def _micro_batch(asked: RunConfig, box: Box, own: Mapping[str, Any], steps: int) -> int:
-    batch, ranks = resolved(asked, accelerator_visible=box.gpus > 0).global_batch_size, own["world_size"]
-    if asked.per_device_train_batch_size is not None:
-        raise UserError(f"{ACCUMULATION} and per_device_train_batch_size are both set", "keep one of the two")
-    if batch % (ranks * steps):
-        raise UserError(
-            f"{ACCUMULATION} {steps} does not divide global_batch_size {batch}",
-            f"use a global_batch_size that is a multiple of {ranks * steps}",
-        )
-    return int(batch // (ranks * steps))

@@ -1,7 +1,7 @@
 """The largest micro-batch or model that fits, found by bisection over probes, each of them an ordinary cell.
 
-The answer is never stored: it is read off the probes' records. It takes for granted that what fits at one rung fits at
-every lower one; records that say otherwise are named with the answer.
+The answer is not stored: it is read from the probes' records. It assumes that what fits at one rung fits at every lower
+one; records that contradict this are named with the answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from study.sweep.verdict import CellState, cell_state
 
 @dataclasses.dataclass(frozen=True)
 class Bracket:
-    """What the probes say so far, in positions on the ladder.
+    """Result of the probes so far, in positions on the ladder.
 
-    `next` is the probe that would tell more; without it the search is over, found or `stopped_by` a probe that ended
-    neither ok nor out of memory.
+    `next` is the next probe; without it the search is over: found, or `stopped_by` a probe that ended neither ok nor
+    out of memory.
     """
 
     fits: int | None
@@ -32,10 +32,10 @@ class Bracket:
 
 
 def examine(known: Mapping[int, str], last: int, start: int = 0) -> Bracket:
-    """From the rung that is thought to be the answer by ever longer steps, up until one does not fit or down until one
-    does; then bisection. A right guess takes two probes, and from the first rung on it is doubling.
+    """Return the bracket of the states of the probes that ended, by position.
 
-    `known` says of each probe that has ended how it did, by its position.
+    From the rung that is predicted to be the answer by ever longer steps, up until one does not fit or down until one
+    does; then bisection. A right prediction costs two probes; from the first rung on, this is doubling.
     """
     too_large = min((place for place, state in known.items() if state == "oom"), default=None)
     oks = sorted(place for place, state in known.items() if state == "ok")
@@ -65,13 +65,21 @@ class WhatFits:
 
     bracket: Bracket
     last: int
-    # By the position on the ladder: the size itself, and how its probe ended.
+    # The size at a position of the ladder.
     size_at: Callable[[int], object]
-    state_at: Callable[[int], CellState]
+    states: Mapping[int, CellState]
+
+    @property
+    def state(self) -> str:
+        if self.bracket.stopped_by is not None:
+            return "stopped"
+        if self.bracket.next is not None:
+            return "searching" if self.states else "to do"
+        return "found"
 
     @property
     def is_open(self) -> bool:
-        """More might fit: the ladder ended first, or the search did."""
+        """Whether more might fit: the ladder ended first, or the search did."""
         return self.bracket.fits == self.last or self.bracket.next is not None or self.bracket.stopped_by is not None
 
     @property
@@ -85,18 +93,18 @@ class WhatFits:
 
     @property
     def why_not_more(self) -> str:
-        """And which records contradict the answer."""
+        """The limit, and the records that contradict the answer."""
         bracket, said = self.bracket, []
         if bracket.too_large is not None:
-            said.append(f"{self.size_at(bracket.too_large)}: {self.state_at(bracket.too_large).reason}")
+            said.append(f"{self.size_at(bracket.too_large)}: {self.states[bracket.too_large].reason}")
         elif bracket.fits == self.last:
             said.append("the ladder ends there")
         if bracket.stopped_by is not None:
-            probe = self.state_at(bracket.stopped_by)
+            probe = self.states[bracket.stopped_by]
             said.append(f"stopped at {self.size_at(bracket.stopped_by)}: {probe.state}, {probe.reason}")
         if bracket.fits_against_the_order:
             larger = ", ".join(str(self.size_at(place)) for place in bracket.fits_against_the_order)
-            said.append(f"and yet {larger} did fit: what fits does not fit in order here")
+            said.append(f"but {larger} did fit: sizes do not fit in order here")
         return "; ".join(said)
 
 
@@ -107,7 +115,7 @@ class Search:
     id: str
     axis: SearchAxis
     rungs: Sequence[int] | Sequence[str]
-    # How it differs from the other searches of its grid, beside the strategy.
+    # The difference to the other searches of its grid, apart from the strategy.
     label: str
     probe_of: Callable[[int], Cell]
     # The rung that is predicted to be the answer.
@@ -117,67 +125,47 @@ class Search:
     def start(self) -> int:
         return self.guess()
 
-    @functools.cached_property
+    @property
     def first(self) -> Cell:
         return self.probe_of(0)
+
+    @property
+    def last(self) -> int:
+        return len(self.rungs) - 1
 
     def states(
         self, root: Path, counts: Callable[[int, CellState], bool] = lambda place, probe: True
     ) -> dict[int, CellState]:
-        """The probes that the search asks for, as far as their records go. A record that does not count is left out."""
-        # Of every rung: another box would have begun elsewhere, and above one that did not fit another may have.
+        """Return the probes that have a record, by position, except those that do not count."""
+        # Of every rung: another box starts elsewhere, and may have probed above a rung that did not fit.
         states = ((place, cell_state(root / self.probe_of(place).id)) for place in range(len(self.rungs)))
         return {place: probe for place, probe in states if probe.state != "to do" and counts(place, probe)}
 
     def _examine(self, found: Mapping[int, CellState]) -> Bracket:
         return examine({place: probe.state for place, probe in found.items()}, self.last, self.start)
 
-    @property
-    def last(self) -> int:
-        return len(self.rungs) - 1
-
     def probes(self, root: Path, retry: bool) -> Iterator[Cell]:
-        """The probes that are still to run, one after another; each is chosen from the records of those before."""
+        """Yield the probes that are still to run; each is chosen from the records of those before."""
         tried: set[int] = set()
-        while (place := self._next(root, retry, tried)) is not None:
-            tried.add(place)
-            yield self.probe_of(place)
 
-    def _next(self, root: Path, retry: bool, tried: set[int]) -> int | None:
         def counts(place: int, probe: CellState) -> bool:
             return place in tried or probe.state == "oom" or probe.is_answered(retry)
 
-        bracket = self._examine(self.states(root, counts))
-        if bracket.next is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
-            # The record that sets the limit is the one to make again.
-            return bracket.too_large
-        return bracket.next
+        while True:
+            bracket = self._examine(self.states(root, counts))
+            place = bracket.next
+            if place is None and bracket.stopped_by is None and retry and bracket.too_large not in tried:
+                # With --retry, the record that sets the limit is made again.
+                place = bracket.too_large
+            if place is None:
+                return
+            tried.add(place)
+            yield self.probe_of(place)
 
-    def finding(self, root: Path) -> SearchResult:
-        # A run that was cut off says nothing, and is run again.
+    def what_fits(self, root: Path) -> WhatFits:
+        # An interrupted run proves nothing, and is run again.
         states = self.states(root, lambda place, probe: probe.state not in ("interrupted", "at work"))
-        return SearchResult(self, self._examine(states), states)
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchResult:
-    """What the records of a search say, in the values of its ladder."""
-
-    search: Search
-    bracket: Bracket
-    states: Mapping[int, CellState]
-
-    @property
-    def state(self) -> str:
-        if self.bracket.stopped_by is not None:
-            return "stopped"
-        if self.bracket.next is not None:
-            return "searching" if self.states else "to do"
-        return "found"
-
-    @property
-    def what_fits(self) -> WhatFits:
-        return WhatFits(self.bracket, self.search.last, self.search.rungs.__getitem__, self.states.__getitem__)
+        return WhatFits(self._examine(states), self.last, self.rungs.__getitem__, states)
 
 
 def example_of(item: Cell | Search) -> Cell:
@@ -191,7 +179,7 @@ def one_of_each_model(item: Cell | Search) -> list[Cell]:
 
 
 def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[Cell]:
-    """The cell, where it has no answer yet; of a search one probe after another, as long as it needs them."""
+    """Yield the cell if it has no answer; the probes of a search one after another, as long as it needs them."""
     if isinstance(item, Search):
         yield from item.probes(root, retry)
     elif not cell_state(root / item.id).is_answered(retry):
@@ -201,11 +189,11 @@ def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[
 def new_and_tried(
     items: Iterable[Cell | Search], root: Path, retry: bool = False
 ) -> tuple[list[Cell | Search], list[Cell | Search]]:
-    """What is left of them: what nobody tried, and what has a run without an answer."""
+    """Return the unanswered items: those never tried, and those whose next run has a record."""
     new, tried = list[Cell | Search](), list[Cell | Search]()
     for item in items:
         if isinstance(item, Search) and not item.states(root):
-            # Which rung it begins at is a prediction, and takes its time.
+            # Its first rung is a prediction, which takes time.
             new.append(item)
         elif (run := next(runs_left(item, root, retry), None)) is not None:
             (new if cell_state(root / run.id).state == "to do" else tried).append(item)
@@ -213,7 +201,7 @@ def new_and_tried(
 
 
 def cell_states(cells: Iterable[Cell | Search], root: Path) -> list[tuple[Cell, CellState]]:
-    """The state of each cell, and of each probe that has a record; a cell that several name is there once."""
+    """Return the state of each cell, and of each probe that has a record; each cell once."""
     found: dict[str, tuple[Cell, CellState]] = {}
     for item in cells:
         if isinstance(item, Search):

@@ -1,4 +1,4 @@
-"""A suite as written: the YAML language, read strictly. What is not understood is refused with file and line."""
+"""A suite file: the YAML language, read strictly, and its rehearsal. Unknown input is refused with file and line."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from study.records.schema import SearchAxis
 from study.sweep.cell import Trainer
 
 SUITE_DIRECTORY = Path(__file__).resolve().parents[1] / "suites"
-# What a cell is made of beside its RunConfig.
+# Settings of a cell other than its RunConfig.
 CELL_KEYS = frozenset({"strategy", "trainer", "world_size", "time_limit_s", "expected_s", "expect", "stack"})
-# The same on any number of ranks, where a micro-batch is not.
+# Independent of the number of ranks, unlike a micro-batch.
 ACCUMULATION = "gradient_accumulation_steps"
-# Where a run writes and what it resumes from is for the sweep to say.
+# The sweep decides where a run writes and what it resumes from.
 _SETTINGS = CELL_KEYS | {ACCUMULATION} | {field.name for field in dataclasses.fields(RunConfig)} - {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
 }  # fmt: skip
 _SUITE_KEYS = {"name", "description", "requires", "order_seed", "fixed", "grids"}
-# A suite that is made of others has no cells of its own.
+# A series consists of slices of other suites and has no cells of its own.
 _SERIES_KEYS = {"name", "description", "slices"}
 _GRID_KEYS = {"fixed", "axes", "repeats", "overrides", "exclude", "search"}
-# What a search decides for itself.
+# Settings that a search decides.
 _SEARCHED_KEYS: dict[str, tuple[str, ...]] = {
     "largest_micro_batch": ("per_device_train_batch_size", "global_batch_size"),
     "largest_model": ("model_name_or_path",),
 }
-# Of a file with its aliases written out, of a suite's cells and of a ladder's rungs: more is a slip, and takes minutes
-# to plan or all of the memory.
+# Limit of a file's values with aliases expanded, of a suite's cells and of a ladder's rungs: more is a typo that takes
+# minutes to plan or all of the memory.
 MOST = 10_000
-# YAML takes seconds for each MB, and whoever names a log or a model's weights means another file.
+# YAML takes seconds per MB, and a larger file is a log or a model's weights.
 _MOST_BYTES = 2**20
-# What is right for a value, and how to say it. What is not here is a flag of study/train.py, which knows that itself.
+# A test of a value and the text of its refusal. Other keys are flags of study/train.py, which checks them itself.
 _Check = tuple[Callable[[Any], object], str]
 _TEXT: _Check = (lambda value: isinstance(value, str), "text")
 _WHOLE: _Check = (lambda value: type(value) is int, "a whole number")
@@ -71,17 +71,17 @@ _CHECKS: dict[str, _Check] = {
     "trainer": (lambda value: value in get_args(Trainer), ", ".join(get_args(Trainer))),
     "world_size": _COUNT, ACCUMULATION: _COUNT, "time_limit_s": _SECONDS, "expected_s": _SECONDS,
     "expect": (lambda value: value == "oom", "oom, or leave it out"),
-    # As a list: what a file says may have no hash.
+    # In a list, because a value of a file may not be hashable.
     "stack": (lambda value: value in list(stacks()), "a stack of study/releases/stacks.yaml, or all, today or then"),
 }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Requirements:
-    """What a box must have before a suite starts on it."""
+    """Resources of a box that a suite needs to start."""
 
     gpus: int = 0
-    # Of several nodes, where one has fewer than all.
+    # For several nodes, each with fewer than all GPUs.
     gpus_per_node: int = 0
     gpu_memory_gib: float = 0.0
     host_memory_gib: float = 0.0
@@ -95,7 +95,7 @@ class Override:
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """What a search climbs: micro-batches or models, the smallest first."""
+    """The candidates of a search, micro-batches or models, the smallest first."""
 
     axis: SearchAxis
     rungs: Sequence[int] | Sequence[str]
@@ -103,7 +103,7 @@ class Ladder:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Every combination of the axes' values, with the fixed ones; with a ladder, a search for each."""
+    """Every combination of the axes' values with the fixed ones; with a ladder, one search per combination."""
 
     place: str
     fixed: Mapping[str, Any]
@@ -116,7 +116,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class SliceOf:
-    """Cells of another suite: all of them, or those that every pattern of `only` means."""
+    """Cells of another suite: all, or those that match every pattern of `only`."""
 
     place: str
     suite: str
@@ -125,7 +125,7 @@ class SliceOf:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Grids of its own, or slices of others in the order in which they are worth running."""
+    """Grids, or slices of other suites, the most valuable first."""
 
     name: str
     description: str
@@ -136,7 +136,7 @@ class Suite:
 
 
 class _Section(Section):
-    """One that knows what is right for each key of a suite."""
+    """A mapping of a suite file that checks the value of each key."""
 
     def value(self, key: str, default: Any = None) -> Any:
         if default is None:
@@ -144,24 +144,31 @@ class _Section(Section):
         return self.checked(key, self.get(key, default))
 
     def checked(self, key: str, value: Any) -> Any:
-        """A value of this key, or one of several."""
+        """Return a value of this key, or one of its list, if it is valid."""
         if key not in _CHECKS:
             return getattr(RunConfig.from_dict({key: value}, self.place_of(key)), key)
-        is_right, wanted = _CHECKS[key]
-        if not is_right(value):
+        is_valid, wanted = _CHECKS[key]
+        if not is_valid(value):
             raise self.refusal(key, f"is {value!r}", f"use {wanted}")
         return value
 
     def section(self, key: str, keys: Collection[str] = _SETTINGS) -> _Section:
-        """What stands at the key; empty where nothing does."""
+        """Return the mapping at this key; an empty one where the key is missing."""
         return as_section(self.get(key, _Section(self.place)), self.place_of(key), keys, _Section)
 
     def sections(self, key: str, keys: Collection[str] = _SETTINGS) -> list[_Section]:
         return [as_section(each, self.place_of(key), keys, _Section) for each in self.value(key, [])]
 
+    def settings(self, key: str, keys: Collection[str] = _SETTINGS) -> dict[str, Any]:
+        section = self.section(key, keys)
+        return {name: section.value(name) for name in section}
+
+    def choices(self, key: str) -> dict[str, list[Any]]:
+        return _choices(self.section(key))
+
 
 def find_suite(name: str) -> Path:
-    """A name in study/suites/, or a path."""
+    """Return the file of a name in study/suites/, or of a path."""
     shipped = {file.stem: file for file in SUITE_DIRECTORY.glob("*.yaml")}
     if name in shipped:
         return shipped[name]
@@ -175,36 +182,27 @@ def find_suite(name: str) -> Path:
 def read_suite(file: Path) -> Suite:
     if file.stat().st_size > _MOST_BYTES:
         raise UserError(f"{file} is larger than any suite", "name a suite's file")
-    return _suite(read_document(file, _Section, MOST), str(file))
-
-
-def _suite(document: Any, file: str) -> Suite:
+    document = read_document(file, _Section, MOST)
     is_series = isinstance(document, _Section) and "slices" in document
-    top = as_section(document, file, _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
+    top = as_section(document, str(file), _SERIES_KEYS if is_series else _SUITE_KEYS, _Section)
     name, description = top.value("name"), top.value("description")
-    shared = _settings(top.section("fixed"))
     if is_series:
         slices = top.sections("slices", {"suite", "only"})
         return Suite(
             name, description,
             slices=tuple(SliceOf(each.place, each.value("suite"), tuple(each.value("only", []))) for each in slices),
         )  # fmt: skip
+    shared = top.settings("fixed")
     top.need("grids")
-    requires = Requirements(**_settings(top.section("requires", vars(Requirements()))))
+    requires = Requirements(**top.settings("requires", vars(Requirements())))
     grids = tuple(_grid(each, shared) for each in top.sections("grids", _GRID_KEYS))
     if (runs := sum(grid.repeats * math.prod(map(len, grid.axes.values())) for grid in grids)) > MOST:
         raise top.refusal("grids", f"have {runs} runs, and a suite has {MOST} at most", "make several suites of it")
-    return Suite(
-        name=name,
-        description=description,
-        requires=requires,
-        order_seed=top.value("order_seed", 0),
-        grids=grids,
-    )
+    return Suite(name, description, requires, top.value("order_seed", 0), grids)
 
 
 def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
-    fixed, axes = _settings(grid.section("fixed")), _choices(grid.section("axes"))
+    fixed, axes = grid.settings("fixed"), grid.choices("axes")
     for key in axes:
         if key in fixed:
             raise grid["axes"].refusal(key, "is fixed and an axis", "keep one of the two")
@@ -222,7 +220,7 @@ def _grid(grid: _Section, shared: Mapping[str, Any]) -> Grid:
         fixed={key: value for key, value in {**shared, **fixed}.items() if key not in axes},
         axes=axes,
         repeats=grid.value("repeats", 1),
-        overrides=tuple(Override(_choices(rule.section("where")), _settings(rule.section("fixed"))) for rule in rules),
+        overrides=tuple(Override(rule.choices("where"), rule.settings("fixed")) for rule in rules),
         exclude=tuple(map(_choices, grid.sections("exclude"))),
         ladder=ladder,
     )
@@ -235,31 +233,24 @@ def _ladder(grid: _Section) -> Ladder:
         raise grid.refusal("search", f"names {len(section)} things to find", f"name one: {', '.join(axes)}")
     axis: SearchAxis = next(axis for axis in axes if axis in section)
     rungs = given = section[axis]
-    kind: type = str
-    fix = "use a list of two model names or more, each once, the smallest first"
-    if axis == "largest_micro_batch":
-        kind = int
-        fix = "use {from: 1, to: 512}, or a list such as [1, 2, 4, 8] that goes up"
-        if isinstance(given, _Section):
-            ends = section.section(axis, ("from", "to"))
-            rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MOST) + 1))
+    is_size = axis == "largest_micro_batch"
+    if is_size and isinstance(given, _Section):
+        ends = section.section(axis, ("from", "to"))
+        rungs = list(range(ends.value("from"), min(ends.value("to"), ends["from"] + MOST) + 1))
     if isinstance(rungs, list) and len(rungs) > MOST:
-        raise section.refusal(axis, f"has more than {MOST} sizes", "list those that are to be tried")
+        raise section.refusal(axis, f"has more than {MOST} sizes", "list the sizes to try")
+    kind = int if is_size else str
     is_ladder = isinstance(rungs, list) and len(rungs) >= 2 and all(type(rung) is kind for rung in rungs)
-    if not is_ladder or len(set(rungs)) < len(rungs) or (kind is int and (rungs != sorted(rungs) or rungs[0] < 1)):
+    if not is_ladder or len(set(rungs)) < len(rungs) or (is_size and (rungs != sorted(rungs) or rungs[0] < 1)):
+        fix = "use a list of two model names or more, each once, the smallest first"
+        if is_size:
+            fix = "use {from: 1, to: 512}, or an ascending list such as [1, 2, 4, 8]"
         raise section.refusal(axis, f"is {given!r}", fix)
     return Ladder(axis, tuple(rungs))
 
 
-def _settings(section: _Section) -> dict[str, Any]:
-    return {key: section.value(key) for key in section}
-
-
 def _choices(section: _Section) -> dict[str, list[Any]]:
-    """Several values per key; a single one stands for a list of one, `strategy: all` for the thirteen.
-
-    `stack: today` stands for every stack of that kind.
-    """
+    """Return a list of values per key: `strategy: all` is the thirteen, `stack: today` every stack of that kind."""
     found = {}
     for key, value in section.items():
         if key == "strategy" and value == "all":
@@ -271,3 +262,78 @@ def _choices(section: _Section) -> dict[str, list[Any]]:
             raise section.refusal(key, "is an empty list", "list at least one value")
         found[key] = [section.checked(key, option) for option in options]
     return found
+
+
+# A rehearsal: the same grids and commands with tiny models, each once, in a separate folder.
+# Upper limits of a suite's values. Six steps are the fewest that have a step time. With more than two ranks, a tiny
+# model's shards in bf16 are too small for DeepSpeed to swap.
+_AT_MOST = {
+    "world_size": 2, "virtual_world_size": 2, "max_steps": 6, "seq_length": 64, "global_batch_size": 64,
+    "group_size": 2, "per_device_train_batch_size": 4, "train_samples": 64, "eval_samples": 8,
+    "time_limit_s": 180,
+}  # fmt: skip
+# Settings for the large box alone, or for weights and data that tiny models do not need.
+_DROPPED = {
+    "device_memory_cap_gib", "expected_s", "expect", "weights", "data", "dataset_config_name", "tokenizer_name",
+    "num_train_epochs",
+}  # fmt: skip
+# Without these keys a rule would match more than it should.
+_NOT_REHEARSED = _DROPPED | {"seed"}
+_RUNGS = 3
+
+
+def rehearsed(suite: Suite) -> Suite:
+    grids = tuple(_small_grid(grid) for grid in suite.grids)
+    return dataclasses.replace(suite, name=f"{suite.name}-rehearsal", requires=Requirements(), grids=grids)
+
+
+def _small_grid(grid: Grid) -> Grid:
+    fixed = {
+        **{key: _AT_MOST[key] for key in ("max_steps", "time_limit_s")},
+        **{key: _small(key, value) for key, value in grid.fixed.items() if key not in _DROPPED},
+        "scale": "laptop",
+    }
+    given = [grid.fixed, *(rule.fixed for rule in grid.overrides)]
+    profiles = [*(values.get("profile_steps") for values in given), *grid.axes.get("profile_steps", [])]
+    if profiled := max((steps for steps in profiles if steps), default=0):
+        # The profiler needs steps after those that are timed.
+        fixed["max_steps"] = _AT_MOST["max_steps"] + 2 + profiled
+    axes = _small_choices(grid.axes)
+    if "seed" in axes:
+        axes["seed"] = axes["seed"][:1]
+    ladder = grid.ladder
+    if ladder is not None:
+        tiny = _small("model_name_or_path", ladder.rungs[0]) if ladder.axis == "largest_model" else ""
+        sizes = range(1, _RUNGS + 1)
+        ladder = Ladder(ladder.axis, tuple(f"{tiny}-{layers}layers" for layers in sizes) if tiny else sizes)
+    return dataclasses.replace(
+        grid,
+        fixed=fixed,
+        axes=axes,
+        repeats=1,
+        overrides=tuple(
+            Override(
+                _small_choices(rule.where),
+                {key: _small(key, value) for key, value in rule.fixed.items() if key not in _DROPPED},
+            )
+            for rule in grid.overrides
+            if not _NOT_REHEARSED & rule.where.keys()
+        ),
+        exclude=tuple(_small_choices(rule) for rule in grid.exclude if not _NOT_REHEARSED & rule.keys()),
+        ladder=ladder,
+    )
+
+
+def _small_choices(choices: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the choices of a tiny model, each value once."""
+    return {
+        key: list(dict.fromkeys(_small(key, option) for option in options))
+        for key, options in choices.items()
+        if key not in _DROPPED
+    }
+
+
+def _small(key: str, value: Any) -> Any:
+    if key == "model_name_or_path" and value is not None:
+        return "bert-tiny" if "bert" in value else "gpt-tiny"
+    return min(value, _AT_MOST[key]) if key in _AT_MOST and value is not None else value

@@ -1,26 +1,26 @@
-"""Cells and their records as tables a person reads: a dash where nothing was measured."""
+"""Cells and their records as tables, with a dash where nothing was measured."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-
+from study.config.printing import TextTable
+from study.config.text import format_duration
 from study.host.memory import MIB
 from study.records.directory import Run, read_run
 from study.records.schema import RecordError
 from study.sweep.cell import Cell
-from study.sweep.notes import left_to_run
-from study.sweep.progress import show_duration
-from study.sweep.search import Search, cell_states
-from study.sweep.slices import Slice
+from study.sweep.forecast import left_to_run
+from study.sweep.plan import Plan, Slice
+from study.sweep.search import Search, cell_states, example_of
 from study.sweep.verdict import CellState
+
+if TYPE_CHECKING:
+    from study.records.frames import Remaining
 
 _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
@@ -30,64 +30,32 @@ _RESULT_COLUMNS = (
 _NEEDS_NO_REASON = ("ok", "to do")
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """rich would end the command here with a status of its own."""
-        raise BrokenPipeError
-
-
-def print_tables(tables: Iterator[Table]) -> None:
-    """Their last column is wrapped to the terminal; in a file or a pipe a row is a line."""
-    console = _Console(markup=False, emoji=False, highlight=False)
-    terminal_width = console.width
-    for number, table in enumerate(tables):
-        needed = Measurement.get(console, console.options.update(width=100_000), table)
-        console.width = max(needed.minimum, terminal_width) if console.is_terminal else needed.maximum
-        if number:
-            console.print()
-        console.print(table)
-
-
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A column of figures is aligned to the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, column in enumerate(columns):
-        texts = [row[place] for row in rows]
-        figures = all(text == "-" or text[:1].isdigit() for text in texts)
-        # Names and figures stay whole; the last column is a reason.
-        whole = None if column is columns[-1] else max(map(len, [column, *texts]))
-        table.add_column(column, justify="right" if figures else "left", min_width=whole)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[Table]:
-    """One row per cell that has a record, and per search what it has found, from the records alone."""
+def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[TextTable]:
+    """Yield one row per cell that has a record, and the answer of each search."""
     if plain := [cell for cell in cells if isinstance(cell, Cell)]:
         rows = []
         for cell in plain:
             with suppress(RecordError):
                 rows.append(_result_row(cell, read_run(root / cell.id)))
         rows.sort(key=lambda row: row[:5])
-        yield table_of(_RESULT_COLUMNS, rows) if rows else table_of(["no cell has a record yet"], [])
+        yield TextTable(_RESULT_COLUMNS, rows) if rows else TextTable(["no cell has a record yet"], [])
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
         yield _search_table(searches, root)
 
 
-def status_tables(part: Slice) -> Iterator[Table]:
-    """How many cells are in which state, then each that is not ok, with the reason; then the searches."""
+def status_tables(part: Slice) -> Iterator[TextTable]:
+    """Yield the number of cells per state, then each that is not ok with its reason, then the searches."""
     states = cell_states(part.cells, part.root)
     counts = Counter(record.state for _, record in states)
-    yield table_of(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])
+    yield TextTable(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])
     if others := _with_reasons(states):
-        yield table_of(("state", "cell", "reason"), sorted(others))
+        yield TextTable(("state", "cell", "reason"), sorted(others))
     if part.searches:
         yield _search_table(part.searches, part.root)
 
 
-def series_tables(slices: Sequence[Slice]) -> Iterator[Table]:
-    """A row per slice, in the order in which they run; then each cell that is not ok, and the searches that began."""
+def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
+    """Yield a row per slice in running order; then each cell that is not ok, and the searches that began."""
     rows, others = [], []
     for part in slices:
         states = cell_states(part.cells, part.root)
@@ -95,39 +63,72 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[Table]:
         counts = Counter(record.state for _, record in states)
         rows.append(
             [part.suite.name, " ".join(part.only) or "-", str(len(part.cells)), str(counts["ok"]),
-             str(counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))), str(len(left)),
-             show_duration(sum(seconds for _, seconds in left))]
+             str(_count_not_ok(counts)), str(len(left)), format_duration(sum(seconds for _, seconds in left))]
         )  # fmt: skip
         others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
-    yield table_of(("suite", "of it", "cells", "ok", "not ok", "left", "about"), rows)
+    yield TextTable(("suite", "of it", "cells", "ok", "not ok", "left", "about"), rows)
     if others:
-        yield table_of(("state", "suite", "cell", "reason"), sorted(others))
+        yield TextTable(("state", "suite", "cell", "reason"), sorted(others))
     for part in slices:
         if begun := [search for search in part.searches if search.states(part.root)]:
             yield _search_table(begun, part.root)
+
+
+def remaining_of(plan: Plan) -> tuple[Remaining, ...]:
+    """Return what a series has still to measure, for its report."""
+    # Needs pandas, which a sweep does not.
+    from study.records.frames import Remaining
+    from study.records.workloads import word_for
+
+    # A cell's name: the strategy, and the settings that differ among the cells of its suite.
+    names: dict[Path, dict[str, str]] = {}
+    for root in plan.roots():
+        ones = {cell.id: example_of(cell) for part in plan.slices if part.root == root for cell in part.cells}
+        settings = {id: {**one.config.to_dict(), "repeat": one.repeat} for id, one in ones.items()}
+        values: defaultdict[str, set[str]] = defaultdict(set)
+        for each in settings.values():
+            for key, value in each.items():
+                values[key].add(str(value))
+        names[root] = {
+            id: ", ".join([ones[id].arm, *(word_for(key, value) for key, value in each.items()
+                                           if len(values[key]) > 1 and value)])
+            for id, each in settings.items()
+        }  # fmt: skip
+    found = []
+    for part in plan.slices:
+        counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
+        left = list(left_to_run(part.cells, part.root))
+        found.append(Remaining(
+            part.suite.name, " ".join(part.only), len(part.cells), counts["ok"], _count_not_ok(counts),
+            sum(seconds for _, seconds in left), [names[part.root][cell.id] for cell, _ in left],
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _count_not_ok(counts: Counter[str]) -> int:
+    return counts.total() - sum(counts[state] for state in (*_NEEDS_NO_REASON, "at work"))
 
 
 def _with_reasons(states: Sequence[tuple[Cell, CellState]]) -> list[tuple[str, ...]]:
     return [(record.state, cell.id, record.why) for cell, record in states if record.state not in _NEEDS_NO_REASON]
 
 
-def _search_table(searches: Sequence[Search], root: Path) -> Table:
+def _search_table(searches: Sequence[Search], root: Path) -> TextTable:
     rows = []
     for search in searches:
-        finding = search.finding(root)
-        cell = search.first
+        found, cell = search.what_fits(root), search.first
         model = "-" if search.axis == "largest_model" else cell.config.model_name
         rows.append(
             [search.axis, cell.arm, cell.config.task, model, str(cell.ranks), search.label or "-",
-             finding.state, finding.what_fits.answer, str(len(finding.states)),
-             finding.what_fits.why_not_more or "-"]
+             found.state, found.answer, str(len(found.states)),
+             found.why_not_more or "-"]
         )  # fmt: skip
     columns = "search", "strategy", "task", "model", "world", "under", "state", "largest", "probes", "why not more"
-    return table_of(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
+    return TextTable(columns, sorted(rows, key=lambda row: (row[0], *row[2:4], row[5], row[1])))
 
 
 def _result_row(cell: Cell, run: Run) -> list[str]:
-    # A run that did not end ok may still have a summary of what it measured; it is not a result.
+    # A run that did not end ok may have a summary of what it measured, which is not a result.
     summary = run.summary if run.state == "ok" else {}
     accuracy = summary.get("eval_accuracy")
     places = summary.get("state_bytes_per_rank", {}).values()
@@ -144,12 +145,5 @@ def _result_row(cell: Cell, run: Run) -> list[str]:
         (summary.get("sent_bytes_per_step"), "{:.1f}", 1 / MIB),
     ]
     texts = ["-" if value is None else form.format(value * factor) for value, form, factor in figures]
-    return [
-        cell.arm,
-        cell.config.task,
-        cell.config.model_name,
-        str(cell.ranks),
-        str(cell.config.seed),
-        run.state,
-        *texts,
-    ]
+    config = cell.config
+    return [cell.arm, config.task, config.model_name, str(cell.ranks), str(config.seed), run.state, *texts]

@@ -1,4 +1,4 @@
-"""How a cell ended, as data, also where its own processes could not write it down."""
+"""The end of a cell, judged by evidence where its own processes could not write it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from study.records.directory import RunWriter, change_ending, read_run, read_sta
 from study.records.lock import is_at_work
 from study.records.outcome import SMALLER_ON_THE_HOST, Ending, ending_of, ending_of_text
 from study.records.schema import RecordError
-from study.sweep.step import cancelled_by_slurm, ooms_of_nodes
+from study.sweep import supervise
 
-# A run that will end the same way again is answered; it is repeated on request only.
+# States that a further run would repeat: their cells are answered, and run again on request only.
 ANSWERED: frozenset[str] = frozenset({"ok", "unsupported", "oom", "timeout"})
 StoppedBy = Literal["time limit", "user"]
 _LAST_LINES = 15
@@ -25,13 +25,17 @@ _LAST_LINES = 15
 _SIGNALLED = re.compile(r"exitcode\s*:\s*-(\d+)|died with <Signals\.\w+: (\d+)>|Signal (\d+) \(SIG\w+\) received")
 # Releases of Slurm spell it in two ways, after the step's name or the time.
 _OOM_BY_SLURM = re.compile(r"error: Detected \d+ oom[-_]kill event|^srun: error: .*: Out Of Memory$", re.MULTILINE)
+_OOM_ON_NODE = re.compile(rf"^{re.escape(supervise.OOM_MARK)}(\d+): (\d+) (\d+)$", re.MULTILINE)
+# When a task ends badly srun ends the others, and their node prints the same words.
+_CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+)[^*]*)? \*\*\*")
+_BY_SRUN = re.compile(r"_step_signal: Terminating StepId|^srun: error: .*: task", re.MULTILINE)
 _EXIT_STATUS = re.compile(r"exitcode\s*:\s*-?[1-9]")
 _NOISE = re.compile(r"^\s*(Traceback|File \"|[-=~^]+$|$)|^[WI]\d{4} |torch\.distributed\.elastic|traceback *:")
 
 
 @dataclasses.dataclass(frozen=True)
 class CellState:
-    """The state of a cell's record; `to do` without one, `at work` before its end; `damaged` if not readable."""
+    """State of a cell's record; `to do` without one, `at work` before its end, `damaged` if it is not readable."""
 
     state: str
     reason: str = ""
@@ -42,18 +46,18 @@ class CellState:
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
     def is_answered(self, retry: bool) -> bool:
-        # What is damaged may be finished, or of a newer version: it is replaced on request only.
+        # A damaged record may be of a newer version, so it is replaced on request only.
         return self.state == "ok" or (not retry and self.state in {*ANSWERED, "damaged"})
 
 
 @dataclasses.dataclass(frozen=True)
 class ExitEvidence:
-    """What is known when the last process of a cell is gone."""
+    """Evidence that is there when the last process of a cell is gone."""
 
     launcher_status: int
     stopped_by: StoppedBy | None
     time_limit_s: float
-    # This attempt's own status.json, and why study/train.py refused.
+    # Of this attempt, as study/train.py wrote them.
     status: Mapping[str, Any] | None
     refusal: UserError | None
     printed: str
@@ -66,10 +70,11 @@ class ExitEvidence:
 
 
 def judge(evidence: ExitEvidence) -> Ending:
-    status = evidence.status
+    """Return the state, reason and hint of a run by what the run, the launcher, Slurm and the kernel report."""
+    status, printed = evidence.status, evidence.printed
     said = Ending(status["state"], status["reason"], status["hint"]) if status and status["ended_at"] else None
     if said is not None and said.state in ("ok", "oom", "unsupported"):
-        # Finished is finished, whatever the processes did on their way out.
+        # Whatever the processes did on their way out.
         return said
     if evidence.stopped_by == "time limit":
         reason = f"ended after its {evidence.time_limit_s:g} s"
@@ -78,29 +83,31 @@ def judge(evidence: ExitEvidence) -> Ending:
         return Ending("interrupted", "the sweep was stopped while it ran", "run it again")
     if evidence.refusal is not None:
         return ending_of(evidence.refusal)
-    if (why := cancelled_by_slurm(evidence.printed)) is not None:
-        return Ending("interrupted", f"Slurm ended it{f': {why}' if why else ''}", "run it again")
-    if _OOM_BY_SLURM.search(evidence.printed):
+    cancelled = _CANCELLED.search(printed)
+    if cancelled and (cancelled[1] or not _BY_SRUN.search(printed[: cancelled.start()])):
+        why = f": {cancelled[1].strip().lower()}" if cancelled[1] else ""
+        return Ending("interrupted", f"Slurm ended it{why}", "run it again")
+    if _OOM_BY_SLURM.search(printed):
         return Ending("oom", "the memory limit of the Slurm job was reached on a node", SMALLER_ON_THE_HOST)
-    killed = _signals(evidence.printed, evidence.launcher_status)
+    killed = _signals(printed, evidence.launcher_status)
     if 9 in killed:
-        return _sigkilled(evidence)
+        return _judge_sigkill(evidence)
     if ran_out := ending_of_text(said.reason if said else evidence.text, evidence.text):
         # The run may have found out by itself.
         return said if said and ran_out.reason.partition(" (")[0] in said.reason else ran_out
-    # When one rank has died, the launcher ends the others: what they say of it is not the reason.
-    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(evidence.printed)):
+    # When one rank dies, the launcher ends the others, whose own reason is not the cause.
+    if said is not None and not (said.state == "interrupted" and _EXIT_STATUS.search(printed)):
         return said
     lines = last_lines(evidence.text, 3)
     how = f"a process was ended by signal {min(killed)}" if killed else f"exit status {evidence.launcher_status}"
     return Ending("failed", f"{how}: {' | '.join(lines) or 'it printed nothing'}", "the rest is in log.txt")
 
 
-def _sigkilled(evidence: ExitEvidence) -> Ending:
-    nodes = {f" on node {node}": ooms for node, ooms in ooms_of_nodes(evidence.printed).items()}
-    # A node whose own limit was reached, before one that only shares its kernel.
-    by_limit = sorted({"": evidence.ooms, **nodes}.items(), key=lambda item: -item[1].cgroup_limit_hit)
-    for where, ooms in by_limit:
+def _judge_sigkill(evidence: ExitEvidence) -> Ending:
+    counted = _OOM_ON_NODE.findall(evidence.printed)
+    places = {"": evidence.ooms} | {f" on node {node}": OomCounts(int(n), int(hit)) for node, n, hit in counted}
+    # A node whose own limit was reached comes before one that shares its kernel.
+    for where, ooms in sorted(places.items(), key=lambda item: -item[1].cgroup_limit_hit):
         if ooms.killed:
             who = "the host's memory ran out, and its OOM killer"
             if ooms.cgroup_limit_hit:
@@ -113,13 +120,13 @@ def _signals(printed: str, launcher_status: int) -> set[int]:
     """Signals that ended a rank, as torchrun and Accelerate report them, or the supervisor itself."""
     numbers = {int(next(filter(None, found.groups()))) for found in _SIGNALLED.finditer(printed)}
     if launcher_status == 128 + signal.SIGKILL:
-        # As a shell, the supervisor and srun pass it on: it was the launcher itself.
+        # The launcher itself, in the form that a shell, the supervisor and srun pass on.
         numbers.add(signal.SIGKILL)
     return numbers | ({-launcher_status} if launcher_status < 0 else set())
 
 
 def last_lines(text: str, count: int = _LAST_LINES) -> list[str]:
-    """What was said last, without the frames of tracebacks and the launcher's chatter."""
+    """The last lines, without frames of tracebacks and the launcher's messages."""
     lines = [line.strip()[:300] for line in without_secrets(text).splitlines() if not _NOISE.search(line)]
     return lines[-count:]
 
@@ -132,7 +139,7 @@ def attempt_of(directory: Path) -> int:
 
 
 def conclude(directory: Path, attempt_before: int, ending: Ending) -> None:
-    """Make status.json say how the attempt ended. Nobody else writes it any more: the processes are gone."""
+    """Write to status.json how the attempt ended. No process of the run is left to write it."""
     if attempt_of(directory) <= attempt_before:
         RunWriter(directory).close(ending.state, ending.reason, ending.hint)
         return

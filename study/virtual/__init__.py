@@ -1,1 +1,1 @@
-"""`study virtual`: what one rank of N would hold and send, without the other N-1."""
+"""`study virtual`: memory and communication of one rank of N, without the other N-1."""

@@ -23,26 +23,39 @@ from study.config.flags import (
     refuse_what_no_virtual_run_has,
     resolved,
 )
+from study.config.printing import TextTable, print_page
 from study.config.strategies import STUDIED_STRATEGIES, read_strategy
+from study.config.text import format_bytes
 from study.host.box import Box, this_box
 from study.host.folders import folder_argument, folder_named
 from study.records.directory import read_json, read_run, write_json
 from study.records.lock import take_folder
 from study.records.outcome import Ending
 from study.records.schema import STATE_KINDS, RecordError
-from study.records.virtual_summary import Extrapolation, RankSummary, total
+from study.records.virtual_summary import RankSummary, total
 from study.sweep.cell import Cell
 from study.sweep.launch import only_sweep, run_cell
 from study.virtual.lines import extrapolate
-from study.workloads.presets import FAMILY_OF_TASK, Family, Preset, find_model, find_preset
+from study.workloads.presets import FAMILY_OF_TASK, Preset, find_model, find_preset
 
-# What `study virtual` is asked for, as cells that study/sweep can start.
-
+EPILOG = """\
+One process runs the real Accelerate and the real engine on PyTorch's fake process group. The rank's memory and
+communication are real. What it receives is not, so there are no losses. Flags of study/train.py may be added, except
+those of evaluations, checkpoints and profiles. The plain command: accelerate launch --config_file
+accelerate_configs/zero3.yaml --num_processes 1 study/train.py --virtual_world_size 64
+By default a micro-batch is one sample of 16 tokens. Peaks depend on it; model state and bytes do not.
+"""
+LEGEND = """\
+GB are 1e9 bytes, GiB 2**30; ? is a figure without a line over layers. Ring bytes are what one rank sends where each
+collective is a ring, as with NCCL; payload counts an all-reduce once, and a gather by its output. Losses of a virtual
+rank have no meaning and are not kept."""
 TIME_LIMIT_S = 3600.0
-# bf16 is what the papers call mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed has it under
-# the name bf16-engine; autocast over fp32 weights, which study/train.py calls bf16, is bf16-autocast here.
+# bf16 is the papers' mixed precision: bf16 weights and gradients, and fp32 masters. DeepSpeed's is called bf16-engine;
+# autocast over fp32 weights, which study/train.py calls bf16, is bf16-autocast here.
 PRECISIONS = (*get_args(Precision), "bf16-autocast")
 OWN_FLAGS = {"task", "precision", "virtual_world_size", "virtual_rank", "output_dir", "overwrite_output_dir"}
+# For a model too large for this box: the first that fits.
+_DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +68,15 @@ class VirtualRequest:
     box: Box
 
     def cell(self, strategy: str, model: str | None = None) -> Cell:
-        """One virtual rank under `strategy`, of the model asked for or of `model`."""
-        asked = dataclasses.replace(
-            self.config,
-            precision=precision_of(self.config.precision, strategy),
-            model_name_or_path=model or self.config.model_name_or_path,
-        )
+        """Return one virtual rank under `strategy`, of the requested model or of `model`."""
+        precision = self.config.precision
+        if precision == "bf16":
+            # Without DeepSpeed the only bf16 is autocast.
+            precision = "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
+        elif precision == "bf16-autocast":
+            precision = "bf16"
+        name = model or self.config.model_name_or_path
+        asked = dataclasses.replace(self.config, precision=precision, model_name_or_path=name)
         config = resolved(asked, accelerator_visible=self.box.gpus > 0)
         refuse_what_no_virtual_run_has(config)
         read_strategy(strategy).check_engine_flags(config)
@@ -70,50 +86,35 @@ class VirtualRequest:
         return cell
 
 
-def precision_of(asked: str | None, strategy: str) -> Precision:
-    """What study/train.py calls it. Without DeepSpeed the only bf16 is autocast."""
-    if asked == "bf16":
-        return "bf16-engine" if read_strategy(strategy).deepspeed else "bf16"
-    return "bf16" if asked == "bf16-autocast" else asked  # type: ignore[return-value]  # argparse checked it
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
     add("--world-size", required=True, type=int, metavar="N", dest="virtual_world_size", help="ranks of the whole job")
-    add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="which of them to be; shards are uneven")
+    add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="the rank to be; shards are uneven")
     add("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        help="bf16: the papers' mixed precision where the strategy has it; bf16-autocast: fp32 weights under autocast",
-    )
-    add(
-        "--layers-fit",
-        type=_depths,
-        metavar="A,B,C",
-        help="run these depths; the line through the first two is extrapolated, the third checks it",
-    )
+    precision = "bf16: the papers' mixed precision if the strategy has it; bf16-autocast: autocast over fp32 weights"
+    add("--precision", choices=PRECISIONS, help=precision)
+    fit = "run these depths; the line through the first two is extrapolated, and the third checks it"
+    add("--layers-fit", type=_depths, metavar="A,B,C", help=fit)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
-    add(
-        "--runs-dir",
-        type=folder_argument,
-        default=Path("runs/virtual"),
-        metavar="DIR",
-        help="where the records go; a repeated run replaces its earlier record, even if it then fails",
-    )
+    runs_dir = "where records are kept; a repeated run replaces its earlier record, even if it then fails"
+    add("--runs-dir", type=folder_argument, default=Path("runs/virtual"), metavar="DIR", help=runs_dir)
     add_flags(parser, without=OWN_FLAGS)
 
 
 def read_request(options: argparse.Namespace) -> VirtualRequest:
-    """Whatever is wrong with it is refused here, before the first of several runs."""
+    """Return the request; every mistake in it is refused here, before the first of several runs."""
     model = options.model_name_or_path
     if model == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
     check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world-size", "--rank")
-    preset = find_preset(model or "")
     if options.task is None:
-        family = preset.family if preset else _family_in(folder_named(model)) if model else None
+        preset = find_preset(model or "")
+        family: str | None = preset.family if preset else None
+        if model and preset is None:
+            with suppress(RecordError):
+                kind = read_json(folder_named(model) / "config.json").get("model_type")
+                family = "sequence-classification" if kind == "bert" else "causal-lm"
         fits = (task for task, each in FAMILY_OF_TASK.items() if each == family)
         options.task = next(fits, RunConfig.task)
     config = _with_absolute_paths(config_from_flags(options))
@@ -121,20 +122,11 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
     request = VirtualRequest(_strategies(options.strategy), config, options.layers_fit, runs_dir, this_box())
     for cell in map(request.cell, request.strategies):
         for depth in request.depths or ():
-            preset_of(cell).with_layers(depth)
+            _preset_of(cell).with_layers(depth)
     return request
 
 
-def _family_in(folder: Path) -> Family | None:
-    """Of a folder's config.json; None where there is none that can be read."""
-    with suppress(RecordError):
-        kind = read_json(folder / "config.json").get("model_type")
-        return "sequence-classification" if kind == "bert" else "causal-lm"
-    return None
-
-
-def preset_of(cell: Cell) -> Preset:
-    """Only a preset's number of layers can be changed."""
+def _preset_of(cell: Cell) -> Preset:
     model = find_model(cell.config.model_name_or_path)
     if not isinstance(model, Preset):
         raise UserError(f"{model} has one depth", "extrapolate a preset, whose number of layers can be changed")
@@ -147,15 +139,15 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     for name in ("model_name_or_path", "tokenizer_name", "data", "nvme_path"):
         value = getattr(config, name)
         is_preset = name == "model_name_or_path" and find_preset(value or "")
-        is_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
-        # The folder on the drive need not exist yet.
-        if not is_no_path and (name == "nvme_path" or folder_named(value).exists()):
+        has_no_path = is_preset or value in (None, "", "hub", "builtin", RunConfig.nvme_path)
+        # The folder on NVMe need not exist yet.
+        if not has_no_path and (name == "nvme_path" or folder_named(value).exists()):
             changed[name] = str(folder_named(value).absolute())
     return dataclasses.replace(config, **changed)  # type: ignore[arg-type]  # a str each
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    """Each once, however often it is named."""
+    """Return each named strategy once."""
     every = [name for name in STUDIED_STRATEGIES if name != "single"]
     names = [name for part in text.split(",") for name in (every if part == "all" else [part])]
     if "single" in names:
@@ -174,126 +166,6 @@ def _depths(text: str) -> tuple[int, int, int]:
     if not first < second < third:
         raise argparse.ArgumentTypeError(f"{text} does not rise")
     return first, second, third
-
-
-# A virtual rank's figures as lines for a terminal.
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-LEGEND = """\
-GB are 1e9 bytes, GiB 2**30; ? is a figure that no line over layers gives. Ring bytes are what leaves a rank where each
-collective is a ring, as with NCCL; payload counts an all-reduce once, and a gather by what it puts out. Losses of a
-virtual rank mean nothing and are not kept."""
-
-
-def page(summaries: Sequence[RankSummary]) -> Iterator[str]:
-    for summary in summaries:
-        yield from (*describe(summary), "")
-    if len(summaries) > 1:
-        yield from (*table(summaries), "")
-    yield LEGEND
-
-
-def describe(summary: RankSummary) -> Iterator[str]:
-    micro, times = summary.per_device_train_batch_size, summary.gradient_accumulation_steps
-    samples = f"{micro} x {times}" if times > 1 else f"{micro}"
-    yield (
-        f"{summary.strategy}: rank {summary.rank} of {summary.world_size}, {summary.model_name_or_path},"
-        f" {summary.precision}, {samples} sample{'s'[: micro * times > 1]} of {summary.seq_length} tokens a step"
-    )
-    if summary.extrapolated:
-        yield from _figure_line(summary.extrapolated)
-    yield f"  model state  {gb(summary.state_bytes_total)}"
-    for kind, held in summary.state_bytes_per_rank.items():
-        places = [f"{gb(size)} on {place}" for place, size in held.items() if size != 0]
-        yield f"    {kind:<10} {', '.join(places) or '0'}"
-    if buffers := summary.buffer_bytes:
-        largest = sorted(buffers.items(), key=lambda item: -(item[1] or 0))[:3]
-        named = ", ".join(f"{name} {gb(size)}" for name, size in largest)
-        yield f"  buffers      {gb(total(buffers.values()))} ({named})"
-    yield from _peaks(summary)
-    yield (
-        f"  ring bytes per step  {gb(summary.sent_bytes_per_step)} in {_count(summary.comm_calls_per_step)} calls,"
-        f" payload {gb(summary.comm_bytes_per_step)}"
-    )
-    for name, counts in summary.collectives.items():
-        yield (
-            f"    {name:<15} {gb(counts['wire_bytes_per_rank'])} in {_count(counts['calls'])} calls,"
-            f" payload {gb(counts['payload_bytes'])}"
-        )
-    if (seconds := summary.run_figures["step_time_s_median"]) is not None:
-        yield f"  step time    {seconds:.4f} s of compute alone"
-
-
-def _figure_line(fit: Extrapolation) -> Iterator[str]:
-    first, second = fit.depths
-    yield (
-        f"  EXTRAPOLATED to {fit.layers} layers from {first} and {second}; going by {fit.checked_at_depth} layers"
-        f" no figure is off by more than {fit.largest_residual_at_target:.2%}"
-        + (f" ({fit.furthest_figure})" if fit.largest_residual_at_target else "")
-    )
-    if fit.crossed:
-        beyond = {name: at for name, at in fit.depths_beyond.items() if at + 2 < fit.layers}
-        start = max(beyond.values(), default=0)
-        yield (
-            f"  on the way the engine crosses {', '.join(fit.crossed)}: what depends on it has no figure"
-            + (f"; --layers-fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}" if beyond else "")
-        )
-    if fit.whole_model:
-        yield f"  the whole model: {fit.whole_model['state']}: {fit.whole_model['reason']}"
-
-
-def _peaks(summary: RankSummary) -> Iterator[str]:
-    emulated = summary.emulated_device_memory_gib
-    label = f" (emulated: held to {emulated} GiB)" if emulated else ""
-    for phase, figures in summary.memory_gib_by_phase.items():
-        said = ", ".join(
-            f"{name} {'?' if size is None else f'{size:.2f} GiB'}"
-            for name, size in figures.items()
-            if size is not None or f"phase.{phase}.{name}" in summary.not_linear
-        )
-        yield f"  peak in {phase:<12}{said}{label}"
-
-
-def table(summaries: Sequence[RankSummary]) -> Iterator[str]:
-    """One line per strategy."""
-    row = "{:<20} {:<11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9} {:>6}  {}"
-    names = ("strategy", "precision", *STATE_KINDS, "state", "ring bytes", "payload", "calls", "")
-    yield row.format(*names).rstrip()
-    for summary in summaries:
-        sizes = (
-            *(total(summary.state_bytes_per_rank[kind].values()) for kind in STATE_KINDS),
-            summary.state_bytes_total,
-            summary.sent_bytes_per_step,
-            summary.comm_bytes_per_step,
-        )
-        label = "extrapolated" if summary.extrapolated else ""
-        calls = _count(summary.comm_calls_per_step)
-        yield row.format(summary.strategy, summary.precision, *map(gb, sizes), calls, label).rstrip()
-
-
-def _count(number: float | None) -> str:
-    return "?" if number is None else f"{number:.0f}"
-
-
-def gb(size: float | None) -> str:
-    """To four digits, in powers of 1000 bytes as the papers use them; ? where there is no figure."""
-    if size is None:
-        return "?"
-    unit, name = next((known for known in _UNITS if size >= known[0]), _UNITS[-1])
-    value = size / unit
-    return f"{value:.0f} {name}" if unit == 1 or value >= 1e4 else f"{value:#.4g} {name}".replace(". ", " ")
-
-
-__all__ = ["add_arguments", "run"]
-EPILOG = """\
-One process runs the real Accelerate and the real engine on PyTorch's fake process group. What the rank holds and sends
-is real. What it receives is not, so there are no losses. Flags of study/train.py may be added, but for those of
-evaluations, checkpoints and profiles. The plain command behind it: accelerate launch --config_file
-accelerate_configs/zero3.yaml --num_processes 1 study/train.py --virtual_world_size 64
-Unless asked otherwise it takes one sample of 16 tokens, on which peaks depend, and state and bytes do not.
-"""
-# For a model too large for this box: the first that fits.
-_DEPTHS = ((2, 4, 6), (2, 3, 4), (1, 2, 3))
 
 
 class VirtualRunFailed(Exception):
@@ -320,12 +192,12 @@ def run(options: argparse.Namespace) -> int:
             except UserError as refusal:
                 if len(request.strategies) == 1:
                     raise
-                # What is wrong with one strategy is no reason to leave the others out.
+                # A refusal of one strategy does not skip the others.
                 state = "unsupported" if isinstance(refusal, Unsupported) else "refused"
                 reason, said = refusal.problem, f"{state}: {refusal.problem}. To fix it: {refusal.fix}."
             except KeyboardInterrupt:
                 state, reason = "interrupted", "stopped from the keyboard"
-                said = f"{reason}; nothing of it runs on"
+                said = f"{reason}; none of its processes is left"
             _say(f"{strategy}: {said}")
             failed.append({"strategy": strategy, "state": state, "reason": reason})
             if state == "interrupted":
@@ -335,25 +207,25 @@ def run(options: argparse.Namespace) -> int:
         one = len(request.strategies) == 1
         print(json.dumps((runs + failed)[0] if one else {"runs": runs, "failed": failed}, indent=2))
     elif summaries:
-        print("\n".join(page(summaries)))
+        print_page(page(summaries))
     return 1 if failed else 0
 
 
 def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
-    """Of the whole model where this box holds it, else of a line over three depths."""
+    """Measure the whole model if it fits this box, else extrapolate from three depths."""
     cell = request.cell(strategy)
     if request.depths:
-        return _kept(request, cell, _line(request, cell, request.depths))
+        return _keep(request, cell, _line(request, cell, request.depths))
     error: Exception
     try:
-        return _measured(request, cell)
+        return _measure(request, cell)
     except CannotBeHeld as refusal:
         largest = refusal.layers_that_fit
         error, ended = refusal, {"state": "unsupported", "reason": refusal.problem}
     except VirtualRunFailed as failure:
         if failure.ending.state != "oom" or not request.box.gpus:
             raise
-        # How many layers the GPU holds is not known, so the smallest depths are tried first.
+        # The number of layers that fit the GPU is not known, so the smallest depths are tried first.
         preset = find_preset(cell.config.model_name_or_path)
         largest = preset.layers - 1 if preset else 0
         error, ended = failure, {"state": failure.ending.state, "reason": failure.ending.reason}
@@ -361,43 +233,38 @@ def _summary(request: VirtualRequest, strategy: str) -> RankSummary:
     if depths is None:
         raise error
     _say(f"{ended['reason']}: extrapolating over {depths[0]}, {depths[1]} and {depths[2]} layers")
-    return _kept(request, cell, _straighter(request, cell, _line(request, cell, depths, ended), largest))
-
-
-def _straighter(request: VirtualRequest, cell: Cell, summary: RankSummary, largest: int) -> RankSummary:
-    """Where thresholds lie between the depths and the model, over deeper ones if they fit."""
-    how = summary.extrapolated
-    assert how is not None
-    beyond = {name: at for name, at in how.depths_beyond.items() if at + 2 <= largest}
-    if not beyond:
-        return summary
-    start, crossed = max(beyond.values()), " and ".join(beyond)
-    _say(f"{crossed} between {how.depths[0]} layers and the model: again over {start} to {start + 2} layers")
-    try:
-        deeper = _line(request, cell, (start, start + 1, start + 2), how.whole_model)
-    except (VirtualRunFailed, CannotBeHeld) as failure:
-        _say(f"{failure}: keeping the line over {how.depths[0]} to {how.checked_at_depth} layers")
-        return summary
-    return min(deeper, summary, key=lambda one: len(one.not_linear))
+    summary = _line(request, cell, depths, ended)
+    fit = summary.extrapolated
+    assert fit is not None
+    # Thresholds between the depths and the model: over deeper depths, if they fit.
+    if beyond := {name: at for name, at in fit.depths_beyond.items() if at + 2 <= largest}:
+        start, names = max(beyond.values()), " and ".join(beyond)
+        _say(f"{names} between {depths[0]} layers and the model: again over {start} to {start + 2} layers")
+        try:
+            deeper = _line(request, cell, (start, start + 1, start + 2), ended)
+            summary = min(deeper, summary, key=lambda one: len(one.not_linear))
+        except (VirtualRunFailed, CannotBeHeld) as failure:
+            _say(f"{failure}: keeping the line over {depths[0]} to {depths[2]} layers")
+    return _keep(request, cell, summary)
 
 
 def _line(
     request: VirtualRequest, cell: Cell, depths: tuple[int, int, int], ended: dict[str, str] | None = None
 ) -> RankSummary:
-    preset = preset_of(cell)
+    preset = _preset_of(cell)
     _folder_of_lines(request)
     cells = [request.cell(cell.strategy, preset.with_layers(depth).name) for depth in depths]
-    summaries = [_measured(request, one) for one in cells]
+    summaries = [_measure(request, one) for one in cells]
     return extrapolate(summaries, cell.config.model_name_or_path, preset.layers, ended)
 
 
-def _kept(request: VirtualRequest, cell: Cell, summary: RankSummary) -> RankSummary:
+def _keep(request: VirtualRequest, cell: Cell, summary: RankSummary) -> RankSummary:
     write_json(_folder_of_lines(request) / f"{cell.id}.json", summary.document())
     return summary
 
 
 def _folder_of_lines(request: VirtualRequest) -> Path:
-    """Asked for before the runs: without it their line would be lost."""
+    """Make the folder before the runs: without it their line would be lost."""
     folder = request.runs_dir / "extrapolated"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -408,8 +275,8 @@ def _folder_of_lines(request: VirtualRequest) -> Path:
     return folder
 
 
-def _measured(request: VirtualRequest, cell: Cell) -> RankSummary:
-    """One virtual rank, run anew; raises UserError where it is refused."""
+def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
+    """Run one virtual rank; raise UserError where it is refused."""
     directory = request.runs_dir / cell.id
     ended = run_cell(cell, request.runs_dir)
     if ended.refusal is not None:
@@ -428,3 +295,81 @@ def _measured(request: VirtualRequest, cell: Cell) -> RankSummary:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def page(summaries: Sequence[RankSummary]) -> Iterator[str | TextTable]:
+    for summary in summaries:
+        yield from (*describe(summary), "")
+    if len(summaries) > 1:
+        yield from (table(summaries), "")
+    yield LEGEND
+
+
+def describe(summary: RankSummary) -> Iterator[str]:
+    accumulation = summary.gradient_accumulation_steps
+    yield (
+        f"{summary.strategy}: rank {summary.rank} of {summary.world_size}, {summary.model_name_or_path},"
+        f" {summary.precision}, micro-batch {summary.per_device_train_batch_size}"
+        + (f", accumulation {accumulation}" if accumulation > 1 else "")
+        + f", {summary.seq_length} tokens a sample"
+    )
+    if fit := summary.extrapolated:
+        yield (
+            f"  EXTRAPOLATED to {fit.layers} layers from {fit.depths[0]} and {fit.depths[1]}; max difference at"
+            f" {fit.checked_at_depth} layers, carried to the model: {fit.largest_residual_at_target:.2%}"
+            + (f" ({fit.furthest_figure})" if fit.largest_residual_at_target else "")
+        )
+        if fit.crossed:
+            beyond = {name: at for name, at in fit.depths_beyond.items() if at + 2 < fit.layers}
+            start = max(beyond.values(), default=0)
+            deeper = f"; --layers-fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}"
+            crossed = f"  between, the engine crosses {', '.join(fit.crossed)}: figures that depend on it are ?"
+            yield crossed + (deeper if beyond else "")
+        if fit.whole_model:
+            yield f"  the whole model: {fit.whole_model['state']}: {fit.whole_model['reason']}"
+    yield f"  model state  {format_bytes(summary.state_bytes_total)}"
+    for kind, sizes in summary.state_bytes_per_rank.items():
+        places = [f"{format_bytes(size)} on {place}" for place, size in sizes.items() if size != 0]
+        yield f"    {kind:<10} {', '.join(places) or '0'}"
+    if buffers := summary.buffer_bytes:
+        largest = sorted(buffers.items(), key=lambda item: -(item[1] or 0))[:3]
+        named = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+        yield f"  buffers      {format_bytes(total(buffers.values()))} ({named})"
+    cap = summary.emulated_device_memory_gib
+    for phase, figures in summary.memory_gib_by_phase.items():
+        said = ", ".join(
+            f"{name} {'?' if size is None else f'{size:.2f} GiB'}"
+            for name, size in figures.items()
+            if size is not None or f"phase.{phase}.{name}" in summary.not_linear
+        )
+        yield f"  peak in {phase:<12}{said}" + (f" (emulated: limited to {cap} GiB)" if cap else "")
+    yield (
+        f"  ring bytes per step  {format_bytes(summary.sent_bytes_per_step)} in"
+        f" {_count(summary.comm_calls_per_step)} calls, payload {format_bytes(summary.comm_bytes_per_step)}"
+    )
+    for name, counts in summary.collectives.items():
+        yield (
+            f"    {name:<15} {format_bytes(counts['wire_bytes_per_rank'])} in {_count(counts['calls'])} calls,"
+            f" payload {format_bytes(counts['payload_bytes'])}"
+        )
+    if (seconds := summary.run_figures["step_time_s_median"]) is not None:
+        yield f"  step time    {seconds:.4f} s of compute alone"
+
+
+def table(summaries: Sequence[RankSummary]) -> TextTable:
+    """Return one row per strategy."""
+    rows = []
+    for summary in summaries:
+        sizes = (
+            *(total(summary.state_bytes_per_rank[kind].values()) for kind in STATE_KINDS),
+            summary.state_bytes_total, summary.sent_bytes_per_step, summary.comm_bytes_per_step,
+        )  # fmt: skip
+        label = "extrapolated" if summary.extrapolated else ""
+        rows.append([
+            summary.strategy, summary.precision, *map(format_bytes, sizes), _count(summary.comm_calls_per_step), label,
+        ])  # fmt: skip
+    return TextTable(("strategy", "precision", *STATE_KINDS, "state", "ring bytes", "payload", "calls", ""), rows)
+
+
+def _count(number: float | None) -> str:
+    return "?" if number is None else f"{number:.0f}"

@@ -1,7 +1,7 @@
-"""Virtual ranks: one summary per model, strategy, world and setting.
+"""Virtual ranks in reports: one summary per model, strategy, world and setting.
 
-A model that a box held whole is measured. A model that ran at three depths is a line over layers, and its summary says
-so: with the depths, and with how far off the line is at the third. At fewer depths it stands for itself alone.
+A model that fitted a box is measured. A model that ran at three depths is a line over layers, with its depths and its
+error at the third. Fewer depths are summaries of their own.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import pandas as pd
 
+from study.config.text import percent
 from study.host.memory import GIB
-from study.predictor.floor import papers_state_bytes
 from study.predictor.records import predicted
-from study.records.arms import NAN, state_bytes
+from study.predictor.state import papers_state_bytes
 from study.records.frames import Records, real, virtual
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import percent
+from study.records.strategy_runs import NAN, state_bytes
 from study.records.virtual_summary import RankSummary, ring_bytes
 from study.records.workloads import options_of
 from study.virtual.lines import extrapolate
@@ -29,10 +29,10 @@ from study.virtual.lines import extrapolate
 GB = 1e9
 AS_SHIPPED = "as shipped"
 Summary = dict[str, Any]
-# What decides that two runs are one model at two depths, and nothing else.
+# Two runs with these alike are one model at two depths.
 _SAME = ("task", "precision", "seq_length", "per_device_train_batch_size", "gradient_checkpointing", "strategy",
          "world_size", "virtual_rank", "device_memory_cap_gib", "engine_override")  # fmt: skip
-# What the paper is about; offload and other engines stand beside them in the tables.
+# The paper's stages; tables have offload and other engines, too.
 STAGES = ("zero1", "zero2", "zero3")
 _SIZES = {"b": 1e9, "t": 1e12}
 # Collectives that carry less than this share of the weights are bookkeeping, such as a gradient norm's.
@@ -40,8 +40,15 @@ BOOKKEEPING = 0.005
 
 
 def summaries(records: Records) -> list[Summary]:
-    """One per model, strategy, world and setting; three depths of one model become one that is extrapolated."""
-    found = [one for depths in groups(records) for one in _summaries_of(depths)]
+    """Return one per model, strategy, world and setting; three depths of one model become an extrapolated one."""
+    found: list[Summary] = []
+    for depths in groups(records):
+        if (summary := whole(depths) or line_over(depths)) is not None:
+            found.append(summary)
+            continue
+        for layers, one in depths.items():
+            model = f"{one['model']}-{layers}layers"
+            found.append(one | {"model": model, "alike": (model, *one["alike"][1:])})
     return sorted(
         found,
         key=lambda one: (one["model_parameters"], one["world_size"], one["strategy"], one["setting"] != AS_SHIPPED,
@@ -50,7 +57,7 @@ def summaries(records: Records) -> list[Summary]:
 
 
 def groups(records: Records) -> list[dict[int, Summary]]:
-    """The depths at which one model ran, for everything else alike: each run by its number of layers."""
+    """Return the runs of one model at several depths by number of layers, where everything else is alike."""
     found: defaultdict[tuple[Any, ...], dict[int, Summary]] = defaultdict(dict)
     ended = virtual(records).runs
     ended = ended[(ended["status_state"] == "ok") & ended["collectives"].notna() & ended["model_layers"].notna()]
@@ -61,38 +68,31 @@ def groups(records: Records) -> list[dict[int, Summary]]:
 
 
 def whole(depths: Mapping[int, Summary]) -> Summary | None:
-    """The run of the model at its own depth."""
+    """Return the run of the model at its own depth."""
     return next((one for one in depths.values() if one["model_layers"] == one["preset_layers"]), None)
 
 
 def line_over(depths: Mapping[int, Summary]) -> Summary | None:
-    """The line over the three smallest depths that are not the model's own; None of fewer."""
+    """Return the line over the three smallest depths other than the model's own; None with fewer."""
     partial = sorted(layers for layers, one in depths.items() if layers != one["preset_layers"])[:3]
     if len(partial) < 3:
         return None
     chosen = [depths[layers] for layers in partial]
     first = chosen[0]
-    line = extrapolate([one["held"] for one in chosen], first["model"], int(first["preset_layers"]))
-    return first | line.document() | {"held": line}
-
-
-def _summaries_of(depths: Mapping[int, Summary]) -> list[Summary]:
-    if (summary := whole(depths) or line_over(depths)) is not None:
-        return [summary]
-    named = [(f"{one['model']}-{layers}layers", one) for layers, one in depths.items()]
-    return [one | {"model": model, "alike": (model, *one["alike"][1:])} for model, one in named]
+    line = extrapolate([one["rank_summary"] for one in chosen], first["model"], int(first["preset_layers"]))
+    return first | line.document() | {"rank_summary": line}
 
 
 def _summary(row: Mapping[Any, Any]) -> Summary:
-    """What a row of the table of runs says of its rank, and what the report calls it."""
+    """Return the rank of a row of the table of runs, with its names in reports."""
     model = re.sub(r"-\d+layers$", "", str(row["model_name_or_path"]).rsplit("/", 1)[-1])
-    held = RankSummary.of_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
+    rank = RankSummary.of_row({column: None if pd.isna(cell) else cell for column, cell in row.items()})
     return {
-        **held.document(),
-        "held": held,
+        **rank.document(),
+        "rank_summary": rank,
         "model": model,
         "setting": setting_of(row),
-        # All that two runs share which differ in their setting alone, or in their depth.
+        # The same for two runs that differ in their setting or depth alone.
         "alike": (model, *(str(row[name]) for name in _SAME if name != "engine_override")),
         # The paper's stage of the same sharding, 0 where nothing is sharded.
         "stage": 3 if row["distributed_type"] == "FSDP" else 0 if pd.isna(stage := row["zero_stage"]) else int(stage),
@@ -106,7 +106,7 @@ def setting_of(row: Mapping[Any, Any]) -> str:
 
 
 def table1_rows(records: Records) -> list[Summary]:
-    """Those that the paper's Table 1 is about, each with the size it is named after and the paper's bytes."""
+    """Return the rows of the paper's Table 1, each with the paper's bytes for the size in its name."""
     found = []
     for summary in summaries(records):
         size = re.fullmatch(r"gpt-([\d.]+)([bt])", summary["model"])
@@ -118,31 +118,31 @@ def table1_rows(records: Records) -> list[Summary]:
 
 
 def changes(records: Records) -> list[tuple[Summary, Summary]]:
-    """Each summary under a changed setting, after the one of the same strategy as shipped."""
+    """Return pairs: the summary of a strategy as shipped, and one with a changed setting."""
     found = summaries(records)
     shipped = {one["alike"]: one for one in found if one["setting"] == AS_SHIPPED}
     return [(shipped[one["alike"]], one) for one in found if one["setting"] != AS_SHIPPED and one["alike"] in shipped]
 
 
-def sent_bytes(collectives: Any) -> float:
-    """Of a ring, as a row of the table of runs has them; NaN where no step was watched."""
+def ring_bytes_of(collectives: Any) -> float:
+    """Return ring bytes of a row's collectives; NaN where no step was watched."""
     if not isinstance(collectives, str):
         return math.nan
     return float(ring_bytes(json.loads(collectives)))
 
 
-def sent(summary: Summary) -> float:
-    """Ring bytes of one rank and step, in multiples of the model's weights; NaN where a line does not hold."""
+def relative_ring_bytes(summary: Summary) -> float:
+    """Ring bytes of one rank and step, in multiples of the model's weights; NaN without a line."""
     return known(summary, "sent_bytes_per_step") / _weights(summary)
 
 
 def known(summary: Summary, figure: str) -> float:
-    """NaN where no line over layers holds."""
+    """Return a figure; NaN without a line over layers."""
     return _sum([summary[figure]])
 
 
 def shares(summary: Summary, figure: str) -> dict[str, float | None]:
-    """Of each collective, in multiples of the model's weights; None where no line over layers holds."""
+    """Return each collective's share, in multiples of the model's weights; None without a line over layers."""
     counted = {name: counts[figure] for name, counts in sorted(summary["collectives"].items())}
     return {name: None if size is None else size / _weights(summary) for name, size in counted.items()}
 
@@ -152,11 +152,11 @@ def buffer_bytes(summary: Summary) -> float:
 
 
 def rank_state_bytes(summary: Summary) -> float:
-    return sum(held(summary, kind) for kind in STATE_KINDS)
+    return sum(state_bytes_of(summary, kind) for kind in STATE_KINDS)
 
 
 def _sum(sizes: Iterable[float | None]) -> float:
-    """NaN where one of them has no figure, such as one whose line over layers does not hold."""
+    """Return the sum; NaN where one of them has no figure, such as one without a line over layers."""
     return float(sum(math.nan if size is None else size for size in sizes))
 
 
@@ -165,12 +165,12 @@ def _weights(summary: Summary) -> float:
     return float(summary["model_parameters"]) * each
 
 
-def held(summary: Summary, kind: str) -> float:
+def state_bytes_of(summary: Summary, kind: str) -> float:
     return _sum(summary["state_bytes_per_rank"][kind][place] for place in STATE_PLACES)
 
 
 def made_by(summary: Summary) -> dict[str, str]:
-    """Two columns: whether it was measured or which layers the line goes through, and how far off that is."""
+    """Return two columns: measured, or the depths of the line; and the line's error."""
     fit = summary["extrapolated"]
     if fit is None:
         return {"Made by": "measured", "Line off by": ""}
@@ -182,8 +182,7 @@ def made_by(summary: Summary) -> dict[str, str]:
 
 
 STRONG, WEAK, PLANNED = "strong", "weak", "planned"
-# Runs that are alike but for the number of their machines; virtual ones have no time, and the rest of it.
-
+# Keys of runs that differ in the number of machines alone.
 _ALIKE = ["task", "model_name_or_path", "line", "engine_precision", "seq_length"]
 _COLUMNS = [
     "model", "line", "strategy", "scaling", "machines", "fewest", "world_size", "tokens_per_s", "efficiency", "state",
@@ -193,11 +192,11 @@ _COLUMNS = [
 
 
 def over_nodes(records: Records) -> pd.DataFrame:
-    """A row for each arm and number of machines. Strong scaling keeps the global batch, weak scaling a rank's share."""
+    """Return a row per strategy and number of machines. Strong scaling keeps the global batch, weak a rank's share."""
     found = [
         *_rows(real(records).runs, "global_batch_size", STRONG),
         *_rows(real(records).runs, "share", WEAK),
-        # What a virtual rank holds and sends does not depend on the batch.
+        # State and traffic of a virtual rank do not depend on the batch; its time is not a figure.
         *_rows(virtual(records).runs, "virtual", PLANNED),
     ]
     return pd.DataFrame(found, columns=_COLUMNS)
@@ -205,7 +204,7 @@ def over_nodes(records: Records) -> pd.DataFrame:
 
 def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]]:
     ended = runs[(runs["status_state"] == "ok") & (runs["confounded"].isna() | (runs["confounded"] == ""))]
-    # Of an older record nobody knows what of it went from one machine to another.
+    # Older records do not have the traffic between machines.
     ended = ended[(ended["machines"] == 1) | ended["across_machines_bytes_per_step"].notna()]
     if ended.empty:
         return []
@@ -215,26 +214,26 @@ def _rows(runs: pd.DataFrame, kept: str, scaling: str) -> list[dict[str, object]
     )
     rows = []
     for (_, model, line, *_), alike in ended.groupby([*_ALIKE, kept], dropna=False, sort=False):
-        # Two numbers of machines are no plan: suites that vary settings have one small and one large job.
+        # Two numbers of machines are not a plan: suites that vary settings have one small and one large job.
         if alike["machines"].nunique() < (3 if scaling == PLANNED else 2):
             continue
         first = alike[alike["machines"] == alike["machines"].min()]
-        # Of several counts of ranks on so few machines the largest, which fills them.
+        # The largest number of ranks, which fills these machines.
         first = first[first["world_size"] == first["world_size"].max()]
         per_rank = (first["tokens_per_s"] / first["world_size"].astype(float)).median()
-        told = predicted(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
+        predicted_per_rank = predicted(first.iloc[0]).tokens_per_s / int(first["world_size"].iloc[0])
         for (machines, ranks), some in alike.groupby(["machines", "world_size"]):
-            # The wall time of a virtual rank is no figure.
             speed = NAN if scaling == PLANNED else some["tokens_per_s"].median()
-            said = predicted(some.iloc[0])
+            prediction = predicted(some.iloc[0])
             rows.append({
                 "model": str(model).rsplit("/", 1)[-1], "line": str(line), "strategy": some["strategy"].iloc[0],
                 "scaling": scaling, "machines": int(machines), "fewest": int(first["machines"].iloc[0]),
                 "world_size": int(ranks), "tokens_per_s": speed, "efficiency": speed / ranks / per_rank,
-                "state": state_bytes(some), "sent": some["collectives"].map(sent_bytes).median(),
+                "state": state_bytes(some), "sent": some["collectives"].map(ring_bytes_of).median(),
                 "across": 0.0 if machines == 1 else some["across_machines_bytes_per_step"].median(),
-                "peak": some["peak_memory_gib_allocated"].median(), "predicted_state": said.state_bytes,
-                "predicted_sent": said.sent_bytes, "predicted_peak": said.peak_bytes / GIB,
-                "predicted_tokens_per_s": said.tokens_per_s, "predicted_efficiency": said.tokens_per_s / ranks / told,
+                "peak": some["peak_memory_gib_allocated"].median(), "predicted_state": prediction.state_bytes,
+                "predicted_sent": prediction.sent_bytes, "predicted_peak": prediction.peak_bytes / GIB,
+                "predicted_tokens_per_s": prediction.tokens_per_s,
+                "predicted_efficiency": prediction.tokens_per_s / ranks / predicted_per_rank,
             })  # fmt: skip
     return rows

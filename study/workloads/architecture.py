@@ -1,4 +1,4 @@
-"""A model's architecture with a run's dropout and attention. What does not fit the run is refused here."""
+"""The model's architecture with a run's dropout and attention, its adapters and its tokenizer; misfits are refused."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
-from study.workloads.hub import OTHER_MODEL, OTHER_TOKENIZER, load_from
-from study.workloads.presets import DROPOUT_FIELDS, FAMILY_OF_TASK, Preset, find_model, refuse_depth
+from study.workloads.presets import (
+    DROPOUT_FIELDS,
+    FAMILY_OF_TASK,
+    OTHER_MODEL,
+    OTHER_TOKENIZER,
+    Preset,
+    find_model,
+    load_from,
+    refuse_depth,
+)
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
-    """In place, the same ones for every arm: drawn from the seed, on the host, and leaving the random state alone."""
+    """Add the adapters in place. They are the same for every strategy: drawn on the host, from the seed alone."""
     if config.peft == "none":
         return
     import torch
@@ -40,23 +47,21 @@ def add_adapters(model: PreTrainedModel, config: RunConfig) -> None:
                 child.requires_grad_(True)
 
 
-def asked_adapters(config: RunConfig) -> dict[str, Any] | None:
+def requested_adapters(config: RunConfig) -> dict[str, Any] | None:
     if config.peft == "none":
         return None
     return {"kind": "lora", "rank": config.lora_rank, "alpha": config.lora_alpha}
 
 
-def adapters_in(model: torch.nn.Module) -> Any:
-    """What the live modules have; a list where they do not have the same."""
-    layers: list[Any] = [
-        module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "lora_alpha")
-    ]
+def find_adapters(model: Any) -> Any:
+    """Return the settings of the live adapters; a list where modules differ."""
+    layers = [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "lora_alpha")]
     found = {(*layer.r.values(), *layer.lora_alpha.values()) for layer in layers}
     kinds = [{"kind": "lora", "rank": rank, "alpha": alpha} for rank, alpha in sorted(found)]
     return kinds if len(kinds) > 1 else next(iter(kinds), None)
 
 
-# transformers' sdpa for samples without padding, under a name of this study's.
+# transformers' sdpa for samples without padding, under a name of this project.
 SDPA_CAUSAL = "sdpa_causal"
 
 
@@ -64,7 +69,7 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     source = find_model(config.model_name_or_path)
-    options = {"attn_implementation": attention(config)}
+    options = {"attn_implementation": select_attention(config)}
     if isinstance(source, Preset):
         if config.weights == "pretrained" and not source.has_published_weights:
             raise UserError(f"no weights are published for {source.name}", "use --weights random")
@@ -78,9 +83,9 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
 
 
 def build_model(config: RunConfig) -> PreTrainedModel:
-    """The model with the architecture's own random weights, on the default device (`meta` to count, not to run).
+    """Build the model with the architecture's own random weights, on the default device (`meta` to count only).
 
-    Built by its class rather than from_config, which under a live ZeRO-3 configuration would partition it.
+    It is built by its class rather than from_config, which under a live ZeRO-3 configuration would partition it.
     """
     architecture = model_config(config)
     return model_class(config, architecture)(architecture)
@@ -88,11 +93,10 @@ def build_model(config: RunConfig) -> PreTrainedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a model."""
+    """Sizes of a model, and its config in transformers."""
 
     parameters: int
     largest_parameter: int
-    # Its config in transformers: num_hidden_layers, hidden_size and others.
     architecture: Any
 
 
@@ -105,18 +109,17 @@ def shape_of(config: RunConfig) -> Shape:
         except UserError:
             raise
         except Exception as error:
-            # Nothing is allocated here, so what fails is the architecture itself: heads that do not divide, or a
-            # function nobody has.
+            # Nothing is allocated here, so the architecture itself is wrong: heads that do not divide, for example.
             problem = f"the model that {config.model_name_or_path} describes cannot be built"
             raise UserError(f"{problem} ({type(error).__name__}: {first_line(error)})", OTHER_MODEL) from error
     sizes = [parameter.numel() for parameter in model.parameters()]
     return Shape(sum(sizes), max(sizes), model.config)
 
 
-def attention(config: RunConfig) -> str | None:
-    """What transformers is told. None leaves it the choice: sdpa where the architecture has it, else eager.
+def select_attention(config: RunConfig) -> str | None:
+    """Return `attn_implementation` for transformers. None lets it choose sdpa where the model has it, else eager.
 
-    GPT-Neo and GPT-J have none, and asking for sdpa by name would be an error.
+    GPT-Neo and GPT-J have no sdpa, and asking for it by name would be an error.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -130,9 +133,9 @@ def attention(config: RunConfig) -> str | None:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        # A name without a function for masks: transformers makes none, and torch is told `is_causal`. Under sdpa it
-        # makes one wherever torch.compile traces, since it cannot look at positions there; then no kernel for causal
-        # attention is taken.
+        # A name without a mask function: transformers makes no mask and passes `is_causal` to torch. Under sdpa it
+        # makes a mask wherever torch.compile traces, since it cannot look at positions there, and with a mask torch
+        # uses no kernel for causal attention.
         AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
     elif asked not in ("sdpa", "eager"):
         known = f"use eager, sdpa, {SDPA_CAUSAL} or flash_attention_2"
@@ -140,27 +143,27 @@ def attention(config: RunConfig) -> str | None:
     return None if asked == "sdpa" else asked
 
 
-def attention_of(config: RunConfig, architecture: PreTrainedConfig) -> str:
-    """What computes it: as the model's files say, as asked, or as transformers chooses."""
-    chosen = "sdpa" if model_class(config, architecture)._supports_sdpa else "eager"
-    return architecture._attn_implementation or attention(config) or chosen
+def resolve_attention(config: RunConfig, architecture: PreTrainedConfig) -> str:
+    """Return the attention in use: from the model's files, the flag, or the default of transformers."""
+    default = "sdpa" if model_class(config, architecture)._supports_sdpa else "eager"
+    return architecture._attn_implementation or select_attention(config) or default
 
 
 def has_window(architecture: PreTrainedConfig) -> bool:
-    """Whether any of its attention does not look at all that came before."""
+    """Whether any layer attends to less than the whole context before a token."""
     text = architecture.get_text_config()
     others = {one for one in getattr(text, "layer_types", None) or () if one != "full_attention"}
     return bool(others or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)))
 
 
 def _refuse_missing_mask(architecture: PreTrainedConfig, config: RunConfig) -> None:
-    """Without its mask such a model would be trained as another one, without a word."""
-    kind = model_class(config, architecture)
+    """Refuse models that would silently train as another model without their mask."""
+    cls = model_class(config, architecture)
     if FAMILY_OF_TASK[config.task] != "causal-lm":
         why = "reads in both directions"
     elif getattr(architecture, "attn_logit_softcapping", None) is not None:
         why = "caps the scores of its attention, which sdpa does not"
-    elif not kind._supports_sdpa or not kind._supports_attention_backend:
+    elif not cls._supports_sdpa or not cls._supports_attention_backend:
         why = "computes its attention itself"
     elif has_window(architecture):
         why = "has attention with a window"
@@ -186,13 +189,12 @@ def _refuse_misfit(architecture: PreTrainedConfig, config: RunConfig) -> None:
         raise UserError(f"{name} (a {model_type} model) does not fit --task {config.task}", f"use {wanted}")
     refuse_depth(getattr(architecture, "num_hidden_layers", 1), name)
     if getattr(architecture, "quantization_config", None) is not None:
-        # Some kinds transformers leaves out without a word, and trains on what is stored as if it were the weights.
-        raise UserError(f"{name} holds quantized weights (quantization_config), and none are trained here", OTHER_MODEL)
+        # transformers silently ignores some kinds and trains on the stored integers as if they were the weights.
+        raise UserError(f"{name} has quantized weights (quantization_config), which are not trained here", OTHER_MODEL)
     largest = getattr(architecture, "max_position_embeddings", None)
     if largest is not None and config.seq_length > largest:
-        raise UserError(
-            f"--seq_length {config.seq_length} is longer than {name} takes", f"use --seq_length {largest} or less"
-        )
+        problem = f"--seq_length {config.seq_length} is longer than the context of {name}"
+        raise UserError(problem, f"use --seq_length {largest} or less")
 
 
 def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreTrainedConfig:
@@ -201,13 +203,13 @@ def with_run_settings(architecture: PreTrainedConfig, config: RunConfig) -> PreT
         architecture.problem_type = "single_label_classification"
     architecture.use_cache = False
     if config.attn_implementation == "sdpa" and getattr(architecture, "attn_logit_softcapping", None) is not None:
-        # sdpa has no softcapping: transformers 5.17 would leave it out without a warning and train another model.
+        # sdpa has no softcapping: transformers 5.17 would silently leave it out and train another model.
         architecture._attn_implementation = "eager"
     if config.dropout >= 0:
         fields = DROPOUT_FIELDS.get(architecture.model_type)
         if fields is None:
             raise UserError(
-                f"--dropout {config.dropout} cannot be set for {architecture.model_type} models, not known here",
+                f"--dropout {config.dropout} cannot be set for {architecture.model_type} models",
                 "use --dropout -1 for the model's own, or one of: " + ", ".join(sorted(DROPOUT_FIELDS)),
             )
         for field in fields:
@@ -224,7 +226,7 @@ def model_class(config: RunConfig, architecture: PreTrainedConfig) -> Any:
 
 
 def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, or `--tokenizer_name`; it always has a pad token."""
+    """Load the model's own tokenizer, or `--tokenizer_name`. It always has a pad token."""
     from transformers import AutoTokenizer
 
     source = find_model(config.tokenizer_name or config.model_name_or_path)
@@ -232,13 +234,14 @@ def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         raise UserError(f"{source.name} is a model for the built-in corpora and has no tokenizer", OTHER_TOKENIZER)
     tokenizer = load_from(source, AutoTokenizer.from_pretrained, "tokenizer")
     where = config.tokenizer_name or config.model_name_or_path
-    # Without a vocabulary file, transformers makes a tokenizer of special tokens alone and does not warn.
+    # Without a vocabulary file, transformers silently makes a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"there is no tokenizer vocabulary in {where}", OTHER_TOKENIZER)
     entries = model_config(config).vocab_size
     if len(tokenizer) > entries:
         raise UserError(
-            f"the tokenizer of {where} has {len(tokenizer)} entries and {config.model_name_or_path} takes {entries}",
+            f"the tokenizer of {where} has {len(tokenizer)} entries, more than the {entries} of"
+            f" {config.model_name_or_path}",
             "use the model's own tokenizer, or a model with a larger vocabulary",
         )
     if tokenizer.pad_token is None:

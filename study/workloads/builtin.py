@@ -1,12 +1,11 @@
-"""The built-in corpora: made from a seed, without a network. The best possible score on each is computed.
+"""The built-in corpora, generated from a seed without a network, with the best possible score on each.
 
-Language (stands in for Wikitext): one long walk of an order-1 Markov chain over made-up words. Who knows the chain
-loses its entropy rate, and nobody loses less.
-Reviews (stand in for IMDB): words that carry sentiment agree with the label more often than not; Bayes' rule on their
-count is the best classifier there is.
+Language (in place of Wikitext): one long walk of an order-1 Markov chain over made-up words. The lowest possible loss
+is the chain's entropy rate.
+Reviews (in place of IMDB): sentiment words agree with the label more often than not. The best classifier is Bayes' rule
+on their count.
 
-The seed is a constant and not the run's: runs with different seeds must see the same data, or their spread would mix
-the corpus into what the seed does to training.
+The seed is a constant and not the run's: otherwise the spread over seeds would mix the corpus into the training's.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ SENTIMENT_SHARE = 0.25
 AGREEMENT = 0.7
 WORDS_PER_SENTIMENT = 24
 
-# One independent stream of random numbers per purpose, so that changing one leaves the others as they are.
+# One independent random stream per purpose, so that changing one leaves the others as they are.
 _STREAMS = {"lexicon": 0, "chain": 1, "language-train": 2, "language-eval": 3, "reviews-train": 4, "reviews-eval": 5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """The best anyone can do: `expected` on average, `oracle` on exactly these evaluation samples."""
+    """The best possible scores: `expected` on average, `oracle` on exactly these evaluation samples."""
 
     expected_loss: float
     oracle_eval_loss: float
@@ -62,14 +61,14 @@ def _stream(purpose: str) -> np.random.Generator:
 
 @functools.cache
 def lexicon() -> tuple[str, ...]:
-    """Pronounceable words of two syllables; the first are praise, the next blame, the others neutral."""
+    """Return words of two syllables; the first are praise, the next blame, the others neutral."""
     syllables = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     picks = _stream("lexicon").permutation(len(syllables) ** 2)[:WORDS]
     return tuple(syllables[pick // len(syllables)] + syllables[pick % len(syllables)] for pick in picks)
 
 
 def builtin_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
-    """One token per word of the lexicon. `frame` puts [CLS] before and [SEP] after, as BERT's own does."""
+    """Build a tokenizer of one token per word. `frame` adds [CLS] and [SEP], as BERT's own does."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -88,21 +87,21 @@ def builtin_tokenizer(frame: bool = True) -> PreTrainedTokenizerFast:
 
 @dataclasses.dataclass(frozen=True)
 class MarkovChain:
-    """Which words may follow each word, and how likely."""
+    """The words that may follow each word, and their probabilities."""
 
     successors: npt.NDArray[np.int64]
     probabilities: npt.NDArray[np.float64]
 
     @functools.cached_property
     def transition(self) -> npt.NDArray[np.float64]:
-        """P(next | previous) as a matrix; a successor listed twice gets both its shares."""
+        """P(next | previous) as a matrix; a successor listed twice gets both probabilities."""
         matrix = np.zeros((len(self.successors), len(self.successors)))
         np.add.at(matrix, (np.arange(len(matrix))[:, None], self.successors), self.probabilities)
         return matrix
 
     @functools.cached_property
     def stationary(self) -> npt.NDArray[np.float64]:
-        """The share of each word in an endless walk: solves share = share @ transition, shares adding to 1."""
+        """The share of each word in an endless walk: share = share @ transition, with shares adding to 1."""
         size = len(self.transition)
         equations = self.transition.T - np.eye(size)
         equations[-1] = 1.0
@@ -110,15 +109,15 @@ class MarkovChain:
 
     @functools.cached_property
     def surprise(self) -> npt.NDArray[np.float64]:
-        """-log P(next | previous) in nats; infinite where the process never goes."""
+        """-log P(next | previous) in nats; infinite where it is 0."""
         with np.errstate(divide="ignore"):
             return -np.log(self.transition)
 
     @property
     def entropy_rate(self) -> float:
-        """Nats per word that remain when the process is known."""
-        weighted = np.where(self.transition > 0, self.transition * np.where(self.transition > 0, self.surprise, 0), 0)
-        return float(self.stationary @ weighted.sum(axis=1))
+        """Nats per word that remain when the chain is known."""
+        finite = np.where(self.transition > 0, self.surprise, 0)
+        return float(self.stationary @ (self.transition * finite).sum(axis=1))
 
 
 @functools.cache
@@ -130,7 +129,7 @@ def language_chain() -> MarkovChain:
 
 
 def language_rows(split: SplitName) -> Iterator[str]:
-    """The corpus row by row: one walk, cut into lines."""
+    """Generate the corpus row by row: one walk, cut into lines."""
     chain, words = language_chain(), lexicon()
     successors = chain.successors.tolist()
     thresholds = np.cumsum(chain.probabilities, axis=1)
@@ -147,7 +146,7 @@ def language_rows(split: SplitName) -> Iterator[str]:
 
 
 def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
-    """Every position but a block's first is scored, given the word before it: the process depends on no more."""
+    """Score every position but a block's first, given the word before it: the chain depends on no more."""
     chain = language_chain()
     words = eval_blocks - len(SPECIAL_TOKENS)
     realized = float(chain.surprise[words[:, :-1], words[:, 1:]].mean())
@@ -158,7 +157,7 @@ def language_floor(eval_blocks: npt.NDArray[np.int64]) -> Floor:
 
 
 def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
-    """The first `count` reviews and their labels; asking for more leaves the first ones as they are."""
+    """Generate the first `count` reviews and their labels; a larger count leaves the first ones as they are."""
     assert count <= REVIEWS[split]
     words = np.array(lexicon())
     draws = _stream(f"reviews-{split}").random((count, 2 + 3 * LONGEST_REVIEW_WORDS))
@@ -175,7 +174,7 @@ def reviews(split: SplitName, count: int) -> tuple[list[str], list[int]]:
 
 
 def margin_losses(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Bayes' loss where `margins` more words agree with the label than disagree: each is worth log q/(1-q)."""
+    """Return Bayes' loss where `margins` more words agree with the label than disagree, each worth log q/(1-q)."""
     return np.logaddexp(0.0, -margins * math.log(AGREEMENT / (1 - AGREEMENT)))
 
 
@@ -185,7 +184,7 @@ def margin_accuracies(margins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]
 
 
 def expected_review_scores(seq_length: int) -> tuple[float, float]:
-    """Bayes' expected loss and accuracy, when [CLS] and [SEP] leave seq_length - 2 words of a review to be seen.
+    """Return Bayes' expected loss and accuracy, where [CLS] and [SEP] leave seq_length - 2 words of a review.
 
     The margin of a review is a sum of independent words (+1 agrees, -1 disagrees, 0 neutral), so its distribution
     grows by one convolution per word; the sum over lengths and margins is exact.
@@ -203,7 +202,7 @@ def expected_review_scores(seq_length: int) -> tuple[float, float]:
 
 
 def review_margins(input_ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Words that agree with the label minus words that disagree, among those that truncation has left."""
+    """Count words that agree with the label minus words that disagree, after truncation."""
     words = input_ids - len(SPECIAL_TOKENS)
     praise = ((words >= 0) & (words < WORDS_PER_SENTIMENT)).sum(axis=1)
     blame = ((words >= WORDS_PER_SENTIMENT) & (words < 2 * WORDS_PER_SENTIMENT)).sum(axis=1)

@@ -1,6 +1,6 @@
-"""How GPT-2's Conv1D is divided over ranks, which transformers has no styles for: its weight is a transposed Linear's.
+"""Tensor-parallel styles for GPT-2's Conv1D, whose weight is a transposed Linear's; transformers has none.
 
-Imported where tensors are divided, and by nobody else.
+Importing DTensor takes half a second, so this module is imported only where tensors are sharded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Tensor
 
 
 class ColumnsOfConv1D(TensorParallelLayer):
-    """The last dimension in parts; of `packed` matrices side by side, a part of each."""
+    """Shards the last dimension; with `packed` matrices side by side, each of them."""
 
     def __init__(self, packed: int = 1):
         self.packed = packed
@@ -32,12 +32,12 @@ class ColumnsOfConv1D(TensorParallelLayer):
 
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         whole = DTensor.from_local(args[0], mesh, [Replicate()], run_check=False)
-        # Each rank's gradient of the input is of its own columns: their sum is the gradient.
+        # Each rank has the input gradient of its own columns; their sum is the gradient.
         return (whole.to_local(grad_placements=[Partial()]), *args[1:]), kwargs
 
 
 class RowsOfConv1D(TensorParallelLayer):
-    """The first dimension in parts, and a bias that every rank adds to the sum of all parts."""
+    """Shards the first dimension. Every rank adds the whole bias to the sum over ranks."""
 
     def shard_param(self, module: Any, param: str, mesh: Any) -> None:
         _divide(module, param, mesh, Replicate() if param == "bias" else Shard(0))
@@ -53,7 +53,7 @@ class RowsOfConv1D(TensorParallelLayer):
 
 
 class OwnHeads(TensorParallelLayer):
-    """GPT-2's attention counts by the config; a rank has a part of the heads."""
+    """Sets GPT-2's attention to this rank's share of the heads, which it takes from the config."""
 
     def install_forward(self, module: Any, mesh: Any) -> Any:
         module.split_size //= mesh.size()

@@ -1,8 +1,8 @@
-"""The initial weights: one set per (task, model, weights, seed), drawn once and loaded by every arm.
+"""The initial weights: one set per (task, model, weights, seed), drawn once and loaded under every strategy.
 
-A comparison of arms is fair only because of this. `python -m study.workloads.initial`, with flags of study/train.py,
-draws those of a run that comes later: for models of gigabytes this takes minutes, which `study weights SUITE` spends
-before a sweep's time is counted.
+Strategies can be compared only because of this. `python -m study.workloads.initial`, with flags of study/train.py,
+draws those of a later run: for models of gigabytes this takes minutes, which `study weights SUITE` spends before a
+sweep's time is counted.
 """
 
 from __future__ import annotations
@@ -21,31 +21,37 @@ from study.config.errors import Unsupported, UserError, first_line
 from study.config.flags import RunConfig, parse_command_line, resolved
 from study.config.strategies import Strategy, read_strategy
 from study.host.folders import cache_directory, content_digest, refuse_full_disk, sealed, whole_or_nothing
-from study.host.imports import import_libraries
-from study.host.stacks import is_since
+from study.host.stacks import import_libraries, is_since
 from study.records.outcome import Terminated, raising_on
 from study.workloads.architecture import (
     add_adapters,
-    attention,
     build_model,
     model_class,
     model_config,
+    select_attention,
     shape_of,
     with_run_settings,
 )
-from study.workloads.hub import NO_NETWORK, OTHER_MODEL, hub_files, hub_place, load_from
-from study.workloads.presets import FAMILY_OF_TASK, Preset, find_model
-from study.workloads.tensor_plans import divided_stand_in, divides_while_loading, keep_own_parts, loading_options
+from study.workloads.presets import (
+    FAMILY_OF_TASK,
+    NO_NETWORK,
+    OTHER_MODEL,
+    Preset,
+    find_model,
+    hub_files,
+    hub_place,
+    load_from,
+)
+from study.workloads.tensor_plans import build_stand_in_shards, is_sharded_on_load, keep_own_shards, loading_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECORD_NAME = "initial_weights.json"
-# Of that record. Folders of another one are not looked at.
+# The format of that record. Folders of another format are ignored.
 FORMAT = 2
-_SUFFIXES = (".json", ".safetensors")
 STAND_IN_WEIGHT = 0.01
-# On disk, for each parameter: fp32, and a little for the files around it.
+# Bytes on disk per parameter: fp32, and a little for the files around it.
 WEIGHT_FILE_BYTES = 4.2
 
 
@@ -55,53 +61,48 @@ class InitialWeights:
 
     path: Path
     sha256: str
-    # Said to the user: set in the one process that had to make them anew.
+    # A notice for the user, set in the one process that had to write them again.
     remark: str = dataclasses.field(default="", compare=False)
 
 
 def materialize_initial_weights(config: RunConfig, cache_dir: Path) -> InitialWeights:
-    """The one set of weights that every arm of this run starts from, drawn or downloaded if it is not there yet.
+    """Return the set of weights that every strategy starts from; draw or download it if it is not there yet.
 
     Call it before the Accelerator exists: under ZeRO-3 transformers would load into partitions.
     """
     from filelock import FileLock
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    if is_deepspeed_zero3_enabled():
-        raise ValueError("materialize_initial_weights must run before the Accelerator sets up ZeRO-3")
+    assert not is_deepspeed_zero3_enabled(), "materialize_initial_weights comes before ZeRO-3 is set up"
     # Dropout and attention change no weight: one set serves every value of them.
     config = dataclasses.replace(config, dropout=-1.0, attn_implementation="eager")
     made_from = _made_from(config)
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
-    name = config.model_name
-    folder = cache_dir / "initial_weights" / f"{config.task}-{name}-{config.weights}-seed{config.seed}-{digest}"
+    name = f"{config.task}-{config.model_name}-{config.weights}-seed{config.seed}-{digest}"
+    folder = cache_dir / "initial_weights" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    lock, remark = FileLock(folder.with_name(f"{name}.lock")), ""
     with lock:
         if not folder.exists():
             _write_weights(config, made_from, folder)
-    # Every rank looks for itself, beside the others: for a GiB that takes 0.13 s.
-    if not _damage(folder):
-        return _written(folder)
-    with lock:
-        # Another rank may have made them anew by now.
-        if not (damage := _damage(folder)):
-            return _written(folder)
-        problem = f"the initial weights in {folder} are damaged ({damage})"
-        if others := sorted(file.name for file in folder.iterdir() if file.suffix not in _SUFFIXES):
-            raise UserError(f"{problem}, and {others[0]} beside them is none of them", "move it away and run again")
-        try:
-            _write_weights(config, made_from, folder)
-        except UserError as refusal:
-            raise UserError(f"{problem}, and cannot be made anew: {refusal.problem}", refusal.fix) from refusal
-    remark = f"the initial weights in {folder} were damaged ({damage}) and have been made anew"
-    return dataclasses.replace(_written(folder), remark=remark)
+    # Every rank checks for itself, concurrently: 0.13 s per GiB.
+    if _find_damage(folder):
+        with lock:
+            # Unless another rank has written them again by now.
+            if damage := _find_damage(folder):
+                remark = f"the initial weights in {folder} were damaged ({damage}) and have been written again"
+                try:
+                    _write_weights(config, made_from, folder)
+                except UserError as refusal:
+                    problem = f"the initial weights in {folder} are damaged ({damage}), and cannot be written again"
+                    raise UserError(f"{problem}: {refusal.problem}", refusal.fix) from refusal
+    return InitialWeights(folder, json.loads((folder / RECORD_NAME).read_text())["sha256"], remark)
 
 
 def load_initial_model(
     config: RunConfig, initial: InitialWeights | None, strategy: Strategy | None = None
 ) -> PreTrainedModel:
-    """The model of every arm; a part of each tensor, where the strategy divides them before there is an engine.
+    """Load the model; only this rank's shards, where the strategy shards tensors before there is an engine.
 
     Under a live ZeRO-3 configuration transformers partitions it while it loads.
     """
@@ -109,17 +110,17 @@ def load_initial_model(
     from transformers import AutoConfig
 
     if initial is None:
-        model = _stand_in(config, strategy)
+        model = _build_stand_in(config, strategy)
     else:
-        saved = AutoConfig.from_pretrained(initial.path, attn_implementation=attention(config))
-        in_type = "dtype" if is_since("transformers", "4.56") else "torch_dtype"
+        saved = AutoConfig.from_pretrained(initial.path, attn_implementation=select_attention(config))
+        dtype_option = "dtype" if is_since("transformers", "4.56") else "torch_dtype"
         architecture = with_run_settings(saved, config)
         model, keys = model_class(config, architecture).from_pretrained(
             initial.path, config=architecture, use_safetensors=True, output_loading_info=True,
-            **{in_type: torch.float32}, **loading_options(architecture, strategy),
+            **{dtype_option: torch.float32}, **loading_options(architecture, strategy),
         )  # fmt: skip
-        if divides_while_loading(strategy):
-            keep_own_parts(model)
+        if is_sharded_on_load(strategy):
+            keep_own_shards(model)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if keys.get(kind):
                 raise UserError(
@@ -128,8 +129,8 @@ def load_initial_model(
                     "delete the folder and run again",
                 )
         if FAMILY_OF_TASK[config.task] == "causal-lm":
-            # The loss that transformers falls back to where a class's name does not tell, as GPT-2's; it warns of it
-            # inside the forward pass, which cuts a compiled graph in two.
+            # The loss that transformers falls back to where a class's name does not say which, as GPT-2's. Its warning
+            # about that, inside the forward pass, would cut a compiled graph in two.
             model.loss_type = "ForCausalLM"
     add_adapters(model, config)
     if config.gradient_checkpointing:
@@ -137,10 +138,11 @@ def load_initial_model(
     return model
 
 
-def _stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
-    """A virtual rank's model: the right shapes, and one constant for every weight, since no value of it matters.
+def _build_stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
+    """Build a virtual rank's model: the right shapes, and one constant for every weight, since no value of it matters.
 
-    Made as from_pretrained makes one, module by module and partitioned at once under ZeRO-3, but from no checkpoint.
+    It is made as from_pretrained makes one, module by module and partitioned at once under ZeRO-3, but from no
+    checkpoint.
     """
     import torch
     from transformers.initialization import no_init_weights
@@ -150,8 +152,8 @@ def _stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
     architecture = model_config(config)
     cls = model_class(config, architecture)
     architecture.dtype = torch.float32
-    if divides_while_loading(strategy):
-        model = divided_stand_in(cls, architecture, strategy)
+    if is_sharded_on_load(strategy):
+        model = build_stand_in_shards(cls, architecture, strategy)
     else:
         contexts = cls.get_init_context(torch.float32, False, False, False) if is_deepspeed_zero3_enabled() else []
         with ContextManagers([*contexts, no_init_weights()]):
@@ -159,26 +161,22 @@ def _stand_in(config: RunConfig, strategy: Strategy | None) -> PreTrainedModel:
     model.tie_weights()
     with torch.no_grad():
         for parameter in model.parameters():
-            _fill(parameter)
+            # Fresh memory may have NaN, and DeepSpeed skips steps with NaN. Under ZeRO-3 this fills the rank's shard,
+            # which may be on NVMe by now.
+            shard = getattr(parameter, "ds_tensor", parameter)
+            is_on_nvme = getattr(shard, "final_location", None) == "nvme"
+            if is_on_nvme:
+                parameter.nvme_swapper.swap_in([parameter], async_op=False)
+            shard.fill_(STAND_IN_WEIGHT)
+            if (secondary := getattr(parameter, "ds_secondary_tensor", None)) is not None:
+                secondary.fill_(STAND_IN_WEIGHT)
+            if is_on_nvme:
+                parameter.nvme_swapper.swap_out_and_release([parameter])
     return model.eval()
 
 
-def _fill(parameter: Any) -> None:
-    """Fresh memory may hold NaN, and DeepSpeed skips steps with NaN: every part gets a number."""
-    # Under ZeRO-3 this rank's part of the parameter, which may be on the drive by now.
-    held = getattr(parameter, "ds_tensor", parameter)
-    on_drive = getattr(held, "final_location", None) == "nvme"
-    if on_drive:
-        parameter.nvme_swapper.swap_in([parameter], async_op=False)
-    held.fill_(STAND_IN_WEIGHT)
-    if (second_copy := getattr(parameter, "ds_secondary_tensor", None)) is not None:
-        second_copy.fill_(STAND_IN_WEIGHT)
-    if on_drive:
-        parameter.nvme_swapper.swap_out_and_release([parameter])
-
-
 def _made_from(config: RunConfig) -> dict[str, Any]:
-    """Everything that decides the weights."""
+    """Describe everything that decides the weights."""
     architecture = model_config(config)
     described = {key: value for key, value in architecture.to_dict().items() if key != "transformers_version"}
     made: dict[str, Any] = {"format": FORMAT, "task": config.task, "weights": config.weights, "seed": config.seed}
@@ -187,7 +185,7 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
         if isinstance(source, Preset):
             made |= {"hub_id": source.hub_id, "revision": source.revision}
         elif isinstance(source, Path):
-            # By what they hold: a file may be replaced by another one of its name, size and time.
+            # By content: a file may be replaced by another one of its name, size and time.
             try:
                 made["files"] = {file.name: content_digest(file) for file in _safetensors_in(source)}
             except OSError as error:
@@ -200,7 +198,7 @@ def _made_from(config: RunConfig) -> dict[str, Any]:
 def _safetensors_in(folder: Path) -> list[Path]:
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
-        raise UserError(f"there is no safetensors file in {folder}", "convert the weights: pickled ones are not loaded")
+        raise UserError(f"there is no safetensors file in {folder}", "convert the weights: pickle files are not loaded")
     return files
 
 
@@ -213,14 +211,19 @@ def _write_weights(config: RunConfig, made_from: dict[str, Any], folder: Path) -
         # Before minutes are spent on weights that cannot be kept.
         needed = WEIGHT_FILE_BYTES * shape_of(config).parameters
         refuse_full_disk(folder.parent, needed, f"keeping the initial weights of {config.model_name_or_path}")
-        # The random state is put back: a rank that draws and one that does not must continue in the same way.
+        # The random state is restored: a rank that draws and one that does not must continue in the same way.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(config.seed)
             model = _pretrained(config) if config.weights == "pretrained" else build_model(config)
         # Small shards: saving copies one shard at a time, so the host needs little more than the model once.
         model.save_pretrained(partial, max_shard_size="2GB")
+        sha256 = hashlib.sha256()
+        for file in _safetensors_in(partial):
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    sha256.update(block)
         record = {
-            "sha256": _sha256(_safetensors_in(partial)),
+            "sha256": sha256.hexdigest(),
             "files": {file.name: content_digest(file) for file in sorted(partial.iterdir())},
             "made_from": made_from,
             "made_by": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -238,7 +241,7 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
         files = hub_files(*hub_place(source))
         if files is not None and not any(file.endswith(".safetensors") for file in files):
             name = hub_place(source)[0]
-            raise UserError(f"{name} publishes no safetensors, and pickled weights are not loaded", NO_NETWORK)
+            raise UserError(f"{name} publishes no safetensors, and pickle files are not loaded", NO_NETWORK)
     options = {"config": architecture, "dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     model, keys = load_from(source, cls.from_pretrained, "weights", **options)
     # The task's head is new and drawn from the seed; a missing tensor elsewhere would be a random layer.
@@ -248,21 +251,8 @@ def _pretrained(config: RunConfig) -> PreTrainedModel:
     return model
 
 
-def _sha256(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def _written(folder: Path) -> InitialWeights:
-    return InitialWeights(folder, json.loads((folder / RECORD_NAME).read_text())["sha256"])
-
-
-def _damage(folder: Path) -> str:
-    """What is not as it was written, or nothing."""
+def _find_damage(folder: Path) -> str:
+    """Name what is not as it was written; empty if all is."""
     try:
         record = json.loads((folder / RECORD_NAME).read_text())
         if sealed(record) != record:
@@ -274,12 +264,12 @@ def _damage(folder: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 the weights are there, 1 this box cannot hold them, 2 the request itself is wrong."""
+    """Draw the weights. Exit status: 0 they are there, 1 they do not fit on this machine, 2 the request is wrong."""
     started = time.monotonic()
     try:
         config = resolved(parse_command_line(arguments), accelerator_visible=False)
         import_libraries(read_strategy("single"))
-        # So that `timeout` leaves no half of a large model on the drive.
+        # So that `timeout` leaves no half-written model on the disk.
         with raising_on(Terminated(), signal.SIGTERM):
             initial = materialize_initial_weights(config, cache_directory())
     except Terminated:

@@ -1,18 +1,20 @@
-"""The models of this study by architecture, so that random weights need no network.
+"""Models by name: presets by architecture, so that random weights need no network; folders; and hub ids.
 
-Free of torch and transformers: what a preset is can be asked before either is imported.
+Free of torch and transformers, so that a preset can be looked up before either is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
+import functools
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
-from study.config.errors import UserError
+from study.config.errors import UserError, did_you_mean, first_line
 
 # The words and special tokens of the corpora in study/workloads/builtin.py, which the tiny models read.
 BUILTIN_VOCABULARY_SIZE = 256
@@ -25,6 +27,15 @@ Family = Literal["sequence-classification", "causal-lm"]
 
 FAMILY_OF_TASK: dict[str, Family] = {"bert-imdb": "sequence-classification", "gpt-wikitext": "causal-lm"}
 
+Loaded = TypeVar("Loaded")
+
+# The libraries retry an unreachable hub for 15 s and more per file; one question settles it for all files.
+PROBE_TIMEOUT_S = 5.0
+
+OTHER_MODEL = "give another --model_name_or_path, or a local folder with the model"
+NO_NETWORK = "give --model_name_or_path a local folder, or for a run a preset and --weights random"
+OTHER_TOKENIZER = "give --tokenizer_name a hub id or local folder that has one, or use --data builtin"
+
 # Every dropout probability of an architecture. One that is missing here would stay on under --dropout 0.
 DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
@@ -36,8 +47,8 @@ DROPOUT_FIELDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), ("attention_dropout",)),
 }
 
-# DeepNet has the most that anybody has published, 1000 (https://arxiv.org/abs/2203.00555), and such a model is made
-# without its tensors in four seconds here. One of ten million would be silence for hours.
+# DeepNet has the most that anybody has published, 1000 (https://arxiv.org/abs/2203.00555). A typo of ten million
+# layers would build for hours without a message.
 LARGEST_LAYERS = 1000
 
 # Where an architecture keeps its number of layers.
@@ -46,7 +57,7 @@ _LAYERS_FIELDS = ("num_hidden_layers", "n_layer", "num_layers")
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """One architecture. `hub_id` publishes its tokenizer, and its weights unless the depth was changed."""
+    """One architecture. `hub_id` has its tokenizer, and its weights unless the depth was changed."""
 
     name: str
     model_type: str
@@ -102,11 +113,12 @@ _BERT = {
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
 _GPT2 = {
-    "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12,
-    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "bos_token_id": 50256, "eos_token_id": 50256,
+    "vocab_size": 50257, "n_positions": 1024, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    "bos_token_id": 50256, "eos_token_id": 50256,
 }  # fmt: skip
-# GPT-2's architecture with the vocabulary and the context that Megatron pads it to; nobody publishes weights.
-_MEGATRON = _GPT2 | {"vocab_size": 51200, "n_positions": 2048, "bos_token_id": None, "eos_token_id": None}
+_TINY = {"vocab_size": BUILTIN_VOCABULARY_SIZE, "bos_token_id": None, "eos_token_id": None}
+# The vocabulary and the context that Megatron pads GPT-2 to; nobody publishes weights.
+_MEGATRON = {"vocab_size": 51200, "n_positions": 2048, "bos_token_id": None, "eos_token_id": None}
 _LLAMA_3 = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -116,55 +128,45 @@ _LLAMA_3 = {
     },
     "tie_word_embeddings": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+def _bert(name: str, width: int, layers: int, heads: int, revision: str | None = None, **changes: int) -> Preset:
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    architecture = _BERT | sizes | {"intermediate_size": 4 * width} | changes
+    return Preset(name, "bert", architecture, f"google-bert/{name}" if revision else None, revision)
+
+
+def _gpt2(
+    name: str, width: int, layers: int, heads: int, changes: Mapping[str, Any] = MappingProxyType({}),
+    revision: str | None = None,
+) -> Preset:  # fmt: skip
+    architecture = {**_GPT2, "n_embd": width, "n_layer": layers, "n_head": heads, **changes}
+    return Preset(name, "gpt2", architecture, f"openai-community/{name}" if revision else None, revision)
+
 
 _ALL = (
-    Preset(
-        "bert-large-uncased", "bert",
-        _BERT | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-        "google-bert/bert-large-uncased", "6da4b6a26a1877e173fca3225479512db81a5e5b",
-    ),
-    Preset(
-        "bert-base-uncased", "bert", _BERT,
-        "google-bert/bert-base-uncased", "86b5e0934494bd15c9632b12f734a8a67f723594",
-    ),
-    Preset(
-        "bert-tiny", "bert",
-        _BERT | {"vocab_size": BUILTIN_VOCABULARY_SIZE, "hidden_size": 256, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "intermediate_size": 1024, "max_position_embeddings": TINY_POSITIONS},
-    ),
-    Preset("gpt2", "gpt2", _GPT2, "openai-community/gpt2", "607a30d783dfa663caf39e06633721c8d4cfcd7e"),
-    Preset(
-        "gpt2-medium", "gpt2", _GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-        "openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da",
-    ),
-    Preset(
-        "gpt2-large", "gpt2", _GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20},
-        "openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519",
-    ),
-    Preset(
-        "gpt2-xl", "gpt2", _GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25},
-        "openai-community/gpt2-xl", "15ea56dee5df4983c59b2538573817e1667135e2",
-    ),
-    Preset(
-        "gpt-tiny", "gpt2",
-        _GPT2 | {"vocab_size": BUILTIN_VOCABULARY_SIZE, "n_embd": 256, "n_layer": 2, "n_head": 4,
-                 "n_positions": TINY_POSITIONS, "bos_token_id": None, "eos_token_id": None},
-    ),
+    _bert("bert-large-uncased", 1024, 24, 16, "6da4b6a26a1877e173fca3225479512db81a5e5b"),
+    _bert("bert-base-uncased", 768, 12, 12, "86b5e0934494bd15c9632b12f734a8a67f723594"),
+    _bert("bert-tiny", 256, 2, 4, vocab_size=BUILTIN_VOCABULARY_SIZE, max_position_embeddings=TINY_POSITIONS),
+    _gpt2("gpt2", 768, 12, 12, revision="607a30d783dfa663caf39e06633721c8d4cfcd7e"),
+    _gpt2("gpt2-medium", 1024, 24, 16, revision="6dcaa7a952f72f9298047fd5137cd6e4f05f41da"),
+    _gpt2("gpt2-large", 1280, 36, 20, revision="32b71b12589c2f8d625668d2335a01cac3249519"),
+    _gpt2("gpt2-xl", 1600, 48, 25, revision="15ea56dee5df4983c59b2538573817e1667135e2"),
+    _gpt2("gpt-tiny", 256, 2, 4, _TINY | {"n_positions": TINY_POSITIONS}),
     Preset(
         "llama-tiny", "llama",
-        {"vocab_size": BUILTIN_VOCABULARY_SIZE, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": TINY_POSITIONS,
-         "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None},
+        _TINY | {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "max_position_embeddings": TINY_POSITIONS, "attention_dropout": 0.0},
     ),
     # The sizes in the ZeRO papers, with their width and depth where these give the size that is named. (The 13 B of
     # the paper's figures has 62 layers, which makes 12.7 B.)
-    Preset("gpt-7.5b", "gpt2", _MEGATRON | {"n_embd": 4096, "n_layer": 36, "n_head": 32}),  # 7.47 B parameters
-    Preset("gpt-13b", "gpt2", _MEGATRON | {"n_embd": 4096, "n_layer": 63, "n_head": 32}),  # 12.90 B
-    Preset("gpt-20b", "gpt2", _MEGATRON | {"n_embd": 4096, "n_layer": 98, "n_head": 32}),  # 19.95 B
-    Preset("gpt-128b", "gpt2", _MEGATRON | {"n_embd": 8192, "n_layer": 158, "n_head": 64}),  # 127.7 B
-    Preset("gpt-175b", "gpt2", _MEGATRON | {"n_embd": 12288, "n_layer": 96, "n_head": 96}),  # 174.6 B, as GPT-3
-    # 1008 B, as in ZeRO-Infinity.
-    Preset("gpt-1t", "gpt2", _MEGATRON | {"n_embd": 25600, "n_layer": 128, "n_head": 160}),
+    _gpt2("gpt-7.5b", 4096, 36, 32, _MEGATRON),  # 7.47 B parameters
+    _gpt2("gpt-13b", 4096, 63, 32, _MEGATRON),  # 12.90 B
+    _gpt2("gpt-20b", 4096, 98, 32, _MEGATRON),  # 19.95 B
+    _gpt2("gpt-128b", 8192, 158, 64, _MEGATRON),  # 127.7 B
+    _gpt2("gpt-175b", 12288, 96, 96, _MEGATRON),  # 174.6 B, as GPT-3
+    _gpt2("gpt-1t", 25600, 128, 160, _MEGATRON),  # 1008 B, as in ZeRO-Infinity
     Preset(
         "gpt-neo-2.7b", "gpt_neo",
         {
@@ -192,7 +194,7 @@ _ALL = (
         },
         "google/gemma-2-9b", "33c193028431c2fde6c6e51f29e6f17b60cbfac6",
     ),
-    # What is fine-tuned most.
+    # The models that are fine-tuned most.
     Preset("llama-3.1-8b", "llama", _LLAMA_3, "meta-llama/Llama-3.1-8B", "d04e592bb4f6aa9cfee91e2e20afa771667e1d4b"),
     Preset(
         "llama-3.1-70b", "llama",
@@ -205,8 +207,7 @@ _ALL = (
         {
             "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-5,
-            "sliding_window": None, "attention_dropout": 0.0,
+            "rope_parameters": _ROPE, "rms_norm_eps": 1e-5, "sliding_window": None, "attention_dropout": 0.0,
         },
         "mistralai/Mistral-7B-v0.3", "caa1feb0e54d415e2df31207e5f4e273e33509b1",
     ),
@@ -215,8 +216,8 @@ _ALL = (
         {
             "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
             "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
-            "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+            "rope_parameters": _ROPE, "tie_word_embeddings": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151643,
         },
         "Qwen/Qwen2.5-7B", "d149729398750b98c0af14eb82c78cfe92750796",
     ),
@@ -225,8 +226,8 @@ _ALL = (
         {
             "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
-            "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
+            "rope_parameters": _ROPE, "tie_word_embeddings": False, "attention_dropout": 0.0,
+            "bos_token_id": 151643, "eos_token_id": 151645,
         },
         "Qwen/Qwen3-8B", "b968826d9c46dd6066d109eabc6255188de91218",
     ),
@@ -235,7 +236,7 @@ PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}
 
 
 def find_preset(name: str) -> Preset | None:
-    """By name, by the hub id it stands for, or `NAME-Nlayers` for NAME at another depth."""
+    """Find a preset by name, by its hub id, or as `NAME-Nlayers` for NAME at another depth."""
     for preset in _ALL:
         if name in (preset.name, preset.hub_id):
             return preset
@@ -246,17 +247,17 @@ def find_preset(name: str) -> Preset | None:
 
 
 def preset_layers(name: str) -> int | None:
-    """How many a preset has as it is published, whatever depth is asked for."""
+    """Return the published number of layers of a preset, whatever depth is asked for."""
     preset = find_preset(name)
     return PRESETS[preset.base].layers if preset else None
 
 
 def find_model(name: str) -> Preset | Path | str:
-    """A preset, a folder or a hub id, in this order."""
+    """Resolve a name as a preset, a folder or a hub id, in this order."""
     preset = find_preset(name)
     if preset is not None:
         return preset
-    # A name that is longer than any path, or begins with ~ and no user's name, is no folder.
+    # A name that is longer than any path, or begins with ~ and no user's name, is not a folder.
     with contextlib.suppress(OSError, RuntimeError):
         folder = Path(name).expanduser()
         if folder.is_dir():
@@ -264,9 +265,81 @@ def find_model(name: str) -> Preset | Path | str:
     # The hub's old names without an owner are refused: a misspelt preset looks like one.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return name
-    guess = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, PRESETS, n=1))
     raise UserError(
         f"unknown model {name!r}",
-        f"{guess}presets: {', '.join(PRESETS)}; or give a hub id as owner/name, or a folder that holds config.json"
-        " and safetensors",
+        f"{did_you_mean(name, PRESETS)}presets: {', '.join(PRESETS)}; or give a hub id as owner/name, or a folder with"
+        " config.json and safetensors",
+    )
+
+
+@functools.cache
+def hub_files(repo_id: str, revision: str | None) -> tuple[str, ...] | None:
+    """Return the repository's file names; None when the hub cannot be reached or HF_HUB_OFFLINE is set."""
+    from huggingface_hub import HfApi
+
+    # HTTPError is that of whichever http library this huggingface_hub is built on.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, timeout=PROBE_TIMEOUT_S)
+    except GatedRepoError as error:
+        raise UserError(*_gated(repo_id)) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"the hub has no model {repo_id} at revision {revision or 'main'} that this login may read",
+            "check owner/name, log in with `hf auth login`, or give a preset or a local folder",
+        ) from error
+    except (OfflineModeIsEnabled, HTTPError, OSError):
+        return None
+    return tuple(sibling.rfilename for sibling in info.siblings or ())
+
+
+def load_from(source: Preset | Path | str, load: Callable[..., Loaded], what: str, **options: Any) -> Loaded:
+    """Call `load(...)` on a folder without the network; or on the hub, or its cache when the hub cannot be reached."""
+    fix, no_network = (OTHER_TOKENIZER, OTHER_TOKENIZER) if what == "tokenizer" else (OTHER_MODEL, NO_NETWORK)
+    if isinstance(source, Path):
+        if what == "config" and not (source / "config.json").is_file():
+            raise UserError(f"there is no config.json in {source}", fix)
+        try:
+            return load(str(source), local_files_only=True, trust_remote_code=False, **options)
+        except Exception as error:  # each format has its own errors
+            raise UserError(f"cannot load the {what} in {source}: {first_line(error)}", fix) from error
+    from huggingface_hub.errors import GatedRepoError
+
+    repo_id, revision = hub_place(source)
+    reachable = hub_files(repo_id, revision) is not None
+    try:
+        return load(
+            repo_id, revision=revision or "main", local_files_only=not reachable, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error.__cause__, GatedRepoError):
+            raise UserError(*_gated(repo_id)) from error
+        if reachable:
+            raise UserError(f"cannot load the {what} of {repo_id}: {first_line(error)}", no_network) from error
+        raise UserError(
+            f"the hub cannot be reached (or HF_HUB_OFFLINE is set) and the local cache has no {what} of {repo_id}",
+            no_network,
+        ) from error
+
+
+def hub_place(source: Preset | str) -> tuple[str, str | None]:
+    """Return repository and revision; None is the newest."""
+    if isinstance(source, str):
+        return source, None
+    assert source.hub_id is not None
+    return source.hub_id, source.revision
+
+
+def _gated(repo_id: str) -> tuple[str, str]:
+    return (
+        f"{repo_id} on the hub is gated and this login may not read it",
+        "accept its licence on its hub page, then run `hf auth login` or set HF_TOKEN; or give a local folder",
     )

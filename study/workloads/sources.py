@@ -1,4 +1,4 @@
-"""Raw text by `--data`: from the hub at a pinned revision, a local copy, or built in. None takes another's place."""
+"""Raw text by `--data`: the hub at a pinned revision, a local copy, or a built-in corpus. There is no fallback."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from study.config.errors import UserError, first_line
 from study.config.flags import RunConfig
 from study.workloads import builtin
-from study.workloads.hub import PROBE_TIMEOUT_S
-from study.workloads.local import local_reviews, local_rows, read_files
+from study.workloads.local import read_files, read_local_reviews, read_local_rows
+from study.workloads.presets import PROBE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,7 +47,9 @@ class Reviews:
 
 
 def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
-    """Labelled reviews, selected as the studied documents did: out of the training split alone."""
+    """Load labelled reviews, selected from the training split only, as the studied documents do."""
+    import datasets
+
     wanted = {"train": config.train_samples, "eval": config.eval_samples}
     if config.data == "builtin":
         train, evaluation = (
@@ -59,20 +61,21 @@ def load_reviews(config: RunConfig, cache_dir: Path) -> Raw[Reviews]:
         dataset = _hub_dataset(IMDB, IMDB_REVISION, IMDB_FILES["train"], cache_dir)
         provenance = {"data": "hub", "dataset": IMDB, "revision": IMDB_REVISION}
     else:
-        dataset = local_reviews(config.data, cache_dir)
+        dataset = read_local_reviews(config.data, cache_dir)
         provenance = {"data": "local", "path": config.data}
     _check_text(dataset, ("text", "label"), config.data, IMDB)
     _check_labels(dataset, config.data)
     if len(dataset) < 5:
-        raise UserError(f"{config.data} holds {len(dataset)} reviews, too few to split 80/20", "use more data")
-    parts = _split_rows(len(dataset))
+        raise UserError(f"{config.data} has {len(dataset)} reviews, too few to split 80/20", "use more data")
+    # The documents' own 80/20 split, of row numbers: for the data itself `datasets` would write files next to it.
+    parts = datasets.Dataset.from_dict({"row": range(len(dataset))}).train_test_split(test_size=0.2, seed=42)
     train = _select(dataset, parts["train"], config.train_samples, "--train_samples")
     evaluation = _select(dataset, parts["test"], config.eval_samples, "--eval_samples")
     return Raw(train, evaluation, provenance | {"rows": len(dataset)})
 
 
 def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
-    """Wikitext's rows, training and validation split, to be read once and only as far as needed."""
+    """Load Wikitext's training and validation rows, as iterators that are read only as far as needed."""
     if config.data == "builtin":
         provenance = {"data": "builtin", "corpus": "language", "seed": builtin.CORPUS_SEED}
         return Raw(builtin.language_rows("train"), builtin.language_rows("eval"), provenance)
@@ -84,7 +87,7 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
         }
         provenance = {"data": "hub", "dataset": WIKITEXT, "name": name, "revision": WIKITEXT_REVISION}
     else:
-        splits = local_rows(config.data, name, cache_dir)
+        splits = read_local_rows(config.data, name, cache_dir)
         provenance = {"data": "local", "path": config.data}
     for dataset in splits.values():
         _check_text(dataset, ("text",), config.data, WIKITEXT)
@@ -99,15 +102,8 @@ def load_rows(config: RunConfig, cache_dir: Path) -> Raw[Iterable[str]]:
 
 def _rows(dataset: Dataset) -> Iterator[str]:
     for batch in dataset.iter(batch_size=1000):
-        # The published files hold blank lines as "", Wikitext's raw files as " \n"; a model should see one of them.
+        # Blank lines are "" in the published files and " \n" in Wikitext's raw files; a model should see one of them.
         yield from (text if text.strip() else "" for text in batch["text"])
-
-
-def _split_rows(count: int) -> dict[str, Dataset]:
-    """The documents' own 80/20 split, of row numbers: for the data itself `datasets` would write files beside them."""
-    import datasets
-
-    return datasets.Dataset.from_dict({"row": range(count)}).train_test_split(test_size=0.2, seed=42)
 
 
 def _select(dataset: Dataset, rows: Dataset, samples: int, flag: str) -> Reviews:
@@ -123,31 +119,31 @@ def _count(samples: int, available: int, flag: str) -> int:
 
 
 def _hub_dataset(repository: str, revision: str, files: list[str], cache_dir: Path) -> Dataset:
-    return read_files([_hub_file(repository, revision, file) for file in files], "parquet", cache_dir)
+    """Read files of the pinned commit, from the cache if they are there.
 
-
-def _hub_file(repository: str, revision: str, file: str) -> Path:
-    """One file of the pinned commit, from the cache if it is there.
-
-    Not load_dataset(repository, revision=...): without a network it takes whatever revision it has cached.
+    Not load_dataset(repository, revision=...): without a network it reads whatever revision it has cached.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    where: dict[str, Any] = {"repo_id": repository, "filename": file, "repo_type": "dataset", "revision": revision}
-    try:
-        return Path(hf_hub_download(**where, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
-        return Path(hf_hub_download(**where))
-    except Exception as error:  # offline mode, name resolution, proxy, HTTP
-        raise UserError(
-            f"--data hub: {repository} at {revision[:12]} is not in the local cache and the hub does not serve it "
-            f"({type(error).__name__}: {first_line(error)})",
-            "use --data builtin, which needs no network, or --data PATH with a local copy",
-        ) from error
+    where: dict[str, Any] = {"repo_id": repository, "repo_type": "dataset", "revision": revision}
+    paths = []
+    for file in files:
+        try:
+            paths.append(hf_hub_download(filename=file, local_files_only=True, **where))
+            continue
+        except LocalEntryNotFoundError:
+            pass
+        try:
+            HfApi().dataset_info(repository, revision=revision, timeout=PROBE_TIMEOUT_S)
+            paths.append(hf_hub_download(filename=file, **where))
+        except Exception as error:  # offline mode, name resolution, proxy, HTTP
+            raise UserError(
+                f"--data hub: {repository} at {revision[:12]} is not in the local cache and the hub does not serve it "
+                f"({type(error).__name__}: {first_line(error)})",
+                "use --data builtin, which needs no network, or --data PATH with a local copy",
+            ) from error
+    return read_files([Path(path) for path in paths], "parquet", cache_dir)
 
 
 def _check_text(dataset: Dataset, needed: tuple[str, ...], where: str, schema: str) -> None:

@@ -1,4 +1,4 @@
-"""Which tensors of a model are divided over the ranks of a team while it is loaded, and along which dimension."""
+"""Tensor-parallel plans: which tensors are sharded over a tensor-parallel group on load, and along which dimension."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ _OWN_PLANS = {
 }
 
 
-def divides_while_loading(strategy: Strategy | None) -> TypeGuard[Strategy]:
-    """As Accelerate's tensor parallelism needs it; DeepSpeed divides what is loaded."""
+def is_sharded_on_load(strategy: Strategy | None) -> TypeGuard[Strategy]:
+    """Accelerate's tensor parallelism needs shards on load; DeepSpeed shards the model after it is loaded."""
     if strategy is None or strategy.deepspeed is not None:
         return False
-    return strategy.team is not None and strategy.team.divides == "tensors"
+    return strategy.group is not None and strategy.group.divides == "tensors"
 
 
 def loading_options(architecture: PreTrainedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """For from_pretrained: none where every rank loads all of a tensor, or DeepSpeed a part of each."""
-    if not divides_while_loading(strategy):
+    """Return options of from_pretrained; none where every rank loads whole tensors."""
+    if not is_sharded_on_load(strategy):
         return {}
     from transformers.distributed import DistributedConfig
 
     plan = _OWN_PLANS.get(architecture.model_type)
     if plan is not None:
-        from study.workloads import conv1d_styles  # noqa: F401 - the styles are known by name from then on
-    return {"distributed_config": DistributedConfig(tp_size=strategy.team_size, tp_plan=plan)}
+        from study.workloads import conv1d_styles  # noqa: F401 - registers its styles by name
+    return {"distributed_config": DistributedConfig(tp_size=strategy.group_size, tp_plan=plan)}
 
 
 def check_divisible(config: RunConfig, architecture: PreTrainedConfig, strategy: Strategy) -> None:
-    """What no rank of the team would have a whole part of."""
-    model, ranks = f"{strategy.name} cannot train {config.model_name_or_path}", strategy.team_size
+    """Refuse a model without a plan, and heads that the group's ranks cannot share equally."""
+    model, ranks = f"{strategy.name} cannot train {config.model_name_or_path}", strategy.group_size
     has_plan = getattr(architecture, "base_model_tp_plan", None) and model_class(config, architecture)._tp_plan
     if not (has_plan or architecture.model_type in _OWN_PLANS):
         raise UserError(
-            f"{model}: for {architecture.model_type} models there is no plan of which tensors are divided",
-            "use a gpt2, bert or llama model, or a strategy without teams",
+            f"{model}: for {architecture.model_type} models there is no tensor-parallel plan",
+            "use a gpt2, bert or llama model, or a strategy without tensor parallelism",
         )
     heads = architecture.num_attention_heads
     shared = getattr(architecture, "num_key_value_heads", None) or heads
     if heads % ranks or shared % ranks:
         counted = f"{heads} heads" if shared == heads else f"{heads} heads over {shared} of keys and values"
-        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set a --team_size that they divide by")
+        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
 
 
-def keep_own_parts(model: torch.nn.Module) -> None:
-    """Without a GPU a part is a view of the whole tensor that was read, which would stay in memory."""
+def keep_own_shards(model: torch.nn.Module) -> None:
+    """Copy this rank's shards. Without a GPU each is a view of the whole tensor, which would stay in memory."""
     from torch.distributed.tensor import DTensor
 
     for parameter in model.parameters():
@@ -82,8 +82,8 @@ def keep_own_parts(model: torch.nn.Module) -> None:
                 parameter._local_tensor = own.contiguous().clone()
 
 
-def divided_stand_in(cls: Any, architecture: PreTrainedConfig, strategy: Strategy) -> Any:
-    """A virtual rank's parts alone, with nothing in them. Divided before there is memory, as when loaded."""
+def build_stand_in_shards(cls: Any, architecture: PreTrainedConfig, strategy: Strategy) -> Any:
+    """Build a virtual rank's shards, uninitialized. They are sharded before memory is allocated, as on load."""
     import torch
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.train import main
 
 backward = Accelerator.backward

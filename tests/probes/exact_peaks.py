@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from study.host import environment as devices
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.train import main
 
 devices._keep_freed_memory = devices.return_freed_memory

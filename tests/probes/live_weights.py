@@ -11,7 +11,7 @@ from typing import Any
 from study import train
 from study.records.lock import CHECKPOINTS
 from study.run import checkpoint
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 
 save = checkpoint.save_checkpoint
 

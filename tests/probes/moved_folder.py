@@ -8,7 +8,7 @@ from typing import Any
 from study import train
 from study.records.directory import RunWriter, read_status
 from study.run import checkpoint
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 
 save = checkpoint.save_checkpoint
 
@@ -16,7 +16,7 @@ save = checkpoint.save_checkpoint
 def move_and_save(run: Any, accelerator: Any, schedule: Any, step: int) -> None:
     if step > 2 and run.launch.is_main:
         hint = read_status(run.output_dir)["hint"]
-        assert hint == "--resume_from_checkpoint latest goes on from step_0000002", hint
+        assert hint == "--resume_from_checkpoint latest resumes from step_0000002", hint
         other = run.output_dir
         other.rename(other.with_name("moved"))
         RunWriter(other).hint("another run's")

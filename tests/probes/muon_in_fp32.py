@@ -10,7 +10,7 @@ import sys
 import torch
 from deepspeed.runtime.zero.muon import original_muon
 
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.train import main
 
 original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32

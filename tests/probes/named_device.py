@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from study.engine import setup as engine
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.train import main
 
 make_accelerator = engine.make_accelerator

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from study.run.exit import exit_status_of
+from study.run.console import exit_status_of
 from study.train import main
 
 

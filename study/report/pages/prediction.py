@@ -1,46 +1,36 @@
-"""Tables and the plot of the scores, for the committed summary and for the notebook, from scores.parquet alone."""
+"""reports/prediction: every prediction compared with its measurement, and the intervals that predictions show."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy
 import pandas as pd
 import yaml
-from IPython.display import HTML, display
 
 from study.config.errors import RunFailed, UserError, extra
-from study.config.strategies import REPOSITORY, from_root
+from study.config.strategies import REPOSITORY
+from study.predictor.records import ALL_STATE, SENT, own_rows, saving_table
+from study.predictor.records import compared as own_compared
+from study.predictor.records import table as own_table
 from study.predictor.time import FILE as INTERVALS_FILE
+from study.predictor.validation import Measured, impossible, published_rows, refused_sources, score, sources
 from study.predictor.validation.league import standings
-from study.predictor.validation.measured import Measured, impossible, score
-from study.predictor.validation.own import ALL_STATE, SENT, own_rows, saving_table
-from study.predictor.validation.own import compared as own_compared
-from study.predictor.validation.own import table as own_table
-from study.predictor.validation.published import published_rows, refused_sources, sources
-from study.report.site.page import markdown_text, table_html, table_markdown
+from study.report.document import PageSection, markdown_text, page_markdown
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
+FOLDER = REPOSITORY / "reports" / "prediction"
 SCORES, LEAGUE = "scores.parquet", "league.parquet"
-# What the code of an earlier commit said of suites that had not run then, and that the rules were mended by since.
+# Predictions by earlier commits of suites that had not run then, and that corrected the rules since.
 FORETOLD = "foretold.csv"
-# What the predictions were to reach against published rows, and with own records.
+# The aims for published rows, and for own records.
 AIMS = {"peak": 0.10, "step": 0.15, "own peak": 0.05}
 OWN = "own"
-# Of own records, by `peak_kind`.
-OWN_KINDS = {
-    "resident": "own real ranks",
-    "resident_returned": "own virtual ranks",
-    "allocated": "own GPU runs",
-}
+# Own records by `peak_kind`.
+OWN_KINDS = {"resident": "own real ranks", "resident_returned": "own virtual ranks", "allocated": "own GPU runs"}
 
 
 def read(folder: Path) -> pd.DataFrame:
@@ -51,17 +41,17 @@ def read(folder: Path) -> pd.DataFrame:
 
 
 def counted(scores: pd.DataFrame) -> pd.DataFrame:
-    """Without what arithmetic refused."""
+    """Return the rows that arithmetic does not refuse."""
     return scores[scores["refused"].isna()]
 
 
 def page(rows: pd.DataFrame) -> pd.Series:
-    """One page may be several sources, which share a box, a code base and an author."""
+    """Return the page of each row: several sources of one page share a box, a code base and an author."""
     return rows["url"].str.split("#").str[0]
 
 
 def foretold(folder: Path, scores: pd.DataFrame) -> pd.DataFrame:
-    """Beside what today's rules say of the same ranks."""
+    """Compare predictions made before a suite ran with those of today's rules for the same ranks."""
     rows = pd.read_csv(folder / FORETOLD)
     now = scores[scores["source"] == OWN].set_index("name")["peak_error"].reindex(rows["suite"] + " " + rows["run"])
     rows = rows.assign(then=rows["predicted_gib"] / rows["measured_gib"] - 1, now=now.to_numpy())
@@ -97,10 +87,11 @@ def headline(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def fits(scores: pd.DataFrame) -> pd.DataFrame:
-    """Said to fit and did not costs a run; said not to fit and did costs a chance."""
+    """Count right and wrong answers: a wrong "fits" costs a run, a wrong "does not fit" a chance."""
     found = []
-    for what, rows in _parts(counted(scores)):
-        known = rows[rows["fits"].notna() & rows["predicted_fits"].notna()]
+    rows = counted(scores)
+    for what, some in (("published", rows[rows["source"] != OWN]), ("own records", rows[rows["source"] == OWN])):
+        known = some.dropna(subset=["fits", "predicted_fits"])
         if len(known):
             said, was = known["predicted_fits"].astype(bool), known["fits"].astype(bool)
             found.append({
@@ -141,44 +132,6 @@ def refused(scores: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"source": rows["source"], "run": rows["name"], "why": rows["refused"]})
 
 
-def league(folder: Path) -> pd.DataFrame:
-    return league_table(pd.read_parquet(folder / LEAGUE))
-
-
-def league_table(rows: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame({
-        "rows": rows["rows"], "tool": rows["tool"], "peaks it speaks of": rows["peaks"],
-        "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
-        "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
-        "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
-    })  # fmt: skip
-
-
-def drawing(scores: pd.DataFrame) -> Figure:
-    """Predicted over measured, for each figure; the line is agreement."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    drawn = {"peak_gib": "GiB at the peak", "step_s": "seconds of a step"}
-    for place, (name, unit) in zip(axes, drawn.items(), strict=True):
-        rows = counted(scores).dropna(subset=[name])
-        for source, some in rows.groupby(rows["source"] == OWN):
-            label = "own records" if source else "published"
-            place.scatter(some[name], some[f"predicted_{name}"], s=14, alpha=0.6, label=label)
-        if len(rows):
-            ends = [rows[name].min(), rows[name].max()]
-            place.plot(ends, ends, color="grey", linewidth=1)
-            place.legend()
-        place.set(xscale="log", yscale="log", xlabel=f"measured, {unit}", ylabel="predicted")
-    plt.close(figure)
-    return figure
-
-
-def _parts(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    yield "published", rows[rows["source"] != OWN]
-    yield "own records", rows[rows["source"] == OWN]
-
-
 def _line(what: str, errors: pd.Series, aim: str | None) -> dict[str, object]:
     sizes = errors.dropna().abs()
     line: dict[str, object] = {"figure": what, "rows": len(sizes), "median error": _percent(sizes.median())}
@@ -203,46 +156,6 @@ def _said(value: object) -> str:
     return "" if value is None or pd.isna(value) else "fits" if value else "out of memory"
 
 
-class Predictions:
-    """Of one source or one strategy, or all."""
-
-    def __init__(self, reports_dir: str, source: str = "", strategy: str = "") -> None:
-        self._folder = from_root(reports_dir)
-        self._scores = read(self._folder)
-        for column, asked in (("source", source), ("strategy", strategy)):
-            known = list(dict.fromkeys(self._scores[column]))
-            if asked and asked not in known:
-                raise UserError(f"no row has the {column} {asked!r}", f"use one of {', '.join(known)}")
-            if asked:
-                self._scores = self._scores[self._scores[column] == asked]
-
-    def headline(self) -> None:
-        _show(headline(self._scores))
-
-    def drawing(self) -> None:
-        display(drawing(self._scores))
-
-    def fits(self) -> None:
-        _show(fits(self._scores))
-
-    def league(self) -> None:
-        _show(league(self._folder))
-
-    def by(self, column: str) -> None:
-        _show(by(self._scores, column))
-
-    def each(self) -> None:
-        _show(each(self._scores))
-
-    def refused(self) -> None:
-        _show(refused(self._scores))
-
-
-def _show(table: pd.DataFrame) -> None:
-    display(HTML(table_html(table)) if len(table) else "nothing of that")
-
-
-FOLDER = REPOSITORY / "reports" / "prediction"
 # Of scored rows, this share lies within an interval. Each page counts the same: a reader's box is of none of them.
 WITHIN = 0.8
 _INTERVALS_HEAD = """\
@@ -264,7 +177,7 @@ def scores_frame(rows: Sequence[Measured]) -> pd.DataFrame:
 
 
 def league_frame(rows: Sequence[Measured]) -> pd.DataFrame:
-    """Published rows and own records apart: what is easy to say of one may be hard of the other."""
+    """Score other estimators on published rows and on own records separately: the two differ in difficulty."""
     lines = []
     for what in ("published", "own records"):
         # No other estimator knows of adapters.
@@ -289,37 +202,39 @@ def write(folder: Path = FOLDER, intervals_file: Path = INTERVALS_FILE) -> None:
 
 
 def summary(frame: pd.DataFrame, folder: Path) -> str:
-    parts = [
-        "# Predictions held against measurements",
-        "Made by `python -m study.report.pages.prediction report`; the same tables with a plot:"
-        " `notebooks/prediction.ipynb`. An error is predicted over measured, less one. Rows that fitted a constant of"
-        " time score no time, and rows by which something of memory was chosen score no memory.",
-        table_markdown(headline(frame)),
-        "Own peaks are how well the rules fit: each kind of own record mended some. What was said of two suites before"
-        " they ran, and before the rules were mended by them:",
-        table_markdown(foretold(FOLDER, frame)),
-        "## Fits, or runs out of memory", table_markdown(fits(frame)),
-        "## Beside other estimators", table_markdown(league(folder)),
-        "## State and traffic of own records", table_markdown(own_table()),
-        "## Host memory while a checkpoint is saved", table_markdown(saving_table()),
-        "## By source", table_markdown(by(frame, "source")),
-        "## By strategy", table_markdown(by(frame, "strategy")),
-        "## By device", table_markdown(by(frame, "device")),
-        "## Sources", "\n".join(_source_line(each.id, each.title, each.url, each.note) for each in sources()),
-        "## Rows that do not count", table_markdown(refused(frame)),
-        "\n".join(_unused_line(**each) for each in refused_sources()),
-        "## Every row", table_markdown(each(frame)),
-    ]  # fmt: skip
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
-
-
-def _source_line(name: str, title: str, url: str, note: str) -> str:
-    said = f": {markdown_text(note)}" if note else ""
-    return f"- `{name}`: [{markdown_text(title)}]({url}){said}"
-
-
-def _unused_line(what: str, why: str, url: str) -> str:
-    return f"- [{markdown_text(what)}]({url}): {markdown_text(why)}"
+    rows = pd.read_parquet(folder / LEAGUE)
+    estimators = pd.DataFrame({
+        "rows": rows["rows"], "tool": rows["tool"], "peaks it predicts": rows["peaks"],
+        "median error": rows["median_error"].map(_percent), "worst": rows["worst_error"].map(_percent),
+        "fit or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
+        "of those that ran out, called": rows["called"].astype(str) + " of " + rows["ran_out"].astype(str),
+    })  # fmt: skip
+    used = "\n".join(f"- `{each.id}`: [{markdown_text(each.title)}]({each.url}){each.note and ': '}"
+                     f"{markdown_text(each.note)}" for each in sources())  # fmt: skip
+    unused = "\n".join(f"- [{markdown_text(each['what'])}]({each['url']}): {markdown_text(each['why'])}"
+                       for each in refused_sources())  # fmt: skip
+    lead = (
+        "Made by `make prediction`; `notebooks/prediction.ipynb` has the same rows, to group and to plot. An error is"
+        " predicted over measured, less one. Rows that fitted a constant of time score no time, and rows by which a"
+        " rule of memory was chosen score no memory."
+    )
+    own = (
+        "Own peaks show how well the rules fit: each kind of own record corrected some. Two suites were predicted"
+        " before they ran, and before they corrected the rules:"
+    )
+    return page_markdown("Predictions compared with measurements", [
+        PageSection(text=lead, table=headline(frame)),
+        PageSection(text=own, table=foretold(FOLDER, frame)),
+        PageSection("Fits, or runs out of memory", table=fits(frame)),
+        PageSection("Other estimators", table=estimators),
+        PageSection("State and traffic of own records", table=own_table()),
+        PageSection("Host memory while a checkpoint is saved", table=saving_table()),
+        *(PageSection(f"By {column}", table=by(frame, column)) for column in ("source", "strategy", "device")),
+        PageSection("Sources", used),
+        PageSection("Rows that do not count", table=refused(frame)),
+        PageSection(text=unused),
+        PageSection("Every row", table=each(frame)),
+    ])  # fmt: skip
 
 
 def _interval(ratios: pd.Series, pages: pd.Series) -> tuple[float, float]:
@@ -338,7 +253,7 @@ def intervals_text(frame: pd.DataFrame) -> str:
     scored = published[published["use"] == "score"]
     timed = scored[~scored["offloads"]]
     steps = timed["step_s"] / timed["predicted_step_s"]
-    # What a GPU holds above weights and optimizer, and what a process without one does.
+    # Memory of a GPU above weights and optimizer, and of a process without one.
     peaks = published[published["use_memory"] == "score"]
     above, said = (peaks[name] - peaks["state_gib"] for name in ("peak_gib", "predicted_peak_gib"))
     processes = own[own["peak_kind"] == "resident"]
@@ -369,26 +284,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m study.report.pages.prediction", allow_abbrev=False)
     parser.add_argument(
         "action", choices=("fit", "report"), metavar="fit|report",
-        help="fit the constants of study/predictor/time.py anew; or write reports/prediction and the intervals",
+        help="fit the constants of study/predictor/time.py again; or write reports/prediction and the intervals",
     )  # fmt: skip
     options = parser.parse_args()
     try:
         with extra("report"):
-            _run(options.action)
+            if options.action == "fit":
+                from study.predictor.validation.league import write as write_fit
+
+                print(write_fit(), end="")
+            else:
+                write()
+                print(FOLDER / "summary.md")
     except (UserError, RunFailed) as refusal:
         print(refusal, file=sys.stderr)
         return 2
     return 0
-
-
-def _run(action: str) -> None:
-    if action == "fit":
-        from study.predictor.validation.league import write as write_fit
-
-        print(write_fit(), end="")
-    else:
-        write()
-        print(FOLDER / "summary.md")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,25 @@ from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.stacks import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING
-from study.report.plots.releases import KINDS, clipped, lettered
-from study.report.questions.releases import QUESTION, avoid_table
-from study.report.site.page import markdown_text, table_markdown
-
-# The bare control on the page of releases: which of its callers come to what a plain loop does, by stack.
+from study.report.document import PageSection, markdown_text, page_markdown
+from study.report.questions.releases import KINDS, QUESTION, avoid_table, clipped, lettered
 
 NOT_RUN = "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
 INSTALLED = "installed"
-# What rounding may do to a loss or a norm. The installed release is off by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
+# The rounding of a loss or a norm. The installed release differs by 1e-7, in bf16 by 3e-4; a fault by 4e-3.
 _ROUNDING = {"fp32": 1e-5, "bf16": 2e-3}
 Asked = Sequence[tuple[str, int]]
 _ONE: Asked = [("bare", 4), ("boundary", 4), ("accelerate", 4)]
 _SEVERAL_ASKED: Asked = [
     ("bare-losses", 1), ("bare-losses", 4), ("bare-forwards", 1), ("boundary-forwards", 1), ("accelerate-forwards", 1),
 ]  # fmt: skip
-_CONTROL = """## The bare control
-
+_CONTROL = """\
 A small model on two ranks, four micro-steps in a step, without this project's trainer: `deepspeed.initialize` with a
 step after each backward pass / the same with one step at the boundary, as Accelerate asks for it / through the stack's
 own Accelerate. `=` is right, `!` wrong, `x` an error.
 """
-_SEVERAL = """## Several backward passes in a step
-
+_SEVERAL = """\
 The same model with two losses that add up to the one above, and a backward pass for each. Nobody says which is the
 step's last, as in DeepSpeed's guide: both of one forward pass, in one micro-step / in four / each of a forward pass of
 its own / the same where `set_gradient_accumulation_boundary` names the last / the same through the stack's own
@@ -67,26 +62,30 @@ Accelerate.
 """
 
 
-def control(rows: Sequence[Row]) -> str:
-    """Markdown; empty where the control was not run."""
-    told = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
-    one = [row for row in told if row["loss"] == "inside"]
-    several = [row for row in told if "-" in row["caller"]]
-    parts = ((_CONTROL, one, _ONE), (_SEVERAL, several, _SEVERAL_ASKED))
-    return "\n".join(f"{head}\n{_table(mine, asked)}" for head, mine, asked in parts if mine)
-
-
-def _table(rows: Sequence[Row], asked: Asked) -> str:
-    """A line for each stack; in each cell a sign for each caller and number of micro-steps that is asked for."""
-    signs = {(row["stack"], row["strategy"], row["caller"], row["accumulation"]): _control_sign(row) for row in rows}
-    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
-    stacks = sorted({row["stack"] for row in rows}, key=lambda name: (name == INSTALLED, release_order(name), name))
-    lines = [
-        {"Stack": stack, **{
-            f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked) for name in strategies}}
-        for stack in stacks
-    ]  # fmt: skip
-    return table_markdown(pd.DataFrame(lines))
+def control(rows: Sequence[Row]) -> Iterator[PageSection]:
+    """Yield a table for each control that ran: a line per stack, a sign per caller and number of micro-steps."""
+    judged = [row for row in rows if row.get("precision") == "fp32" and row.get("clipping")]
+    one = [row for row in judged if row["loss"] == "inside"]
+    several = [row for row in judged if "-" in row["caller"]]
+    for title, text, mine, asked in (
+        ("The bare control", _CONTROL, one, _ONE),
+        ("Several backward passes in a step", _SEVERAL, several, _SEVERAL_ASKED),
+    ):
+        if mine:
+            signs = {
+                (row["stack"], row["strategy"], row["caller"], row["accumulation"]):
+                {True: "=", False: "!", None: "x"}[is_right(row)] for row in mine
+            }  # fmt: skip
+            strategies = list(dict.fromkeys(row["strategy"] for row in mine))
+            stacks = sorted(
+                {row["stack"] for row in mine}, key=lambda name: (name == INSTALLED, release_order(name), name)
+            )
+            lines = [
+                {"Stack": stack, **{f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked)
+                                    for name in strategies}}
+                for stack in sorted(stacks, key=lambda name: (name == INSTALLED, release_order(name), name))
+            ]  # fmt: skip
+            yield PageSection(title, text, table=pd.DataFrame(lines))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -94,7 +93,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def is_right(row: Row) -> bool | None:
-    """Whether a case of the control came to what a plain loop did, to rounding; None of one that ended in an error."""
+    """Return whether a case of the control agrees with a plain loop to rounding; None where it ended in an error."""
     if row.get("error"):
         return None
     most = _ROUNDING["fp32" if row["precision"] == "fp32" else "bf16"]
@@ -103,41 +102,35 @@ def is_right(row: Row) -> bool | None:
     return max(row["losses_off"], norm_off) <= most
 
 
-def _control_sign(row: Row) -> str:
-    return {True: "=", False: "!", None: "x"}[is_right(row)]
-
-
-# What a user of a release sees: the losses and the first norm of every run that is another than one process's.
-
 _SHOWN = 3
-_LOSSES_HEAD = """## Losses and norms
-
+_LOSSES_HEAD = """\
+\
 In fp32 with four micro-steps in a step, clipped: the first three losses and the last, and the first norm that the
 engine reported. Releases and strategies that agree in all of these digits are one line; of a cell that ran several
-times it is the worst run. What a cause of luck does is another thing in every run.
+times it is the worst run. A cause that strikes by chance does something else in every run.
 """
 
 
-def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> str:
+def losses(records: Records, cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> Iterator[PageSection]:
     asked = [cell for cell in cells if cell.precision == "fp32" and cell.micro_steps > 1 and cell.max_norm]
     wrong = [cell for cell in asked if cell.verdict.kind == "different"]
     if not wrong:
-        return ""
+        return
     steps = steps_by_run(records)
     right = sorted({_figures(steps[cell.single]) for cell in asked if cell.single})
     rows: list[tuple[str, ...]] = [("any", "single", *figures, "") for figures in right]
     groups: dict[tuple[str, ...], list[ReleaseCell]] = {}
     for cell in wrong:
         signs = "".join(letters[cause] for cause in cell.causes) or "?"
-        # None is kept of a run whose first loss is NaN.
+        # No steps are kept of a run whose first loss is NaN.
         taken = steps.get(cell.worst_run)
         figures = (cell.verdict.reason, "none") if taken is None else _figures(taken)
         groups.setdefault((*figures, signs), []).append(cell)
-    for told, mine in groups.items():
-        stacks = ", ".join(dict.fromkeys(cell.stack for cell in mine))
-        rows.append((stacks, ", ".join(dict.fromkeys(cell.strategy for cell in mine)), *told))
+    for line, mine in groups.items():
+        stacks, strategies = ({getattr(cell, name): None for cell in mine} for name in ("stack", "strategy"))
+        rows.append((", ".join(stacks), ", ".join(strategies), *line))
     table = pd.DataFrame(rows, columns=["Stack", "Strategy", "Losses", "First norm", "Cause"])
-    return f"{_LOSSES_HEAD}\n{table_markdown(table)}"
+    yield PageSection("Losses and norms", _LOSSES_HEAD, table=table)
 
 
 def _figures(steps: pd.DataFrame) -> tuple[str, str]:
@@ -155,75 +148,105 @@ PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "re
 # DeepSpeed without this project's trainer: records of study/releases/bare.py, which is in the history up to 7ff8d96.
 BARE = "bare.json"
 _REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
-_HEAD = """# Releases: which of them train as one process does
-
+_TITLE = "Releases: which of them compute the gradients of one process"
+_HEAD = """\
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
 
-Some releases of DeepSpeed, alone or together with some releases of Accelerate, train otherwise than plain data
-parallelism, and say nothing. Before you trust an image, run `study verify` in it: it trains a tiny model under the
-studied strategies, in fp32 with one micro-step in a step and with four, in half precision with four, and says which of
-them compute what one process computes there. It takes a rank for each GPU, or two without; `--world-size 8` asks for
-another number. `study releases bisect zero3` finds between which two releases a strategy began to train wrongly; it
-runs no more of them than that takes, and what has a record is not run again.
+Some releases of DeepSpeed, alone or together with some releases of Accelerate, silently compute other gradients than
+DDP. Before you trust an image, run `study verify` in it: it trains a tiny model under the studied strategies, in fp32
+with one micro-step in a step and with four, in half precision with four, and prints which of them compute what one
+process computes there. It uses a rank for each GPU, or two without; `--world-size 8` asks for another number.
+`study releases bisect zero3` finds between which two releases a strategy began to diverge from one process; it runs
+only the releases that the search needs, and runs again nothing that has a record.
 """
-_JUDGED = """
-## How a cell is judged
-
-Each run is held against `single` under the same stack, with the same weights and samples. Equal means: at every step
+_JUDGED = """\
+Each run is compared with `single` under the same stack, with the same weights and samples. Equal means: at every step
 the loss and the reported norm are within a tolerance. That is what rounding allows, or four times what `ddp` was seen
-to differ by, where that is more. What differs first says what is wrong: the loss of the first step is taken before any
-update, so there the weights or the forward pass are wrong; the first norm tells of the gradient; AdamW's first update
-is the same for a gradient of any scale, so a loss that goes wrong only behind the second update tells of a scale or of
+to differ by, where that is more. What differs first shows what is wrong: the loss of the first step is computed before
+any update, so there the weights or the forward pass are wrong; the first norm shows the gradient; AdamW's first update
+is the same for a gradient of any scale, so a loss that is wrong only after the second update points to a scale or to
 clipping. A cell that ran several times is wrong where one of its runs is. A letter says that these releases have the
 lines of that cause, and that such a cell runs through them; that the lines make the difference is shown by the
-experiment that stands with the cause, not cell by cell.
+experiment listed with the cause, not cell by cell.
 
-A stack called *today* has one release of DeepSpeed, and beside it the Accelerate, torch and transformers that this
-study uses. *Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is
-called a mismatch of releases, and never DeepSpeed's fault.
+A stack called *today* has one release of DeepSpeed with the Accelerate, torch and transformers that this study uses.
+*Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is a mismatch of
+releases, not a fault of DeepSpeed.
 """
+_LEGEND = (
+    "`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a [cause](#causes)"
+    " below, `?` a difference whose cause is not known, `'` behind it a difference in some runs only, `x` a crash, `-`"
+    " refused or not installable, a dot not run. Left of the bar: one micro-step; right of it: four."
+)
 
 
 def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
-    cells = release_cells(records)
-    answer = QUESTION.answer(records)
+    return page_markdown(_TITLE, [PageSection(text=_HEAD), *_sections(records, bare)])
+
+
+def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
+    cells, answer = release_cells(records), QUESTION.answer(records)
     if answer is None:
-        return f"{_HEAD}\n{QUESTION.nothing}\n"
-    letters = lettered(clipped(cells))
-    notes = "".join(f"- {markdown_text(note)}\n" for note in answer.notes)
-    parts = [_HEAD, f"**{markdown_text(answer.sentence)}**\n\n{notes}", _grids(clipped(cells), letters)]
-    parts.append(f"## Releases to avoid\n\n{table_markdown(avoid_table(records))}")
-    parts.append("## Causes\n")
-    parts += [
-        _cause(cause, letter, [cell for cell in cells if cause in cell.causes]) for cause, letter in letters.items()
-    ]
-    parts += [
-        _unexplained(cells),
-        losses(records, cells, letters),
-        _unclipped(cells),
-        _not_run(cells),
-        control(bare),
-        _stacks(cells),
-        _JUDGED.strip() + "\n",
-        _tolerances(),
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def _grids(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
-    text = (
-        "## The grid\n\n`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a"
-        " [cause](#causes) below, `?` a difference whose cause is not known, `'` behind it a difference in some runs"
-        " only, `x` a crash, `-` refused or not installable, a dot not run. Left of the bar: one micro-step; right of"
-        " it: four.\n"
-    )
-    precisions = sorted({cell.precision for cell in cells}, key=lambda name: (name != "fp32", name))
-    for precision in precisions:
+        yield PageSection(text=QUESTION.nothing)
+        return
+    shown = clipped(cells)
+    letters = lettered(shown)
+    yield PageSection(text=f"**{markdown_text(answer.sentence)}**", notes=answer.notes)
+    yield PageSection("The grid", _LEGEND)
+    for precision in sorted({cell.precision for cell in shown}, key=lambda name: (name != "fp32", name)):
         for of_its_time, words in KINDS.items():
-            mine = [cell for cell in cells if cell.precision == precision and cell.is_of_its_time == of_its_time]
+            mine = [cell for cell in shown if cell.precision == precision and cell.is_of_its_time == of_its_time]
             if mine:
-                text += f"\n### {precision}, {words}\n\n{table_markdown(_grid(mine, letters))}"
-    return text
+                yield PageSection(f"{precision}, {words}", table=_grid(mine, letters), level=3)
+    yield PageSection("Releases to avoid", table=avoid_table(records))
+    yield PageSection("Causes")
+    for cause, letter in letters.items():
+        yield PageSection(text=_cause(cause, letter, [cell for cell in cells if cause in cell.causes]))
+    yield from _table_section("Differences without a known cause", [
+        {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
+         "Clips at": cell.max_norm or "-", "Verdict": cell.verdict.says}
+        for cell in cells if cell.verdict.kind == "different" and not cell.causes
+    ])  # fmt: skip
+    yield from losses(records, cells, letters)
+    with_clipping = {_same(cell): cell for cell in cells if cell.max_norm}
+    pairs = [(cell, with_clipping[_same(cell)]) for cell in cells if not cell.max_norm and _same(cell) in with_clipping]
+    yield from _table_section("With clipping and without", [
+        {"Stack": cell.stack, "Strategy": cell.strategy, "Micro-steps": cell.micro_steps,
+         f"Clips at {clipping.max_norm:g}": clipping.verdict.says, "Does not clip": cell.verdict.says}
+        for cell, clipping in pairs if "different" in (cell.verdict.kind, clipping.verdict.kind)
+    ], "Where the loss is right without clipping, only what is clipped is wrong.")  # fmt: skip
+    # The strategies that each reason stopped, by stack.
+    stopped: dict[tuple[str, str, str], list[str]] = {}
+    for cell in cells:
+        if cell.verdict.kind in ("crashes", "refuses", "not installable"):
+            reason = _OF_A_RANK.sub("", cell.verdict.reason)
+            short = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
+            stopped.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
+    yield from _table_section("What does not run", [
+        {"Stack": stack, "Strategies": ", ".join(dict.fromkeys(names)), "Outcome": kind, "Why": why}
+        for (stack, kind, why), names in stopped.items()
+    ])  # fmt: skip
+    yield from control(bare)
+    versions = {cell.stack: cell.versions for cell in cells}
+    yield from _table_section("The stacks", [
+        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today",
+         **{name: versions[stack][name] or "not known" for name in PACKAGES}}
+        for stack in sorted(versions, key=lambda name: (release_order(name), name))
+    ])  # fmt: skip
+    tolerances = [
+        {"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
+        for name, each in ROUNDING.items()
+    ]
+    yield PageSection("How a cell is judged", _JUDGED, table=pd.DataFrame(tolerances))
+
+
+def _table_section(title: str, rows: Sequence[Row], text: str = "") -> Iterator[PageSection]:
+    if rows:
+        yield PageSection(title, text, table=pd.DataFrame(rows))
+
+
+def _same(cell: ReleaseCell) -> tuple[object, ...]:
+    return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
 
 
 def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFrame:
@@ -249,13 +272,16 @@ def _sign(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> str:
 
 
 def _cause(cause: Cause, letter: str, cells: Sequence[ReleaseCell]) -> str:
-    seen = ", ".join(dict.fromkeys(cell.stack for cell in cells))
+    seen, beside = ", ".join(dict.fromkeys(cell.stack for cell in cells)), "with Accelerate and torch of its time"
+    then = f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
+    if of_its_time := dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time):
+        then = f"seen in {', '.join(of_its_time)} {beside} too"
     strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(cell.strategy for cell in cells))
     seen += " (in some runs only)" * cause.sometimes
     lines = [
         f"### {letter}: {markdown_text(cause.title)}\n",
         f"{markdown_text(cause.says)}\n",
-        f"- Whose: {_WHOSE[cause.blame]}; {_seen_then(cells)}",
+        f"- Whose: {_WHOSE[cause.blame]}; {then}",
         f"- Seen here in {len(cells)} cells: DeepSpeed {seen}; {strategies}"
         + ("; only where steps are accumulated" if cause.accumulation == "several" else ""),
         *(f"- Read in {each.package} {each.release}, `{each.file}`, lines {each.lines}: {markdown_text(each.says)}"
@@ -276,76 +302,7 @@ _WHOSE = {
 }
 
 
-def _seen_then(cells: Sequence[ReleaseCell]) -> str:
-    """Whether the releases of its own time do it too."""
-    beside = "with Accelerate and torch of its time"
-    if then := list(dict.fromkeys(cell.release for cell in cells if cell.is_of_its_time)):
-        return f"seen in {', '.join(then)} {beside} too"
-    return f"not seen {beside}" if any(cell.of_its_time for cell in cells) else f"not run {beside}"
-
-
 _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
-
-
-def _unexplained(cells: Iterable[ReleaseCell]) -> str:
-    rows = [
-        {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
-         "Clips at": cell.max_norm or "-", "Says": cell.verdict.says}
-        for cell in cells if cell.verdict.kind == "different" and not cell.causes
-    ]  # fmt: skip
-    return f"## Differences without a known cause\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
-
-
-def _not_run(cells: Iterable[ReleaseCell]) -> str:
-    """By stack and reason, the strategies that it stopped."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for cell in cells:
-        if cell.verdict.kind in ("crashes", "refuses", "not installable"):
-            reason = _OF_A_RANK.sub("", cell.verdict.reason)
-            short = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
-            found.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
-    rows = [
-        {"Stack": stack, "Strategies": ", ".join(dict.fromkeys(names)), "Outcome": kind, "Why": why}
-        for (stack, kind, why), names in found.items()
-    ]
-    return f"## What does not run\n\n{table_markdown(pd.DataFrame(rows))}" if rows else ""
-
-
-def _unclipped(cells: Sequence[ReleaseCell]) -> str:
-    """Beside each cell without clipping the same one with it."""
-    rows = []
-    with_clipping = {_same(cell): cell for cell in cells if cell.max_norm}
-    for cell in cells:
-        clipping = with_clipping.get(_same(cell))
-        if not cell.max_norm and clipping is not None and "different" in (cell.verdict.kind, clipping.verdict.kind):
-            rows.append({
-                "Stack": cell.stack, "Strategy": cell.strategy, "Micro-steps": cell.micro_steps,
-                f"Clips at {clipping.max_norm:g}": clipping.verdict.says, "Does not clip": cell.verdict.says,
-            })  # fmt: skip
-    text = (
-        "## With clipping and without\n\nWhere the loss is right without clipping, only what is clipped is wrong.\n\n"
-    )
-    return text + table_markdown(pd.DataFrame(rows)) if rows else ""
-
-
-def _same(cell: ReleaseCell) -> tuple[object, ...]:
-    return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
-
-
-def _stacks(cells: Sequence[ReleaseCell]) -> str:
-    versions = {cell.stack: cell.versions for cell in cells}
-    rows = [
-        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today", **{
-            name: versions[stack][name] or "not known" for name in PACKAGES}}
-        for stack in sorted(versions, key=lambda name: (release_order(name), name))
-    ]  # fmt: skip
-    return f"## The stacks\n\n{table_markdown(pd.DataFrame(rows))}"
-
-
-def _tolerances() -> str:
-    rows = [{"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
-            for name, each in ROUNDING.items()]  # fmt: skip
-    return table_markdown(pd.DataFrame(rows))
 
 
 def main() -> None:

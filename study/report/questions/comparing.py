@@ -1,4 +1,4 @@
-"""Which arm is held against which, and the small table in which arms of several workloads stand side by side."""
+"""Compare strategies with a reference, and lay several workloads next to each other in one small table."""
 
 from __future__ import annotations
 
@@ -7,136 +7,132 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
-from study.records.arms import Arm, Row, arms, comparable, frame, moves_state, one_value, same_stage
+from study.config.text import NOT_MEASURED, percent
 from study.records.frames import Records, real
-from study.records.statistics import NOT_TOLD_APART, SMALLEST_SAMPLE, Difference, by_seed, differences, noise, percent
+from study.records.statistics import NOT_SIGNIFICANT, SMALLEST_SAMPLE, Difference, by_seed, differences, noise
+from study.records.strategy_runs import Row, StrategyRuns, comparable, frame, group_by_strategy
 from study.records.workloads import BASELINES, strategy_order
-from study.report.questions.question import NOT_MEASURED, Answer, cell_text, known, names
+from study.report.document import Answer, cell_text, known, names, span
 
-# So many workloads stand side by side on the first screen, and so many notes below them.
+# So many workloads stand next to each other on the first screen, and so many notes below them.
 _MOST_WORKLOADS, _MOST_NOTES = 2, 6
 _CONFOUNDED = " †"
 UNSURE = "~ "
-Workloads = Mapping[str, Sequence[Arm]]
-# What a column says of an arm, by its heading.
-Columns = Mapping[str, Callable[[Arm], str | float]]
+Workloads = Mapping[str, Sequence[StrategyRuns]]
+# The cells of a column, by its heading.
+Columns = Mapping[str, Callable[[StrategyRuns], str | float]]
 
 
-def real_arms(records: Records) -> Iterator[Arm]:
-    """Those that trained on devices that were there."""
-    return arms(real(records).runs)
+def real_arms(records: Records) -> Iterator[StrategyRuns]:
+    return group_by_strategy(real(records).runs)
 
 
-def workloads(records: Records) -> dict[str, list[Arm]]:
-    """The arms of each workload in which a run ended well."""
-    grouped: dict[str, list[Arm]] = {}
+def workloads(records: Records) -> dict[str, list[StrategyRuns]]:
+    """Return the strategies of each workload in which a run ended well."""
+    grouped: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         grouped.setdefault(arm.workload, []).append(arm)
     return {workload: found for workload, found in grouped.items() if any(len(arm.ended) for arm in found)}
 
 
-def compared(found: Iterable[Arm], confound: str = "confounded") -> list[Arm]:
-    """The arms that ended well and break no invariant, but the baseline."""
+def compared(found: Iterable[StrategyRuns], confound: str = "confounded") -> list[StrategyRuns]:
+    """Return those that ended well and break no invariant, except the baseline."""
     return [arm for arm in found if arm.baseline is not None and not arm.is_baseline and arm.is_fair(confound)]
 
 
-def reference(found: Sequence[Arm]) -> Arm | None:
-    """What state, traffic and time are held against: DDP on the most ranks it ran on, if it breaks no invariant, else
-    the baseline."""
-    ddp = [arm for arm in found if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
-    return max(ddp, key=ranks, default=next((arm for arm in found if arm.is_baseline and len(arm.ended)), None))
-
-
-def trains_plainly(arm: Arm) -> bool:
-    return one_value(arm.runs["strategy"]) in BASELINES
-
-
-def ranks(arm: Arm) -> int:
-    return int(one_value(arm.runs["world_size"]) or 0)
+def is_plain(arm: StrategyRuns) -> bool:
+    return arm.value("strategy") in BASELINES
 
 
 @dataclasses.dataclass(frozen=True)
-class BesideReference:
-    """The workloads whose reference has a figure, and how many times it the sharding arms have."""
+class ReferenceComparison:
+    """A figure of the sharding strategies as a multiple of the reference's, in the workloads whose reference has it."""
 
-    workloads: dict[str, list[Arm]]
-    bases: dict[str, Arm]
-    figure: Callable[[Arm], float]
-    # Under a plain training it is the same on any number of ranks, as a rank's state is.
-    on_any_ranks: bool = False
+    workloads: dict[str, list[StrategyRuns]]
+    references: dict[str, StrategyRuns]
+    figure: Callable[[StrategyRuns], float]
+    sharding: list[StrategyRuns]
 
-    @property
-    def sharding(self) -> list[Arm]:
-        """None that breaks an invariant, or moves its state off the device."""
-        return [
-            arm for workload, base in self.bases.items() for arm in self.workloads[workload]
-            if arm.name != base.name and arm.is_fair() and not moves_state(arm) and not trains_plainly(arm)
-            and (ranks(arm) == ranks(base) or (self.on_any_ranks and trains_plainly(base)))
-        ]  # fmt: skip
-
-    def ratio(self, arm: Arm) -> float:
-        return self.figure(arm) / self.figure(self.bases[arm.workload])
+    def ratio(self, arm: StrategyRuns) -> float:
+        return self.figure(arm) / self.figure(self.references[arm.workload])
 
     @property
-    def ratios(self) -> list[tuple[float, Arm]]:
-        """From the smallest to the largest, each with its arm."""
+    def ratios(self) -> list[tuple[float, StrategyRuns]]:
         found = [(ratio, arm) for arm in self.sharding if not pd.isna(ratio := self.ratio(arm))]
         return sorted(found, key=lambda entry: (entry[0], entry[1].name))
 
     @property
     def names(self) -> str:
-        return names([base.name for base in self.bases.values()])
+        return names([base.name for base in self.references.values()])
 
     @property
     def plain_names(self) -> str:
         return self.names.replace("`", "")
 
-    def cell(self, form: Callable[[float], str]) -> Callable[[Arm], str]:
+    def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
         return lambda arm: known(self.ratio(arm), form)
 
-    def answer(self, sentence: str, what: str, columns: Columns, *notes: str) -> Answer:
-        sentence = sentence or f"No sharding arm here can be compared with {self.names} in {what}."
-        return side_by_side(sentence, first_screen(self.workloads), columns, *notes)
 
+def compare_with_reference(
+    records: Records, figure: Callable[[StrategyRuns], float], on_any_ranks: bool = False
+) -> ReferenceComparison | None:
+    """Return None where no reference has the figure: fair DDP on the most ranks it ran on, else the baseline.
 
-def beside_reference(
-    records: Records, figure: Callable[[Arm], float], on_any_ranks: bool = False
-) -> BesideReference | None:
-    """None where no reference has the figure."""
-    found = workloads(records)
-    bases = {workload: base for workload, arms in found.items() if (base := reference(arms)) and figure(base) > 0}
-    if not bases:
+    Strategies that break an invariant or offload are not compared, nor are other numbers of ranks than the reference's;
+    `on_any_ranks` allows these for what is the same on any number under a plain training.
+    """
+    found, references, sharding = workloads(records), {}, []
+    for workload, of_it in found.items():
+        ddp = [arm for arm in of_it if arm.name.split(" ")[0] == "ddp" and ", " not in arm.name and arm.is_fair()]
+        base = max(
+            ddp,
+            key=lambda arm: arm.ranks,
+            default=next((arm for arm in of_it if arm.is_baseline and len(arm.ended)), None),
+        )
+        if base is None or not figure(base) > 0:
+            continue
+        references[workload] = base
+        sharding += [
+            arm for arm in of_it
+            if arm.name != base.name and arm.is_fair() and not arm.is_offloaded and not is_plain(arm)
+            and (arm.ranks == base.ranks or (on_any_ranks and is_plain(base)))
+        ]  # fmt: skip
+    if not references:
         return None
-    return BesideReference({workload: found[workload] for workload in bases}, bases, figure, on_any_ranks)
+    return ReferenceComparison({workload: found[workload] for workload in references}, references, figure, sharding)
 
 
 class Comparison:
-    """One figure of each arm beside another arm's, and whether the two are told apart; each workload is a family."""
+    """A figure of each strategy over another strategy's, seed by seed, and its significance within a workload."""
 
-    def __init__(self, found: Workloads, figure: str, base_of: Callable[[Arm], str | None]):
+    def __init__(self, found: Workloads, figure: str, base_of: Callable[[StrategyRuns], str | None]):
         self._base_of = base_of
         self._differences: dict[tuple[str, str], Difference] = {}
         for workload, of_it in found.items():
             bases = {
                 arm.name: base for arm in of_it if len(arm.ended) and (base := base_of(arm)) not in (None, arm.name)
             }
-            of_pairs = differences(of_it[0].beside, figure, bases.items()) if bases else {}
+            of_pairs = differences(of_it[0].workload_runs, figure, bases.items()) if bases else {}
             self._differences |= {(workload, name): found for (name, _), found in of_pairs.items()}
 
-    def of(self, arm: Arm) -> Difference | None:
+    def of(self, arm: StrategyRuns) -> Difference | None:
         return self._differences.get((arm.workload, arm.name))
 
-    def apart(self, arms: Iterable[Arm]) -> list[tuple[float, Arm]]:
-        """The ratios of those whose difference survives noise, from the smallest on."""
-        judged = [
-            (difference.ratio.center, arm) for arm in arms if (difference := self.of(arm)) and difference.is_told_apart
-        ]
-        return sorted(judged, key=lambda entry: entry[0])
+    def significant(self, arms: Iterable[StrategyRuns]) -> list[float]:
+        """Return the ratios of those that differ significantly."""
+        return [found.ratio.center for arm in arms if (found := self.of(arm)) and found.is_significant]
 
-    def cell(self, form: Callable[[float], str]) -> Callable[[Arm], str]:
-        """With its interval, and a sign before what is not told apart from noise."""
+    def sentence(self, arms: Sequence[StrategyRuns], form: Callable[[float], str], lead: str, end: str = "") -> str:
+        """Return the lead, the range of the significant ratios, the end, and how many are not significant."""
+        ratios = self.significant(arms)
+        rest = len(arms) - len(ratios)
+        others = f"; {rest} of {len(arms)} strategies are {NOT_SIGNIFICANT}" if rest else ""
+        return f"{lead} {span(ratios, form)}{end}{others}."
 
-        def said(arm: Arm) -> str:
+    def cell(self, form: Callable[[float], str]) -> Callable[[StrategyRuns], str]:
+        """Return a cell's text: the ratio with its interval, and a sign before one that is not significant."""
+
+        def text(arm: StrategyRuns) -> str:
             difference = self.of(arm)
             if difference is None:
                 return form(1.0) if arm.name == self._base_of(arm) else NOT_MEASURED
@@ -144,97 +140,94 @@ class Comparison:
                 return NOT_MEASURED
             return (UNSURE if difference.is_unsure else "") + difference.ratio.brief(form)
 
-        return said
+        return text
 
     @property
     def notes(self) -> tuple[str, ...]:
         unsure = any(difference.is_unsure for difference in self._differences.values())
-        return (f"{UNSURE.strip()}: {NOT_TOLD_APART}.",) if unsure else ()
+        return (f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.",) if unsure else ()
 
 
 def noise_notes(found: Workloads, figure: str) -> tuple[str, ...]:
-    """How far like runs differ, and what cannot be seen for it; once where all workloads say the same."""
-    said: dict[str, list[str]] = {}
+    """Return the noise of like runs and the minimum detectable effect; once where all workloads have the same."""
+    notes: dict[str, list[str]] = {}
     for workload, of_it in found.items():
-        said.setdefault(noise_words(of_it, figure), []).append(workload)
-    return tuple(words if len(said) == 1 else f"{', '.join(of)}: {words}" for words, of in said.items())
+        notes.setdefault(noise_note(of_it, figure), []).append(workload)
+    return tuple(note if len(notes) == 1 else f"{', '.join(of)}: {note}" for note, of in notes.items())
 
 
-def noise_words(of_it: Sequence[Arm], figure: str) -> str:
-    runs = of_it[0].beside
+def noise_note(of_it: Sequence[StrategyRuns], figure: str) -> str:
+    runs = of_it[0].workload_runs
     floor, seeds = noise(runs, figure), by_seed(runs, figure).count()
     if floor is None:
-        return "One run of each arm: how far like runs differ is not known, so no difference in time is named."
-    words = f"Like runs differ by {percent(floor.share)} (standard deviation, {floor.df} degrees of freedom)."
-    samples, tested = (
-        int(seeds.max()),
-        sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in of_it),
-    )
-    smallest = floor.resolves(samples, tested - 1)
+        return "One run of each strategy: the noise is not known, so no difference in time is significant."
+    words = f"Residual SD of like runs: {percent(floor.share)} ({floor.df} degrees of freedom)."
+    tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in of_it)
+    smallest = floor.resolves(int(seeds.max()), tested - 1)
     if smallest is None:
-        return f"{words} Fewer than three seeds tell no arms apart."
-    return f"{words} With {samples} seeds a difference below {percent(smallest)} is missed more often than not."
+        return f"{words} Fewer than three seeds: no test."
+    return f"{words} With {int(seeds.max())} seeds, a difference of {percent(smallest)} is found half of the time."
 
 
-def first_screen(found: Workloads) -> dict[str, list[Arm]]:
-    """Without the arms whose offload is held against their own stage, which is a question of its own."""
+def without_offload(found: Workloads) -> dict[str, list[StrategyRuns]]:
+    """Leave out offload that is compared with its own stage, which is a question of its own."""
     return {
-        workload: [arm for arm in arms if not (moves_state(arm) and len(arm.ended) and same_stage(arm))]
+        workload: [arm for arm in arms if not (arm.is_offloaded and len(arm.ended) and arm.same_stage)]
         for workload, arms in found.items()
     }
 
 
-def table_of(found: Iterable[Arm], figures: Callable[[Arm], Row], confound: str = "confounded") -> pd.DataFrame:
-    """A row for each arm."""
+def table_of(
+    found: Iterable[StrategyRuns], figures: Callable[[StrategyRuns], Row], confound: str = "confounded"
+) -> pd.DataFrame:
     return frame(arm.row(figures(arm), confound) for arm in found)
 
 
 def by_arms(found: Workloads) -> list[str]:
-    """The workloads, that with most arms first."""
+    """Return the workloads, that with most strategies first."""
     return sorted(found, key=lambda workload: -len(found[workload]))
 
 
 def side_by_side(sentence: str, found: Workloads, columns: Columns, *notes: str) -> Answer:
-    """One row per arm, one column per figure and workload; and why some cells are no fair comparison or have no value.
+    """Return one row per strategy, one column per figure and workload, with notes on what is not comparable.
 
-    Of many workloads those with most arms.
+    Where there are many workloads, these are the ones with most strategies.
     """
     chosen = by_arms(found)[:_MOST_WORKLOADS]
     shown = [arm for workload in chosen for arm in found[workload]]
-    every = {arm.name: strategy_order(one_value(arm.runs["strategy"])) for arm in shown}
-    order = sorted(every, key=lambda name: every[name])
-    cells = {("", "Arm"): order}
+    places = {arm.name: strategy_order(arm.value("strategy")) for arm in shown}
+    order = sorted(places, key=lambda name: places[name])
+    cells = {("", "Strategy"): order}
     for workload in chosen:
-        for heading, value in columns.items():
-            said = {arm.name: _cell(arm, value, heading == next(iter(columns))) for arm in found[workload]}
-            cells[workload, heading] = [said.get(name, NOT_MEASURED) for name in order]
+        for place, (heading, value) in enumerate(columns.items()):
+            texts = {arm.name: _cell(arm, value, place == 0) for arm in found[workload]}
+            cells[workload, heading] = [texts.get(name, NOT_MEASURED) for name in order]
     table = pd.DataFrame(cells)
     if len(chosen) == 1:
         table.columns = table.columns.droplevel(0)
-    notes = (*notes, *notes_on(shown))
-    if more := len(found) - len(chosen):
-        notes = (*notes, f"In the details: {more} more of the workloads.")
-    return Answer(sentence, table, notes)
+    more = len(found) - len(chosen)
+    hidden = (f"In the details: {more} more of the workloads.",) if more else ()
+    return Answer(sentence, table, (*notes, *notes_on(shown), *hidden))
 
 
-def _cell(arm: Arm, value: Callable[[Arm], str | float], is_first: bool) -> str:
+def _cell(arm: StrategyRuns, value: Callable[[StrategyRuns], str | float], is_first: bool) -> str:
     if not len(arm.ended):
-        return str(one_value(arm.runs["status_state"])) if is_first else NOT_MEASURED
+        return str(arm.value("status_state")) if is_first else NOT_MEASURED
     text = cell_text(value(arm))
     return text if arm.is_fair() or text == NOT_MEASURED else text + _CONFOUNDED
 
 
-def notes_on(found: Iterable[Arm], confound: str = "confounded") -> tuple[str, ...]:
-    """What breaks a comparison, and what did not end well: each reason once, with its arms."""
+def notes_on(found: Iterable[StrategyRuns], confound: str = "confounded") -> tuple[str, ...]:
+    """Return what breaks a comparison, and which runs did not end well: each reason once, with its strategies."""
     reasons: dict[str, dict[str, None]] = {}
     for arm in found:
         if len(arm.ended) and not arm.is_fair(confound):
-            said = comparable(arm.ended, arm.baseline, confound)
-            reasons.setdefault(f"not a fair comparison{_CONFOUNDED}, {said}", {})[arm.name] = None
+            why = f"not a fair comparison{_CONFOUNDED}, {comparable(arm.ended, arm.baseline, confound)}"
+            reasons.setdefault(why, {})[arm.name] = None
         lost = arm.runs[arm.runs["status_state"] != "ok"]
         for state, reason in zip(lost["status_state"], lost["status_reason"], strict=True):
-            ended = f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}"
-            reasons.setdefault(ended, {})[arm.name] = None
+            why = f"ended {state}{f', {reason}' if isinstance(reason, str) and reason else ''}"
+            reasons.setdefault(why, {})[arm.name] = None
     notes = [f"{', '.join(f'`{name}`' for name in of_arms)}: {reason}." for reason, of_arms in reasons.items()]
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"In the details: {len(notes) - _MOST_NOTES} more of these notes."]

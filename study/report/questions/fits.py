@@ -1,29 +1,147 @@
-"""What fits: the largest micro-batch or model that a memory holds, by how the probes of each search ended."""
+"""The largest micro-batch or model that fits, by how the probes of each search ended."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from study.records.arms import NAN
-from study.records.frames import Records
-from study.report.plots.scaling import what_fits
-from study.report.questions.question import Answer, Question
-from study.report.searches import Fit, fits
+from study.records.frames import Records, probes
+from study.records.strategy_runs import NAN
+from study.records.workloads import strategy_order, word_for
+from study.report import canvas
+from study.report.document import Answer, Question
+from study.sweep.search import Bracket, WhatFits, examine
+from study.sweep.verdict import CellState
+
+_MICRO_BATCH = "largest_micro_batch"
+_VALUE = {_MICRO_BATCH: "per_device_train_batch_size", "largest_model": "model_name_or_path"}
+_WHAT = {_MICRO_BATCH: "largest micro-batch", "largest_model": "largest model"}
+# Searches that differ in one of these are not of one kind.
+_SETTINGS = (
+    "precision", "seq_length", "world_size", "per_device_train_batch_size", "gradient_checkpointing", "torch_compile",
+    "attn_implementation", "data", "weights", "peft", "optimizer", "bf16_states",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """One search: its probes by their place on the ladder, and the bracket that they leave."""
+
+    id: str
+    axis: str
+    last: int
+    rungs: dict[int, Row]
+    bracket: Bracket
+    # The model, and what differs from other searches of its kind, apart from strategy and memory limit.
+    subject: str
+
+    @property
+    def any(self) -> Row:
+        return next(iter(self.rungs.values()))
+
+    @property
+    def cap_gib(self) -> float | None:
+        cap = self.any["device_memory_cap_gib"]
+        return None if pd.isna(cap) else float(cap)
+
+    @property
+    def within(self) -> str:
+        return "the whole device" if self.cap_gib is None else f"{self.cap_gib:g} GiB"
+
+    @property
+    def arm(self) -> str:
+        row = self.any
+        parts = [row["strategy"], "" if row["trainer"] in (None, "study") else row["trainer"],
+                 "virtual" if row["virtual"] else "", *json.loads(row["engine_override"] or "[]")]  # fmt: skip
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def largest(self) -> Row | None:
+        return None if self.bracket.fits is None else self.rungs[self.bracket.fits]
+
+    def value(self, place: int | None) -> str:
+        return "" if place is None else f"{self.rungs[place][_VALUE[self.axis]]}"
+
+    @property
+    def what_fits(self) -> WhatFits:
+        states = {at: CellState(row["status_state"], row["status_reason"] or "") for at, row in self.rungs.items()}
+        return WhatFits(self.bracket, self.last, self.value, states)
+
+    @property
+    def size(self) -> float:
+        """The length of its bar: samples, or millions of parameters; 0 where nothing fits, NaN where not known."""
+        if self.largest is None:
+            return 0.0 if self.bracket.too_large == 0 else NAN
+        if self.axis == _MICRO_BATCH:
+            return float(self.largest[_VALUE[self.axis]])
+        return float(self.largest["model_parameters"]) / 1e6
+
+    def over_plain(self, found: Sequence[Fit]) -> float:
+        """Return its size over that of plain training; the ratio of two lower bounds would mean nothing."""
+        plain = [each for each in found if each._limits == self._limits and each.arm == "single" and each.size > 0]
+        return NAN if not plain or plain[0].what_fits.is_open or self.what_fits.is_open else self.size / plain[0].size
+
+    @property
+    def _limits(self) -> tuple[Any, ...]:
+        repeat = self.id.rpartition("-r")[2]
+        return self.subject, self.cap_gib, repeat, self.any["devices"]
+
+
+def fits(records: Records) -> list[Fit]:
+    rungs: defaultdict[str, dict[int, Row]] = defaultdict(dict)
+    about: dict[str, Row] = {}
+    for row in probes(records).runs.to_dict("records"):
+        for search in json.loads(row["searches"]):
+            rungs[search["id"]][search["place"]] = row
+            about[search["id"]] = search
+    kinds: defaultdict[str, list[tuple[Row, Row]]] = defaultdict(list)
+    for name, search in about.items():
+        row = rungs[name][min(rungs[name])]
+        model = f", {row['model_name_or_path']}" if search["axis"] == _MICRO_BATCH else ""
+        kinds[f"{row['task']}{model}: {_WHAT[search['axis']]}"].append((search, row))
+    found = []
+    for kind, searches in kinds.items():
+        settings = [key for key in _SETTINGS if key != _VALUE[searches[0][0]["axis"]]]
+        differing = [key for key in settings if len({str(row[key]) for _, row in searches}) > 1]
+        for search, row in searches:
+            words = [word_for(key, row[key]) for key in differing if not pd.isna(row[key])]
+            found.append(_fit(search, rungs[search["id"]], ", ".join([kind, *words])))
+    return sorted(found, key=lambda fit: (
+        fit.subject, fit.cap_gib or float("inf"), strategy_order(fit.any["strategy"]), fit.arm, fit.id,
+    ))  # fmt: skip
+
+
+def _fit(search: Row, rungs: dict[int, Row], subject: str) -> Fit:
+    # An interrupted probe shows nothing.
+    states = {place: row["status_state"] for place, row in rungs.items() if row["status_state"] != "interrupted"}
+    bracket = examine(states, search["last"])
+    # The search may have begun elsewhere: the probe shows where it stopped, not what would come next from here.
+    low, high = (-1 if bracket.fits is None else bracket.fits), bracket.too_large or search["last"] + 1
+    stopped = [place for place, state in states.items() if low < place < high and state not in ("ok", "oom")]
+    if bracket.next is not None and stopped:
+        bracket = dataclasses.replace(bracket, next=None, stopped_by=min(stopped))
+    return Fit(search["id"], search["axis"], search["last"], dict(sorted(rungs.items())), bracket, subject)
 
 
 def answer(records: Records) -> Answer | None:
     found = fits(records)
     if not found:
         return None
-    ratios = [(ratio, fit) for fit in found if (ratio := _against_plain(fit, found)) > 0 and fit.arm != "single"]
-    sentence = f"{len(found)} searches ran, and none can be held against plain training under the same limit."
+    ratios = [(ratio, fit) for fit in found if (ratio := fit.over_plain(found)) > 0 and fit.arm != "single"]
+    sentence = f"{len(found)} searches ran, and none is comparable with plain training under the same memory limit."
     if ratios:
         ratio, best = max(ratios, key=lambda entry: entry[0])
-        holds = f"holds {ratio:.1f} times what plain training on one device holds"
-        sentence = f"At best `{best.arm}` {holds} ({best.what_fits.answer} within {best.within})."
+        sentence = (
+            f"`{best.arm}` fits at most {ratio:.1f} times what plain training fits on one device"
+            f" ({best.what_fits.answer} within {best.within})."
+        )
     table = pd.DataFrame(
         {"Workload": fit.subject, "Strategy": fit.arm, "within": fit.within, "answer": fit.what_fits.answer}
         for fit in found
@@ -32,7 +150,7 @@ def answer(records: Records) -> Answer | None:
         index=["Workload", "Strategy"], columns="within", values="answer", aggfunc=", ".join, sort=False
     )
     notes = [
-        f"`{fit.arm}` within {fit.within}: a larger one did fit, so what fits does not fit in order."
+        f"`{fit.arm}` within {fit.within}: a larger one fits too, so the order of sizes is not the order of memory."
         for fit in found
         if fit.bracket.fits_against_the_order
     ]
@@ -43,56 +161,64 @@ def fits_table(records: Records) -> pd.DataFrame:
     found = fits(records)
     return pd.DataFrame(
         {
-            "Workload": fit.subject,
-            "Strategy": fit.arm,
-            "Held to": fit.within,
-            "Precision": fit.any["precision"],
+            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Precision": fit.any["precision"],
             "Largest that fits": fit.what_fits.answer,
-            "x plain": _against_plain(fit, found),
+            "x plain": fit.over_plain(found),
             "Peak there, GiB": NAN if fit.largest is None else fit.largest["peak_memory_gib_reserved"],
             "Host peak there, GiB": NAN if fit.largest is None else fit.largest["host_peak_rss_gib"],
-            "Smallest that does not": fit.value(fit.too_large) or "-",
+            "Smallest that does not": fit.value(fit.bracket.too_large) or "-",
             "Why not more": fit.what_fits.why_not_more or "-",
             "Probes": len(fit.rungs),
         }
         for fit in found
-    )
-
-
-def _against_plain(fit: Fit, found: Sequence[Fit]) -> float:
-    """A share of two lower bounds would be none."""
-    plain = [each for each in found if _beside(each) == _beside(fit) and each.arm == "single" and each.size > 0]
-    return NAN if not plain or plain[0].what_fits.is_open or fit.what_fits.is_open else fit.size / plain[0].size
-
-
-def _beside(fit: Fit) -> tuple[Any, ...]:
-    return fit.subject, fit.cap_gib, fit.repeat, fit.any["devices"]
+    )  # fmt: skip
 
 
 def probes_table(records: Records) -> pd.DataFrame:
-    """Every probe as it ended: one that ran out of memory is a row like any other."""
+    """Return every probe as it ended: one that ran out of memory is a row like any other."""
     return pd.DataFrame(
         {
-            "Workload": fit.subject,
-            "Strategy": fit.arm,
-            "Held to": fit.within,
-            "Tried": fit.value(row),
-            "Outcome": row["status_state"],
-            "Peak, GiB": row["peak_memory_gib_reserved"],
-            "Host peak, GiB": row["host_peak_rss_gib"],
-            "Why": row["status_reason"] or "-",
+            "Workload": fit.subject, "Strategy": fit.arm, "Memory limit": fit.within, "Tried": fit.value(place),
+            "Outcome": row["status_state"], "Peak, GiB": row["peak_memory_gib_reserved"],
+            "Host peak, GiB": row["host_peak_rss_gib"], "Why": row["status_reason"] or "-",
         }
         for fit in fits(records)
-        for row in fit.rungs.values()
-    )
+        for place, row in fit.rungs.items()
+    )  # fmt: skip
+
+
+def what_fits(records: Records) -> list[canvas.Drawing]:
+    subjects: defaultdict[str, list[Fit]] = defaultdict(list)
+    for fit in fits(records):
+        if not math.isnan(fit.size):
+            subjects[fit.subject].append(fit)
+    return canvas.drawings("what_fits", subjects.items(), _bars)
+
+
+def _bars(subject: str, found: list[Fit]) -> canvas.Drawing:
+    limits = list(dict.fromkeys(fit.within for fit in found))
+    arms = list(dict.fromkeys(fit.arm for fit in found))
+    figure, panels = canvas.sheet_of_rows(len(arms), 0.34, columns=len(limits), sharex=True, sharey=True)
+    for axes, limit in zip(panels, limits, strict=True):
+        for fit in (fit for fit in found if fit.within == limit):
+            row = arms.index(fit.arm)
+            axes.barh(row, fit.size, height=0.66, color=canvas.style_of(fit.any["strategy"]).colour)
+            largest = fit.value(fit.bracket.fits).rsplit("/", 1)[-1] or "none"
+            bound = "≥ " if fit.largest is not None and fit.what_fits.is_open else ""
+            canvas.write_right_of(axes, bound + largest, (fit.size, row))
+        canvas.rows_of_arms(axes, arms, {})
+        axes.margins(x=0.3)
+        axes.set(xlim=(0, None), xlabel="samples" if found[0].axis == _MICRO_BATCH else "million parameters")
+        axes.set_title(limit, size=9.5, loc="left")
+        canvas.plain_ticks(axes.xaxis)
+        axes.locator_params(axis="x", nbins=4)
+    subtitle = "Each answer is bounded by a run that fitted and one that did not; with ≥ nothing larger was tried."
+    words = "; ".join(f"{fit.arm} within {fit.within} {fit.what_fits.answer}" for fit in found)
+    return canvas.finish(figure, "What fits", subject, subtitle, words)
 
 
 QUESTION = Question(
-    name="fits",
-    title="What is the largest that fits?",
-    answer=answer,
-    nothing="No run here was a probe of a search: nobody asked these records for the largest that fits.",
-    tables={"fits": fits_table, "probes": probes_table},
-    figures={"what_fits": what_fits},
-    notebook="what_fits",
-)
+    "fits", "What is the largest that fits?", answer,
+    nothing="No run here was a probe of a search for the largest that fits.",
+    tables={"fits": fits_table, "probes": probes_table}, figures={"what_fits": what_fits}, notebook="what_fits",
+)  # fmt: skip

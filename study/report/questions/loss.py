@@ -1,262 +1,413 @@
-"""Do the arms train the same model? Seed by seed against the workload's baseline."""
+"""Do strategies train the same model? Losses against the workload's baseline, seed by seed, and their curves."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
-from study.records.arms import NAN, Arm, Row, one_value
-from study.records.fairness import has_dropout
+from study.config.text import NOT_MEASURED, format_number, percent, power_of_ten
+from study.records.fairness import baseline_arm, has_dropout
 from study.records.frames import Records, real, steps_by_run
 from study.records.outcome import has_diverged
-from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, paired_runs, percent
-from study.report.plots.loss import loss_curves, loss_differences
+from study.records.statistics import BF16_SPACING, LOSS_MARGIN, Equivalence, equivalence, paired, paired_runs
+from study.records.strategy_runs import NAN, Row, StrategyRuns, one_value
+from study.report import canvas
+from study.report.document import Answer, Question, known, names
 from study.report.questions.comparing import Comparison, compared, notes_on, real_arms, table_of, workloads
-from study.report.questions.question import NOT_MEASURED, Answer, Question, known, names
 
 _CONFOUND, _EVALUATION = "confounded_loss", "eval_loss_final"
+# A multiple of the difference between reruns that is no evidence: more pairs than reruns have a larger maximum.
+_CHANCE = 2.0
 Steps = dict[str, pd.DataFrame]
 Verdict = Literal["same", "other", "open"]
 
 
-def step_margin(precision: str) -> float:
-    """Of the baseline and of all that is compared with it: another precision is a confound."""
-    return max(LOSS_MARGIN, BF16_SPACING) if precision.startswith("bf16") else LOSS_MARGIN
-
-
-def _test(arm: Arm) -> Equivalence:
-    assert arm.baseline is not None
-    pairs = paired(arm.beside, _EVALUATION, arm.name, arm.baseline, form=np.asarray)
-    return equivalence(pairs["value"].tolist(), pairs["baseline"].tolist())
-
-
 class StepDifference(NamedTuple):
-    """The largest, as a share of the other's loss at that step."""
+    """The largest difference at any step, as a share of the reference's loss at that step."""
 
     share: float = NAN
     nats: float = NAN
     step: float = NAN
     loss: float = NAN
 
-    def of_the_reducible(self, share: float, floor: float) -> float:
-        """A share of that loss as one of what training can still take off it; NaN where no floor is known."""
-        above = self.loss - floor
-        return share * self.loss / above if above > 0 else NAN
-
 
 def largest_step_difference(pairs: Iterable[tuple[str, str]], steps: Steps) -> StepDifference:
-    """Over pairs of runs; the second of each is the one that the first is held against."""
+    """Compare pairs of runs step by step; the second of each is the reference."""
     found = []
     for pair in pairs:
         if all(run in steps for run in pair):
             mine, its = (steps[run]["loss"].to_numpy() for run in pair)
             count = min(len(mine), len(its))
-            apart, whole = np.abs(mine[:count] - its[:count]), np.abs(its[:count])
-            # A loss of exactly nothing has no shares. Runs with a step that has no loss are not compared.
-            shares = np.divide(apart, whole, out=np.where(apart > 0, np.inf, apart), where=whole > 0)
+            apart, reference = np.abs(mine[:count] - its[:count]), np.abs(its[:count])
+            # A loss of exactly 0 has no shares. Runs with a step that has no loss are not compared.
+            shares = np.divide(apart, reference, out=np.where(apart > 0, np.inf, apart), where=reference > 0)
             if count and not np.isnan(shares).any():
                 at = int(np.argmax(shares))
-                found.append(StepDifference(float(shares[at]), float(apart[at]), at + 1, float(whole[at])))
+                found.append(StepDifference(float(shares[at]), float(apart[at]), at + 1, float(reference[at])))
     return max(found, default=StepDifference())
 
 
-# So many times as far as one arm is from itself proves nothing: more pairs than there are repeats have a further one.
-_CHANCE = 2.0
+def largest_rerun_difference(runs: pd.DataFrame, steps: Steps) -> StepDifference:
+    """Compare reruns of the same strategy and seed: the machine alone makes their difference."""
+    ended = runs[runs["status_state"] == "ok"]
+    reruns = ended.groupby(["arm", "seed"], dropna=False)["run"].apply(list)
+    return largest_step_difference((pair for same in reruns for pair in itertools.combinations(same, 2)), steps)
 
 
-def same_arm_twice(beside: pd.DataFrame, steps: Steps) -> StepDifference:
-    """Of any arm with one seed, run again: what the machine alone does to a loss."""
-    ended = beside[beside["status_state"] == "ok"]
-    again = ended.groupby(["arm", "seed"], dropna=False)["run"].apply(list)
-    return largest_step_difference((pair for runs in again for pair in itertools.combinations(runs, 2)), steps)
-
-
-def _diverged_seeds(arm: Arm) -> list[int]:
-    """Those of which a run ended on what is no number, and the baseline's went on."""
-    beside = arm.beside
-    trained = beside.loc[(beside["arm"] == arm.baseline) & (beside["status_state"] == "ok"), "seed"]
+def _diverged_seeds(arm: StrategyRuns) -> list[int]:
+    """Return the seeds that diverged to NaN while the baseline's run trained to its end."""
+    runs = arm.workload_runs
+    trained = runs.loc[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok"), "seed"]
     lost = arm.runs[(arm.runs["status_state"] == "failed") & (arm.runs[_CONFOUND] == "")]
     lost = lost[lost["status_reason"].fillna("").map(has_diverged) & lost["seed"].isin(trained)]
     return sorted({int(seed) for seed in lost["seed"]})
 
 
-class _Compared(NamedTuple):
-    arm: Arm
-    # How far it is off, and how far it may be, as shares of the baseline's loss there. Infinite: it is no number.
-    off: float
+class _LossComparison(NamedTuple):
+    arm: StrategyRuns
+    # The difference and its margin as shares of the baseline's loss there; infinite where a seed diverged to NaN.
+    difference: float
     margin: float
     # The margin as a share of the loss above the known floor.
-    of_the_reducible: float
+    reducible_margin: float
     verdict: Verdict
     test: Equivalence
     by: Literal["steps", "seeds", "end"]
 
 
-def _compared_losses(found: Sequence[Arm], steps: Steps) -> list[_Compared]:
-    """Each arm that can be compared: step by step or, where dropout draws other masks in each arm, by its seeds."""
-    judged = Comparison({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
-    chance = _CHANCE * same_arm_twice(found[0].beside, steps).share
+def _compare_losses(found: Sequence[StrategyRuns], steps: Steps) -> list[_LossComparison]:
+    """Compare each strategy step by step or, where dropout draws other masks under each, by its seeds."""
+    by_seed = Comparison({found[0].workload: found}, _EVALUATION, lambda arm: arm.baseline)
+    chance = _CHANCE * largest_rerun_difference(found[0].workload_runs, steps).share
     rows = []
     for arm in (arm for arm in found if arm.baseline is not None and not arm.is_baseline):
+        pairs, test = _evaluations(arm), _test(arm)
+        is_bf16 = str(arm.value("precision")).startswith("bf16")
+        margin = max(LOSS_MARGIN, BF16_SPACING) if is_bf16 else LOSS_MARGIN
         if _diverged_seeds(arm):
-            rows.append(_Compared(arm, math.inf, _margin(arm), NAN, "other", _test(arm), "end"))
-        elif arm.is_fair(_CONFOUND):
-            one = _by_seeds(arm, judged) if has_dropout(arm.ended) else _by_steps(arm, steps, chance)
-            rows += [one] if one else []
+            rows.append(_LossComparison(arm, math.inf, margin, NAN, "other", test, "end"))
+        elif not arm.is_fair(_CONFOUND):
+            continue
+        elif not has_dropout(arm.ended):
+            largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline or ""), steps)
+            if not math.isnan(largest.share):
+                verdict: Verdict = "same" if largest.share <= margin else "open" if largest.share <= chance else "other"
+                reducible = _of_reducible(margin, largest.loss, arm.ended["floor_loss"])
+                rows.append(_LossComparison(arm, largest.share, margin, reducible, verdict, test, "steps"))
+        elif test.mean_difference is not None and (base := pairs["baseline"].mean()) > 0:
+            difference = by_seed.of(arm)
+            is_other = difference is not None and difference.is_significant
+            verdict = "same" if test.verdict == "equivalent" else "other" if is_other else "open"
+            reducible = _of_reducible(LOSS_MARGIN, base, arm.ended["floor_eval_loss"])
+            share = abs(test.mean_difference) / base
+            rows.append(_LossComparison(arm, share, LOSS_MARGIN, reducible, verdict, test, "seeds"))
     return rows
 
 
-def _margin(arm: Arm) -> float:
-    return step_margin(one_value(arm.runs["precision"]))
+def _evaluations(arm: StrategyRuns) -> pd.DataFrame:
+    return paired(arm.workload_runs, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)
 
 
-def _by_steps(arm: Arm, steps: Steps, chance: float) -> _Compared | None:
-    there = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline or ""), steps)
-    if math.isnan(there.share):
-        return None
-    floor, margin = one_value(arm.ended["floor_loss"]), _margin(arm)
-    verdict: Verdict = "same" if there.share <= margin else "open" if there.share <= chance else "other"
-    of_it = there.of_the_reducible(margin, NAN if floor is None else floor)
-    return _Compared(arm, there.share, margin, of_it, verdict, _test(arm), "steps")
+def _test(arm: StrategyRuns) -> Equivalence:
+    pairs = _evaluations(arm)
+    return equivalence(pairs["value"].tolist(), pairs["baseline"].tolist())
 
 
-def _by_seeds(arm: Arm, judged: Comparison) -> _Compared | None:
-    test, difference = _test(arm), judged.of(arm)
-    base = paired(arm.beside, _EVALUATION, arm.name, arm.baseline or "", form=np.asarray)["baseline"].mean()
-    if test.mean_difference is None or not base > 0:
-        return None
-    floor, apart = one_value(arm.ended["floor_eval_loss"]), difference is not None and difference.is_told_apart
-    verdict: Verdict = "same" if test.verdict == "equivalent" else "other" if apart else "open"
-    of_it = StepDifference(loss=base).of_the_reducible(LOSS_MARGIN, NAN if floor is None else floor)
-    return _Compared(arm, abs(test.mean_difference) / base, LOSS_MARGIN, of_it, verdict, test, "seeds")
+def _of_reducible(share: float, loss: float, floors: pd.Series) -> float:
+    """Return a share of the loss as a share of what training can still reduce; NaN where no floor is known."""
+    floor = one_value(floors)
+    return share * loss / (loss - floor) if floor is not None and loss > floor else NAN
 
 
 def answer(records: Records) -> Answer | None:
     steps, found = steps_by_run(real(records)), workloads(records)
-    by_workload = {workload: _compared_losses(of_it, steps) for workload, of_it in found.items()}
+    by_workload = {workload: _compare_losses(of_it, steps) for workload, of_it in found.items()}
     every = list(itertools.chain(*by_workload.values()))
     if not every:
         return None
     rows, asides = list[Row](), list[str]()
     for workload, of_it in by_workload.items():
         if of_it:
-            furthest = max(of_it, key=lambda one: one.off)
-            again = same_arm_twice(found[workload][0].beside, steps).share
-            far = [one.verdict for one in of_it if one.by == "steps" and one.verdict != "same"]
-            if far and (math.isnan(again) or "open" in far):
-                asides.append(_chance_words(again))
+            worst = max(of_it, key=lambda one: one.difference)
+            rerun = largest_rerun_difference(found[workload][0].workload_runs, steps).share
+            beyond = [one.verdict for one in of_it if one.by == "steps" and one.verdict != "same"]
+            if beyond and math.isnan(rerun):
+                asides.append("There are no reruns, so how far chance alone changes a loss is not known.")
+            elif "open" in beyond:
+                asides.append(f"Not known: above the margin, but below {_CHANCE:g} times the difference of reruns.")
+            tested = [one.test for one in of_it if one.test.verdict != "no test"]
+            equal = sum(test.verdict == "equivalent" for test in tested)
             rows.append({
                 "Workload": workload,
                 "Same loss": f"{sum(one.verdict == 'same' for one in of_it)} of {len(of_it)}",
-                "Furthest arm": furthest.arm.name,
-                "Off by": _off_text(furthest),
-                "One arm twice": known(again, percent),
-                "Margin": percent(furthest.margin),
-                "Equivalent": _shown([one.test for one in of_it]),
+                "Worst strategy": worst.arm.name,
+                "Max difference": "NaN" if math.isinf(worst.difference) else percent(worst.difference),
+                "Rerun of the same strategy": known(rerun, percent),
+                "Margin": percent(worst.margin),
+                "Equivalent": f"{equal} of {len(tested)}" if tested else "one seed",
             })  # fmt: skip
     table = pd.DataFrame(rows)
-    judged = {id(one.arm) for one in every}
-    alone = [arm.name for of_it in found.values() for arm in compared(of_it, _CONFOUND) if id(arm) not in judged]
+    in_table = {id(one.arm) for one in every}
+    alone = [arm.name for of_it in found.values() for arm in compared(of_it, _CONFOUND) if id(arm) not in in_table]
     if alone:
-        asides.append(f"Not compared, since no seed of theirs ended well under the baseline too: {names(alone)}.")
+        asides.append(f"Not compared, because the baseline has no run with any of their seeds: {names(alone)}.")
     notes = (*_notes(every), *dict.fromkeys(asides), *notes_on(itertools.chain(*found.values()), _CONFOUND))
     return Answer(_sentence(every), table.loc[:, (table != NOT_MEASURED).any()], notes)
 
 
-def _sentence(every: Sequence[_Compared]) -> str:
+def _sentence(every: Sequence[_LossComparison]) -> str:
     others, unsure = ([one for one in every if one.verdict == verdict] for verdict in ("other", "open"))
-    count = len(every)
+    count, largest = len(every), max(one.difference for one in every)
     if others:
-        worst = max(others, key=lambda one: one.off / one.margin)
-        said = f"`{worst.arm.name}` is {percent(worst.off)} off the loss of its baseline"
-        if math.isinf(worst.off):
+        worst = max(others, key=lambda one: one.difference / one.margin)
+        what = f"`{worst.arm.name}` differs from its baseline by {percent(worst.difference)}"
+        if math.isinf(worst.difference):
             seeds = ", ".join(map(str, _diverged_seeds(worst.arm)))
-            said = f"`{worst.arm.name}` ended on a loss that is no number where its baseline trained (seed {seeds})"
-        return f"Yes, in {len(others)} of {count} arms: {said}."
-    off = percent(max(one.off for one in every))
+            what = f"`{worst.arm.name}` diverged to NaN where its baseline did not (seed {seeds})"
+        return f"Yes, under {len(others)} of {count} strategies: {what}."
     if not unsure:
-        return f"No: the loss of all {count} arms that can be compared stays within {off} of their baseline's."
+        return f"No: under all {count} comparable strategies the loss is within {percent(largest)} of their baseline's."
     return (
-        f"Not known of {len(unsure)} of {count} arms: their losses are neither told apart from noise nor shown to be"
-        f" equal; no arm is more than {off} off."
+        f"Not known under {len(unsure)} of {count} strategies: their differences are not significant, and equivalence"
+        f" is not shown either; max difference {percent(largest)}."
     )
 
 
-def _chance_words(again: float) -> str:
-    if math.isnan(again):
-        return "Nothing ran twice, so how far chance alone moves a loss is not known."
-    return f"Not known: off by more than the margin, and by no more than {_CHANCE:g} times what one arm is from itself."
-
-
-def _off_text(one: _Compared) -> str:
-    return "no number" if math.isinf(one.off) else percent(one.off)
-
-
-def _notes(every: Sequence[_Compared]) -> Iterable[str]:
+def _notes(every: Sequence[_LossComparison]) -> Iterable[str]:
     if any(one.by == "steps" for one in every):
-        yield "Off by: at the step where it is largest, of the baseline's loss at that step."
-    if above := [one.of_the_reducible for one in every if not math.isnan(one.of_the_reducible)]:
-        yield f"The margin is {percent(max(above))} at most of what training can still take off the loss there."
+        yield "Max difference: at any step, as a share of the baseline's loss at that step."
+    if above := [one.reducible_margin for one in every if not math.isnan(one.reducible_margin)]:
+        yield f"The margin is at most {percent(max(above))} of the loss above its floor, which training can reduce."
     if seeds := sorted({one.test.n for one in every if one.test.verdict != "no test"}):
         n = "-".join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))
-        yield f"Equivalent: by two one-sided tests of evaluation losses, seed by seed (n = {n})."
+        yield f"Equivalent: two one-sided tests (TOST) of evaluation losses, seed by seed (n = {n})."
     if any(one.by == "seeds" for one in every):
-        yield (
-            "Where dropout is on, masks differ between arms and no step is compared: evaluation losses are, seed by"
-            " seed."
-        )
+        yield "With dropout, masks differ between strategies: evaluation losses are compared by seed, and no steps."
     if any(one.by == "steps" and one.margin > LOSS_MARGIN for one in every):
         yield (
-            f"In bf16 a step may be off by {percent(BF16_SPACING)}, the spacing of bf16 numbers. The margin was"
-            f" {percent(LOSS_MARGIN)} until an arm failed it, and was widened after that (reports/LOG.md, 2026-11-20)."
+            f"The margin of a step in bf16 is {percent(BF16_SPACING)}, the spacing of bf16 numbers. It was"
+            f" {percent(LOSS_MARGIN)} until a strategy failed it, and was widened after that (reports/LOG.md,"
+            " 2026-11-20)."
         )
-
-
-def _shown(tests: Sequence[Equivalence]) -> str:
-    tested = [test for test in tests if test.verdict != "no test"]
-    return f"{sum(test.verdict == 'equivalent' for test in tested)} of {len(tested)}" if tested else "one seed"
 
 
 def loss_table(records: Records) -> pd.DataFrame:
     steps = steps_by_run(real(records))
-    return table_of(
-        real_arms(records),
-        lambda arm: {
+
+    def figures(arm: StrategyRuns) -> Row:
+        largest, verdict = StepDifference(), "baseline" if arm.is_baseline else "no baseline"
+        if arm.baseline is not None and not arm.is_baseline:
+            verdict = _test(arm).text()
+            if not has_dropout(arm.ended):
+                largest = largest_step_difference(paired_runs(arm.workload_runs, arm.name, arm.baseline), steps)
+        return {
             "Train loss, first": arm.learned("train_loss_first"),
             "Train loss, last": arm.learned("train_loss_final"),
             "Eval loss": arm.middle(_EVALUATION).text(4),
             "Accuracy": arm.learned("eval_accuracy"),
             "Perplexity": arm.learned("eval_perplexity"),
-            **_against_baseline(arm, steps),
-        },
-        _CONFOUND,
-    )
+            "Max difference in a step": largest.nats,
+            "at step": largest.step,
+            "of the loss there": known(largest.share, percent),
+            "Equivalent": verdict,
+        }
+
+    return table_of(real_arms(records), figures, _CONFOUND)
 
 
-def _against_baseline(arm: Arm, steps: Steps) -> Row:
-    if arm.baseline is None or arm.is_baseline:
-        word = "baseline" if arm.is_baseline else "no baseline"
-        return {"Largest difference in a step": NAN, "at step": NAN, "of the loss there": "-", "Equivalent": word}
-    largest = StepDifference()
-    if not has_dropout(arm.ended):
-        largest = largest_step_difference(paired_runs(arm.beside, arm.name, arm.baseline), steps)
-    return {
-        "Largest difference in a step": largest.nats, "at step": largest.step,
-        "of the loss there": known(largest.share, percent), "Equivalent": _test(arm).text(),
-    }  # fmt: skip
+# A curve has no more points than a printed column can show; longer runs are averaged over neighbouring steps.
+MOST_POINTS = 300
+_MOST_LABELS = 8
+# Curves nearer than this share of the plot's height look like one line, and get one label.
+_ONE_LINE = 0.006
+# Where a difference of exactly 0 is drawn, below every difference that float32 can show here.
+_ZERO = 1e-9
+_FLOAT32_ROUNDING = 2.0**-24
+
+
+def loss_curves(records: Records) -> list[canvas.Drawing]:
+    return canvas.per_workload("loss", canvas.finished(records), functools.partial(_curves, records.steps))
+
+
+def loss_differences(records: Records) -> list[canvas.Drawing]:
+    runs = canvas.finished(records)
+    return canvas.per_workload("loss_difference", runs, functools.partial(_differences, records.steps))
+
+
+def _losses(steps: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """Return losses step by run, of long runs averaged over neighbouring steps."""
+    table = steps[steps["run"].isin(runs["run"])].pivot(index="step", columns="run", values="loss")
+    table = table.dropna(axis="columns", how="all")
+    stride = math.ceil(len(table) / MOST_POINTS)
+    if stride > 1:
+        table = table.groupby(np.arange(len(table)) // stride).mean().set_axis(table.index[::stride])
+    return table
+
+
+def _curves(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    # A repeat computes the same curve, and would count twice in the median.
+    runs = runs.drop_duplicates(["arm", "seed"])
+    every_losses = _losses(steps, runs)
+    runs = runs[runs["run"].isin(every_losses.columns)]
+    # Strategies agree or not on the seeds that all of them ran; other seeds are the background to that.
+    shared = runs[runs.groupby("seed")["arm"].transform("nunique") == runs["arm"].nunique()]
+    runs = runs if shared.empty else shared
+    losses = every_losses[runs["run"]]
+    if losses.empty:
+        return None
+    strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs, _CONFOUND)
+    of_arm = {arm: losses[runs.loc[runs["arm"] == arm, "run"]] for arm in strategies}
+    medians = {arm: of_it.median(axis="columns") for arm, of_it in of_arm.items()}
+    low, high = float(every_losses.min().min()), float(every_losses.max().max())
+    groups: list[list[str]] = []
+    for arm, curve in medians.items():
+        near = (one for one in groups if (curve - medians[one[0]]).abs().max() <= (high - low or 1) * _ONE_LINE)
+        if (group := next(near, None)) is None:
+            groups.append([arm])
+        else:
+            group.append(arm)
+    figure, (axes,) = canvas.sheet(2.8)
+    others = every_losses.drop(columns=losses.columns)
+    axes.plot(others.index, others, color=canvas.QUIET, linewidth=0.6, alpha=0.35, zorder=1)
+    for group in groups:
+        # Lines that cover each other have their markers in turns, so that every strategy is seen.
+        for turn, arm in enumerate(group):
+            style, curve = canvas.style_of(strategies[arm]), medians[arm]
+            every = max(len(group), len(curve) // 24, 1)
+            look = {"linewidth": 1.1, "alpha": 0.55} if turn else {"linewidth": 1.6}
+            axes.plot(curve.index, curve, zorder=3 - turn / 100, **style.line | {"marker": ""} | look)
+            axes.plot(curve.index[turn % every :: every], curve.iloc[turn % every :: every], markersize=6.5,
+                      markeredgewidth=0.7, zorder=4, **style.points)  # fmt: skip
+    for arm, of_it in of_arm.items():
+        if of_it.shape[1] > 1:
+            axes.fill_between(of_it.index, of_it.min(axis="columns"), of_it.max(axis="columns"), alpha=0.15,
+                              color=canvas.style_of(strategies[arm]).colour, linewidth=0)  # fmt: skip
+    _draw_evaluations(axes, runs, steps)
+    _draw_floor(axes, runs, low)
+    axes.set(xlabel="optimizer step", ylabel="training loss, nats")
+    axes.grid(axis="y")
+    axes.margins(x=0.02)
+    canvas.plain_ticks(axes.yaxis)
+    if len(groups) > 1:
+        _label_groups(axes, groups, medians, strategies, notes)
+    faint = "" if others.empty else " Faint: other seeds, which some strategies ran."
+    subtitle, largest = f"Each line is the median over the runs of one strategy.{faint}", max(groups, key=len)
+    if len(largest) > 1:
+        apart = max(float((medians[arm] - medians[largest[0]]).abs().max()) for arm in largest)
+        count = f"All {len(largest)}" if len(groups) == 1 else f"{len(largest)} of {len(medians)}"
+        bands = " The band spans the runs of a strategy." if runs.groupby("arm").size().max() > 1 else ""
+        subtitle = f"{count} strategies lie on one line: max difference {format_number(apart)} at any step.{bands}"
+        subtitle += faint
+    words = ", ".join(f"{arm} ends at {format_number(curve.iloc[-1])}" for arm, curve in medians.items())
+    return canvas.finish(figure, "Training loss", workload, subtitle, words, notes,
+                         canvas.legend_of_arms(strategies, notes), legend_columns=2,
+                         lead=f"Training loss by step for {workload}")  # fmt: skip
+
+
+def _label_groups(
+    axes: Axes, groups: Iterable[Sequence[str]], curves: Mapping[str, pd.Series], strategies: Mapping[str, str],
+    notes: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Label the end of the first curve of each group."""
+    labels = []
+    for first, *others in itertools.islice(groups, _MOST_LABELS):
+        text = canvas.label_of(first, notes) + (f" + {len(others)} more" if others else "")
+        curve, colour = curves[first], canvas.style_of(strategies[first]).colour
+        labels.append(canvas.EndLabel(curve.index[-1], float(curve.iloc[-1]), text, colour))
+    canvas.label_ends(axes, labels, 9.5)
+
+
+def _draw_evaluations(axes: Axes, runs: pd.DataFrame, steps: pd.DataFrame) -> None:
+    """Draw the median over all strategies, with a ring on each evaluated step or, of many, on some."""
+    evaluated = steps[steps["run"].isin(runs["run"]) & steps["eval_loss"].notna()]
+    if evaluated.empty:
+        return
+    curve = evaluated.groupby("step")["eval_loss"].median()
+    curve = curve[:: math.ceil(len(curve) / MOST_POINTS)]
+    axes.plot(curve.index, curve, color=canvas.ACCENT, linestyle=":", marker="o", markersize=10,
+              markerfacecolor="none", markeredgecolor=canvas.ACCENT, markeredgewidth=1.4,
+              markevery=math.ceil(len(curve) / 12), zorder=5)  # fmt: skip
+    text = axes.annotate("evaluation", (curve.index[-1], curve.iloc[-1]), xytext=(-2, 12),
+                         textcoords="offset points", ha="right", size=9, color=canvas.ACCENT, zorder=6)  # fmt: skip
+    text.set_path_effects([withStroke(linewidth=3, foreground="white")])
+
+
+def _draw_floor(axes: Axes, runs: pd.DataFrame, low: float) -> None:
+    floors = runs["floor_loss"].dropna().unique()
+    if len(floors) == 1:
+        floor = float(floors[0])
+        axes.axhline(floor, **canvas.GUIDE)
+        axes.annotate(f"best possible {format_number(floor)}", (0.01, floor), xycoords=("axes fraction", "data"),
+                      xytext=(0, -4), textcoords="offset points", va="top", size=9, color=canvas.QUIET)  # fmt: skip
+        axes.set_ylim(bottom=min(low, floor) - 0.12 * (axes.get_ylim()[1] - min(low, floor)))
+
+
+def _differences(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    """Draw the largest difference so far, in bold, between any run and the baseline's with its seed."""
+    losses, baseline = _losses(steps, runs), baseline_arm(runs)
+    # With dropout each strategy draws its own masks, and a step shows nothing.
+    if baseline is None or losses.empty or runs["arm"].nunique() < 2 or has_dropout(runs):
+        return None
+    runs = runs[runs["run"].isin(losses.columns)]
+    gaps = {}
+    for arm in canvas.arms_of(runs):
+        gap_of_pairs = [losses[run] - losses[its] for run, its in paired_runs(runs, arm, baseline)]
+        # A step without a loss is no difference of 0.
+        measured = [gap for gap in gap_of_pairs if gap.notna().all()]
+        if arm != baseline and measured:
+            gaps[arm] = pd.concat(measured, axis="columns").abs().max(axis="columns")
+    if not gaps:
+        return None
+    notes, strategies = canvas.confounds_of(runs, _CONFOUND), {arm: canvas.arms_of(runs)[arm] for arm in gaps}
+    so_far = {arm: gap.clip(lower=_ZERO).cummax().ffill() for arm, gap in gaps.items()}
+    figure, (axes,) = canvas.sheet(2.8)
+    for turn, (arm, gap) in enumerate(gaps.items()):
+        style, every = canvas.style_of(strategies[arm]), max(len(gap) // 8, 1)
+        axes.plot(gap.index, gap.clip(lower=_ZERO), color=style.colour, linewidth=0.7, alpha=0.3)
+        axes.plot(so_far[arm].index, so_far[arm], linewidth=1.5, markersize=6, markeredgewidth=0.6,
+                  markevery=(turn % every, every), **style.line)  # fmt: skip
+    reruns = [losses[one] - losses[other] for _, same in runs.groupby(["arm", "seed"])["run"]
+              for one, other in itertools.combinations(same, 2)]  # fmt: skip
+    peaks = {arm: float(gap.max()) for arm, gap in gaps.items()}
+    worst = max(peaks, key=lambda arm: peaks[arm])
+    subtitle = f"Max difference from {baseline} at any step: {format_number(peaks[worst])} ({worst})."
+    subtitle += " Bold: the largest so far. Faint: that of each step. Dashed: the rounding of float32."
+    if reruns:
+        rerun = pd.concat(reruns, axis="columns").abs().max(axis="columns").cummax()
+        axes.plot(rerun.index, rerun.clip(lower=_ZERO), color=canvas.INK, linewidth=1.2, linestyle=(0, (1, 1.5)))
+        subtitle += f" Dotted: reruns of the same strategy, at most {format_number(float(rerun.iloc[-1]))}."
+    if same := sum(peak == 0 for peak in peaks.values()):
+        subtitle += f" {same} of {len(peaks)} never differ at all."
+    rounding = float(losses.median().median()) * _FLOAT32_ROUNDING
+    axes.set(yscale="log", ylim=(_ZERO * 0.5, max(max(peaks.values()) * 4, rounding * 40)))
+    axes.axhline(rounding, **canvas.GUIDE)
+    exponents = range(round(math.log10(_ZERO)), math.floor(math.log10(axes.get_ylim()[1])) + 1)
+    axes.set_yticks([10.0**each for each in exponents], ["0", *map(power_of_ten, exponents[1:])])
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.axhspan(axes.get_ylim()[0], _ZERO * 2, color=canvas.INK, alpha=0.05, linewidth=0)
+    axes.margins(x=0.02)
+    axes.set(xlabel="optimizer step", ylabel="difference in loss, nats")
+    alike: dict[str, list[str]] = {}
+    for arm, curve in so_far.items():
+        alike.setdefault(f"{curve.iloc[-1]:.1e}", []).append(arm)
+    _label_groups(axes, alike.values(), so_far, strategies, notes)
+    words = ", ".join(f"{arm} {format_number(peak)}" for arm, peak in peaks.items())
+    return canvas.finish(figure, f"Difference from {baseline}", workload, subtitle, words, notes,
+                         canvas.legend_of_arms(strategies, notes), legend_columns=2,
+                         lead=f"Largest difference in loss from {baseline} on {workload}")  # fmt: skip
 
 
 QUESTION = Question(
-    name="loss",
-    title="Do ZeRO and offload change the loss?",
-    answer=answer,
-    nothing="No two arms of a workload here have losses that can be compared.",
-    tables={"loss": loss_table},
-    figures={"loss_curves": loss_curves, "loss_differences": loss_differences},
-    notebook="loss_curves",
-)
+    "loss", "Do ZeRO and offload change the loss?", answer,
+    nothing="No workload here has two strategies with comparable losses.", tables={"loss": loss_table},
+    figures={"loss_curves": loss_curves, "loss_differences": loss_differences}, notebook="loss_curves",
+)  # fmt: skip

@@ -1,75 +1,445 @@
-"""What a rank holds of the model's state, where, and what its process took at its peak."""
+"""Memory and communication of one rank, what offload frees and costs, and ZeRO next to other ways to shard a model."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+
 import pandas as pd
 
-from study.host.memory import MIB
-from study.records.arms import NAN, Arm, Row, arms, peak_gib, state_bytes, state_mib
-from study.records.frames import Records, without_probes
+from study.config.strategies import WITH_GROUPS, WITH_REPLICAS
+from study.config.text import format_number, percent
+from study.host.memory import GIB, MIB
+from study.records.frames import Records, real, virtual, without_probes
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.records.statistics import percent
-from study.report.plots.memory import model_state, peak_memory
-from study.report.questions.comparing import Columns, beside_reference, table_of
-from study.report.questions.question import Answer, Question
+from study.records.statistics import NOT_SIGNIFICANT, geometric_mean, paired_ratio
+from study.records.strategy_runs import (
+    NAN,
+    Row,
+    StrategyRuns,
+    fast_memory,
+    group_by_strategy,
+    has_no_gpu,
+    ratio_text,
+    state_bytes,
+)
+from study.report import canvas
+from study.report.document import Answer, Question, change_text, known, span, times_text
+from study.report.questions.comparing import (
+    Columns,
+    Comparison,
+    by_arms,
+    compare_with_reference,
+    compared,
+    real_arms,
+    side_by_side,
+    table_of,
+    without_offload,
+    workloads,
+)
+from study.virtual.records import ring_bytes_of
 
+STEP = "step_time_s_median"
 _KINDS = {"params": "Parameters", "grads": "Gradients", "optimizer": "Optimizer"}
-_AWAY = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
 
 
-def answer(records: Records) -> Answer | None:
-    beside = beside_reference(records, state_mib, on_any_ranks=True)
-    if beside is None:
+def step_s(arm: StrategyRuns) -> float:
+    return arm.middle(STEP).center
+
+
+def sent_mib(arm: StrategyRuns) -> float:
+    """Return ring bytes: an all-reduce sends twice its size, a gather or a scatter once."""
+    sent = arm.ended["collectives"].map(ring_bytes_of)
+    return float(sent.median()) / MIB if sent.notna().any() else NAN
+
+
+def _memory_answer(records: Records) -> Answer | None:
+    found = compare_with_reference(records, StrategyRuns.state_mib, on_any_ranks=True)
+    if found is None:
         return None
-    sentence = ""
-    if beside.ratios:
-        share, leanest = beside.ratios[0]
-        base = beside.bases[leanest.workload].name
-        kept = f"down to {percent(share)} (`{leanest.name}`) of what it holds under `{base}`"
-        sentence = f"With its state sharded a rank keeps {kept}."
+    sentence = f"No sharding strategy here is comparable with {found.names} in model state."
+    if found.ratios:
+        share, leanest = found.ratios[0]
+        base = found.references[leanest.workload].name
+        sentence = f"Sharding reduces the model state of a rank to {percent(share)} of `{base}`'s (`{leanest.name}`)."
     columns: Columns = {
-        f"State, % of {beside.plain_names}": beside.cell(percent),
-        "Peak, GiB": lambda arm: peak_gib(arm)[0],
+        f"State, % of {found.plain_names}": found.cell(percent),
+        "Peak, GiB": lambda arm: arm.peak_gib[0],
     }
-    peak = " or ".join(dict.fromkeys(peak_gib(base)[1] for base in beside.bases.values()))
-    about = f"State is parameters, gradients and optimizer; the peak is that of the {peak}."
-    return beside.answer(sentence, "what a rank holds", columns, about)
+    peak = " or ".join(dict.fromkeys(base.peak_gib[1] for base in found.references.values()))
+    note = f"State is parameters, gradients and optimizer states; the peak is that of the {peak}."
+    return side_by_side(sentence, without_offload(found.workloads), columns, note)
 
 
 def memory_table(records: Records) -> pd.DataFrame:
-    return table_of(arms(without_probes(records).runs), _figures)
+    """Return the memory of the rank with most of it."""
+
+    def figures(arm: StrategyRuns) -> Row:
+        runs = arm.workload_runs
+        base = state_bytes(runs[(runs["arm"] == arm.baseline) & (runs["status_state"] == "ok")], ("device",))
+        places = {"device": "", "host": " (host)", "nvme": " (NVMe)"}
+        return {
+            **{f"{_KINDS[kind]}{places[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
+               for kind in STATE_KINDS for place in STATE_PLACES},
+            "Engine buffers, MiB": arm.median("buffer_bytes_device") / MIB,
+            "Peak allocated, GiB": arm.median("peak_memory_gib_allocated"),
+            "Peak reserved, GiB": arm.median("peak_memory_gib_reserved"),
+            "Peak of the device, GiB": arm.median("peak_memory_gib_device"),
+            "Average of the device, GiB": arm.median("avg_memory_gib_device"),
+            "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
+            "State on the device, x baseline": state_bytes(arm.ended, ("device",)) / base if base else NAN,
+        }  # fmt: skip
+
+    return table_of(group_by_strategy(without_probes(records).runs), figures)
 
 
-def _figures(arm: Arm) -> Row:
-    """Per rank, the fullest one."""
-    return {
-        **{
-            f"{_KINDS[kind]}{_AWAY[place]}, MiB": arm.median(f"{kind}_bytes_{place}") / MIB
-            for kind in STATE_KINDS
-            for place in STATE_PLACES
-        },
-        "Engine buffers, MiB": arm.median("buffer_bytes_device") / MIB,
-        "Peak allocated, GiB": arm.median("peak_memory_gib_allocated"),
-        "Peak reserved, GiB": arm.median("peak_memory_gib_reserved"),
-        "Peak of the device, GiB": arm.median("peak_memory_gib_device"),
-        "Average of the device, GiB": arm.median("avg_memory_gib_device"),
-        "Peak of the host process, GiB": arm.median("host_peak_rss_gib"),
-        "State on the device, x baseline": _state_ratio(arm),
+_WORDS = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer", "rest": "activations and rest",
+    "reserved": "reserved, not used", "outside": "outside torch",
+    "device": "on the device", "host": "on the host", "nvme": "on NVMe",
+}  # fmt: skip
+# Each peak includes the one before it: tensors, torch's pool of them, and all memory of the device that is in use.
+_DEVICE_PEAKS = {
+    "rest": "peak_memory_gib_allocated", "reserved": "peak_memory_gib_reserved", "outside": "peak_memory_gib_device"
+}  # fmt: skip
+_HOST_PEAK = {"rest": "host_peak_rss_gib"}
+
+
+def model_state(records: Records) -> list[canvas.Drawing]:
+    """Draw bytes of model state on one rank, from live tensors: a virtual rank's are real too."""
+    runs = without_probes(records).runs
+    measured = runs[(runs["status_state"] == "ok") & runs["params_bytes_device"].notna()]
+    return canvas.per_workload("model_state", measured, _state)
+
+
+def peak_memory(records: Records) -> list[canvas.Drawing]:
+    return canvas.per_workload("peak_memory", canvas.finished(records), _peak)
+
+
+def _medians(runs: pd.DataFrame) -> pd.DataFrame:
+    columns = [f"{kind}_bytes_{place}" for place in STATE_PLACES for kind in STATE_KINDS]
+    numbers = runs[[*columns, *_DEVICE_PEAKS.values(), *_HOST_PEAK.values()]].apply(pd.to_numeric)
+    return numbers.groupby(runs["arm"]).median().loc[list(canvas.arms_of(runs))]
+
+
+def _state(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
+    state, notes = _medians(runs).filter(like="_bytes_"), canvas.confounds_of(runs)
+    unit, size = canvas.unit_for(float(state.sum(axis="columns").max()))
+    state /= size
+    totals = {place: state.filter(like=f"_bytes_{place}").sum(axis="columns") for place in STATE_PLACES}
+    device = totals["device"]
+    fills = {f"{kind}_bytes_{place}": canvas.Fill(canvas.STATE[kind].colour, canvas.PLACES[place])
+             for kind in STATE_KINDS for place in STATE_PLACES}  # fmt: skip
+    figure, (axes,) = canvas.sheet_of_rows(len(state))
+    xlabel = f"{unit} per rank; the number: on the device"
+    canvas.bars(axes, state, fills, device.map(format_number), xlabel, notes, margin=0.08)
+    subtitle = f"On the device: {_range(device, unit)}"
+    if device.nunique() == 1:
+        subtitle = f"All strategies have the same on the device: {format_number(device.iloc[0])} {unit}."
+    shown = {kind: canvas.STATE[kind] for kind in STATE_KINDS}
+    if sum(map(any, totals.values())) > 1:
+        shown |= {place: canvas.Fill("#9aa2ab", canvas.PLACES[place]) for place, total in totals.items() if any(total)}
+    words = "; ".join(
+        f"{arm} " + ", ".join(f"{format_number(total[arm])} {unit} {_WORDS[place]}"
+                              for place, total in totals.items() if total[arm])
+        for arm in state.index
+    )  # fmt: skip
+    legend = canvas.legend_of_fills(shown, _WORDS)
+    return canvas.finish(figure, "Model state on one rank", workload, subtitle, words, notes, legend)
+
+
+def _range(sizes: pd.Series, unit: str) -> str:
+    ends = (f"{format_number(sizes[arm])} {unit} ({arm})" for arm in (sizes.idxmin(), sizes.idxmax()))
+    return f"{' to '.join(ends)}."
+
+
+def _peak(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    """Draw the device and the host next to each other; without an accelerator only the process."""
+    on_device = bool(runs["peak_memory_gib_allocated"].notna().any())
+    if not on_device and runs["host_peak_rss_gib"].isna().all():
+        return None
+    medians, notes = _medians(runs), canvas.confounds_of(runs)
+    panels: list[tuple[Sequence[str], dict[str, str], str]] = [
+        (["device", "host"], _HOST_PEAK, "GiB per rank (resident set)")
+    ]
+    subtitle = "Without an accelerator, device and host are one memory, mostly of libraries."
+    if on_device:
+        panels = [(["device"], _DEVICE_PEAKS, "device, GiB"), (["host"], _HOST_PEAK, "host, GiB")]
+        subtitle = "The number is what torch allocated, and for the host the resident set."
+    figure, sides = canvas.sheet_of_rows(len(medians), columns=len(panels), sharey=True)
+    for axes, (places, peaks, xlabel) in zip(sides, panels, strict=True):
+        # State first, then up to each peak what that peak has more; the first peak is the one in numbers.
+        columns = {kind: [f"{kind}_bytes_{place}" for place in places] for kind in STATE_KINDS}
+        parts = pd.DataFrame({kind: medians[of_it].sum(axis="columns") / GIB for kind, of_it in columns.items()})
+        for kind, column in peaks.items():
+            parts[kind] = (medians[column] - parts.sum(axis="columns")).clip(lower=0)
+        canvas.bars(axes, parts, canvas.STATE, medians[peaks["rest"]].map(format_number), xlabel, notes)
+    peak = medians[panels[0][1]["rest"]]
+    words = ", ".join(f"{arm} {format_number(size)} GiB" for arm, size in peak.items())
+    legend = canvas.legend_of_fills({kind: canvas.STATE[kind] for kind in (*STATE_KINDS, *panels[0][1])}, _WORDS)
+    subtitle = f"{_range(peak, 'GiB')} {subtitle}"
+    return canvas.finish(figure, "Peak memory of one rank", workload, subtitle, words, notes, legend)
+
+
+MEMORY = Question(
+    "memory", "How much memory does a rank need?", _memory_answer,
+    nothing="No run here ended well with its model state measured.", tables={"memory": memory_table},
+    figures={"model_state": model_state, "peak_memory": peak_memory}, notebook="peak_memory",
+)  # fmt: skip
+
+
+def _offload_answer(records: Records) -> Answer | None:
+    moved = {workload: [arm for arm in found if arm.is_offloaded] for workload, found in workloads(records).items()}
+    found = {workload: arms for workload, arms in moved.items() if any(len(a.ended) and a.same_stage for a in arms)}
+    if not found:
+        return None
+    times = Comparison(found, STEP, lambda arm: arm.same_stage)
+    fair = [arm for arms in found.values() for arm in compared(arms) if arm.same_stage]
+    freed = [_freed(arm) for arm in fair]
+    no_gpu = any(has_no_gpu(arms[0].workload_runs) for arms in found.values())
+    sentence = "No strategy with offload is comparable with the same stage without it."
+    if not pd.isna(freed).all():
+        sentence = f"Offload frees {span(freed, percent)} of the model state on the device and"
+        if no_gpu:
+            nvme = [share for share, arm in zip(freed, fair, strict=True)
+                    if arm.value("offload_optimizer") == "nvme"]  # fmt: skip
+            frees = f"NVMe offload frees {span(nvme, percent)} of the model state" if nvme else "NVMe was not used"
+            sentence = f"Without a GPU, CPU offload frees nothing; {frees}; offload"
+        if times.significant(fair):
+            lead = f"{sentence} changes the step time by"
+            sentence = times.sentence(fair, lambda ratio: change_text(ratio - 1), lead)
+        else:
+            sentence += f" changes the step time, but the change is {NOT_SIGNIFICANT}."
+    columns: Columns = {
+        "Freed": lambda arm: known(round(_freed(arm), 4), percent),
+        "Step time, x without": times.cell("{:.2f}".format),
     }
+    notes = ["Compared with the same stage without offload.", *times.notes]
+    if no_gpu:
+        notes += ["There is no GPU: CPU offload stays in the same memory, and only NVMe offload leaves it."]
+    return side_by_side(sentence, found, columns, *notes)
 
 
-def _state_ratio(arm: Arm) -> float:
-    its = arm.beside[(arm.beside["arm"] == arm.baseline) & (arm.beside["status_state"] == "ok")]
-    whole = state_bytes(its, ("device",))
-    return state_bytes(arm.ended, ("device",)) / whole if whole else NAN
+def _freed(arm: StrategyRuns) -> float:
+    """Return the share of the same stage's model state in scarce memory that this strategy does not need there."""
+    runs = arm.workload_runs
+    places = fast_memory(arm.workload_runs)
+    kept = state_bytes(runs[(runs["arm"] == arm.same_stage) & (runs["status_state"] == "ok")], places)
+    return 1 - state_bytes(arm.ended, places) / kept if kept > 0 else NAN
 
 
-QUESTION = Question(
-    name="memory",
-    title="How much memory does a rank need?",
-    answer=answer,
-    nothing="No run here that ended well says how much state a rank held.",
-    tables={"memory": memory_table},
-    figures={"model_state": model_state, "peak_memory": peak_memory},
-    notebook="peak_memory",
-)
+def offload_table(records: Records) -> pd.DataFrame:
+    """Return each strategy with offload, and those of the same stages without it."""
+
+    def figures(arm: StrategyRuns) -> Row:
+        moved, plain = arm.is_offloaded, arm.same_stage
+        ratio = None if plain is None else paired_ratio(arm.workload_runs, STEP, arm.name, plain)
+        return {
+            "Stage": arm.value("zero_stage"),
+            "Optimizer on": arm.value("offload_optimizer") or "device",
+            "Parameters on": arm.value("offload_param") or "device",
+            **{f"State on {place}, MiB": arm.state_mib((place,)) for place in STATE_PLACES},
+            "Peak memory, GiB": arm.peak_gib[0],
+            "Step time, ms": 1e3 * step_s(arm),
+            "Without offload": plain or "not run" if moved else "this row",
+            "Time, x without": ratio_text(ratio) if moved else "1",
+        }
+
+    every = list(real_arms(records))
+    stages = {(arm.workload, arm.value("zero_stage")) for arm in every if arm.is_offloaded}
+    return table_of((arm for arm in every if (arm.workload, arm.value("zero_stage")) in stages), figures)
+
+
+def offload(records: Records) -> list[canvas.Drawing]:
+    return canvas.per_workload("offload", canvas.finished(records), _offload)
+
+
+def _offload(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    """Draw an arrow from each stage without offload to the same with it: memory freed to the left, time paid up."""
+    strategies, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
+    moved = {arm.name: kept for arm in group_by_strategy(runs) if arm.is_offloaded and (kept := arm.same_stage)}
+    moves = {arm: moved[arm] for arm in strategies if arm in moved}
+    if not moves:
+        return None
+    places = fast_memory(runs)
+    state = runs[[f"{kind}_bytes_{place}" for kind in STATE_KINDS for place in places]].sum(axis="columns")
+    unit, size = canvas.unit_for(state.max())
+    single = pd.DataFrame({"arm": runs["arm"], "state": state / size, "ms": runs[STEP] * 1e3}).set_index("arm")
+    points = single.groupby("arm").agg({"state": "median", "ms": geometric_mean})
+    figure, (axes,) = canvas.sheet(3.9)
+    for arm, kept in moves.items():
+        axes.annotate("", tuple(points.loc[arm]), xytext=tuple(points.loc[kept]), arrowprops={
+            "arrowstyle": "->", "color": canvas.style_of(strategies[arm]).colour, "linewidth": 1.2,
+            "shrinkA": 5, "shrinkB": 5, "alpha": 0.7,
+        })  # fmt: skip
+    shown = list(dict.fromkeys(arm for pair in moves.items() for arm in reversed(pair)))
+    where = "on the device" if len(places) == 1 else "in memory"
+    axes.set(xlabel=f"model state left {where}, {unit} per rank", ylabel="step time, ms")
+    canvas.label_points(axes, points.loc[shown], strategies, notes, single)
+    state_of, ms_of = points["state"].map(format_number), points["ms"].map(format_number)
+    words = ", ".join(
+        f"{arm} leaves {state_of[arm]} of {state_of[kept]} {unit}, {ms_of[arm]} ms instead of {ms_of[kept]} ms"
+        for arm, kept in moves.items()
+    )
+    subtitle = "An arrow leads from a stage without offload to the same stage with it."
+    shown_notes = {arm: notes[arm] for arm in shown}
+    return canvas.finish(figure, "Memory and time of offload", workload, subtitle, words, shown_notes)
+
+
+OFFLOAD = Question(
+    "offload", "What does offload free, and what does it cost?", _offload_answer,
+    nothing="No workload here has a stage both with offload and without it.", tables={"offload": offload_table},
+    figures={"offload": offload}, notebook="offload",
+)  # fmt: skip
+
+
+def _traffic_answer(records: Records) -> Answer | None:
+    found = compare_with_reference(records, sent_mib)
+    if found is None:
+        return None
+    sentence = f"No sharding strategy here is comparable with {found.names} in ring bytes."
+    if found.ratios:
+        ratios, most = span((ratio for ratio, _ in found.ratios), times_text), found.ratios[-1][1].name
+        sentence = f"Sharding sends {ratios} times the ring bytes (NCCL) of {found.names} per step, most with `{most}`."
+    columns: Columns = {"Ring bytes (NCCL), MiB": sent_mib, f"x {found.plain_names}": found.cell(times_text)}
+    note = "Ring bytes: what one rank sends in one step if every collective is a ring, as with NCCL. Gloo differs."
+    return side_by_side(sentence, without_offload(found.workloads), columns, note)
+
+
+def traffic_table(records: Records) -> pd.DataFrame:
+    return table_of(
+        real_arms(records),
+        lambda arm: {
+            "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
+            "Gloo bytes per step, MiB": arm.median("gloo_sent_bytes_per_step") / MIB,
+            "Payload per step, MiB": arm.median("comm_bytes_per_step") / MIB,
+            "Calls per step": arm.median("comm_calls_per_step"),
+            "Payload by collective, MiB": _by_collective(arm),
+        },
+    )
+
+
+def _by_collective(arm: StrategyRuns) -> str:
+    watched = arm.ended["collectives"].dropna()
+    counted = json.loads(watched.iloc[0]) if len(watched) else {}
+    return ", ".join(f"{kind} {counts['payload_bytes'] / MIB:.4g}" for kind, counts in sorted(counted.items())) or "-"
+
+
+def traffic(records: Records) -> list[canvas.Drawing]:
+    """Draw what one rank sends in one step; a virtual rank's is real too."""
+    runs = without_probes(records).runs
+    return canvas.per_workload("traffic", runs[(runs["status_state"] == "ok") & runs["collectives"].notna()], _traffic)
+
+
+def _traffic(workload: str, runs: pd.DataFrame) -> canvas.Drawing:
+    first, notes = runs.drop_duplicates("arm").set_index("arm"), canvas.confounds_of(runs)
+    counted = {arm: json.loads(first.loc[arm, "collectives"]) for arm in canvas.arms_of(runs)}
+    sizes = {arm: {kind: each["wire_bytes_per_rank"] for kind, each in one.items()} for arm, one in counted.items()}
+    sent = pd.DataFrame(sizes).T.fillna(0)
+    sent = sent[[*(kind for kind in canvas.TRAFFIC if kind in sent), *sorted(set(sent) - set(canvas.TRAFFIC))]]
+    unit, size = canvas.unit_for(sent.sum(axis="columns").max())
+    sent /= size
+    totals = sent.sum(axis="columns")
+    # All parameters, where a run has them unpartitioned.
+    unpartitioned = runs[(runs["zero_stage"].fillna(0) < 3) & (runs["distributed_type"] != "FSDP")]
+    weights = float(unpartitioned["params_bytes_device"].max()) / size
+    subtitle = "Ring bytes (NCCL) of one rank; an all-reduce sends twice its size."
+    figure, (axes,) = canvas.sheet_of_rows(len(sent))
+    if weights > 0:
+        subtitle += f" The dashed lines are multiples of the parameters ({format_number(weights)} {unit})."
+        for copy in range(1, min(int(totals.max() / weights + 0.01), 6) + 1):
+            axes.axvline(copy * weights, zorder=0, **canvas.GUIDE)
+    canvas.bars(axes, sent, canvas.TRAFFIC, totals.map(format_number), f"{unit} per rank and step", notes)
+    words = ", ".join(f"{arm} {format_number(total)} {unit}" for arm, total in totals.items())
+    legend = canvas.legend_of_fills({kind: canvas.TRAFFIC.get(kind, canvas.OTHER) for kind in sent}, {})
+    return canvas.finish(figure, "Communication of one step", workload, subtitle, words, notes, legend)
+
+
+TRAFFIC = Question(
+    "traffic", "How much does a rank send in one step?", _traffic_answer,
+    nothing="No run of several ranks here recorded its collectives.", tables={"traffic": traffic_table},
+    figures={"traffic": traffic}, notebook="runtime",
+)  # fmt: skip
+
+_STAGES = {"zero1", "zero2", "zero3"}
+_NEIGHBOURS = {*WITH_REPLICAS, *WITH_GROUPS}
+
+
+def _neighbours_answer(records: Records) -> Answer | None:
+    found: dict[str, list[StrategyRuns]] = {}
+    for arm in _neighbour_arms(records):
+        if len(arm.ended):
+            found.setdefault(arm.workload, []).append(arm)
+    # Fewer ranks are in the details.
+    most = {workload: max(arm.ranks for arm in of_it) for workload, of_it in found.items()}
+    shown = {workload: [arm for arm in of_it if arm.ranks in (1, most[workload])] for workload, of_it in found.items()}
+    sentences = []
+    for workload in by_arms(shown):
+        # The least of ZeRO's stages and their neighbours, where both were measured.
+        many = [arm for arm in shown[workload] if arm.ranks > 1]
+        strategies = {str(arm.value("strategy")) for arm in many}
+        least = []
+        for figure, words in ((StrategyRuns.state_mib, "state"), (_kept_mib, "memory kept for backward"),
+                              (sent_mib, "ring bytes (NCCL)")):  # fmt: skip
+            measured = {arm.name: value for arm in many if not pd.isna(value := figure(arm))}
+            if measured:
+                name = min(measured, key=lambda name: measured[name])
+                least.append(f"{words} under `{name}` ({measured[name]:.3g} MiB)")
+        if strategies & _STAGES and strategies & _NEIGHBOURS and least:
+            sentences.append(f"{workload}: least per rank, of {most[workload]} ranks: {', '.join(least)}.")
+    if not sentences:
+        return None
+    columns: Columns = {
+        "State, MiB": StrategyRuns.state_mib, "Kept for backward, MiB": _kept_mib, "Ring bytes (NCCL), MiB": sent_mib,
+        "Calls": lambda arm: arm.median("comm_calls_per_step"),
+    }  # fmt: skip
+    notes = (
+        "State: parameters, gradients and optimizer states of the rank with most. Kept for backward: what the forward"
+        " pass of one micro-batch leaves allocated, without parameters that stay gathered.",
+        "All strategies of a workload use the same samples in each step.",
+    )
+    return side_by_side(sentences[0], shown, columns, *notes)
+
+
+def _neighbour_arms(records: Records) -> Iterator[StrategyRuns]:
+    """Return those of workloads in which a neighbour of ZeRO ran: the real ones or, without any, virtual ones."""
+    for runs in (real(records).runs, virtual(records).runs):
+        found = [arm for arm in group_by_strategy(runs) if arm.workload_runs["strategy"].isin(_NEIGHBOURS).any()]
+        if found:
+            yield from found
+            return
+
+
+# Before, parameters that FSDP's root had gathered were missing here, and those that one rank has alone as well.
+_COUNTED_RIGHT_SINCE = "2026-11-23T09"
+
+
+def _kept_mib(arm: StrategyRuns, figure: str = "forward_holds_bytes") -> float:
+    shards = arm.ranks // int(arm.value("group_ranks") or 1)
+    counted_wrong = arm.value("distributed_type") == "FSDP" or (arm.value("zero_stage") == 3 and shards == 1)
+    is_old = (arm.ended["status_started_at"] < _COUNTED_RIGHT_SINCE).any()
+    return NAN if is_old and counted_wrong else arm.median(figure) / MIB
+
+
+def neighbours_table(records: Records) -> pd.DataFrame:
+    return table_of(
+        _neighbour_arms(records),
+        lambda arm: {
+            "Ranks": arm.ranks,
+            **{f"{words}, MiB": sum(arm.median(f"{kind}_bytes_{place}") for place in ("device", "host")) / MIB
+               for kind, words in _KINDS.items()},
+            "Buffers, MiB": arm.median("buffer_bytes_device") / MIB,
+            "Kept for backward, MiB": _kept_mib(arm),
+            "Still gathered then, MiB": _kept_mib(arm, "forward_gathers_bytes"),
+            "Ring bytes (NCCL), MiB": sent_mib(arm),
+            "Calls": arm.median("comm_calls_per_step"),
+            "Payload by collective, MiB": _by_collective(arm),
+        },
+    )  # fmt: skip
+
+
+NEIGHBOURS = Question(
+    "neighbours", "How much memory and communication do ZeRO's neighbours need?", _neighbours_answer,
+    nothing="No run here has ZeRO's stages next to tensor, sequence, context or hybrid sharding.",
+    tables={"neighbours": neighbours_table}, notebook="neighbours",
+)  # fmt: skip

@@ -1,19 +1,26 @@
-"""Does a release of DeepSpeed compute what one process computes, under each strategy?"""
+"""Which releases of DeepSpeed compute the gradients that one process computes, under each strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 
+from study.config.text import percent
 from study.host.stacks import release_order
-from study.records.frames import Records
-from study.records.statistics import percent
+from study.records.frames import Records, steps_by_run
 from study.records.workloads import strategy_order
+from study.releases.causes import Cause, read_causes
 from study.releases.stacks import ReleaseCell, release_cells
 from study.releases.verdict import ROUNDING, Verdict
-from study.report.plots.releases import KINDS, clipped, fault_curves, lettered, release_grid
-from study.report.questions.question import Answer, Question
+from study.report import canvas
+from study.report.document import Answer, Question
 
 
 def answer(records: Records) -> Answer | None:
@@ -21,67 +28,62 @@ def answer(records: Records) -> Answer | None:
     if not cells:
         return None
     today = [cell for cell in clipped(cells) if not cell.is_of_its_time]
-    bad = _bad(today)
+    bad = [cell for cell in today if cell.verdict.kind == "different"]
     ran = {cell.release for cell in today if cell.verdict.kind in ("equal", "different")}
     wrong = {cell.release for cell in bad}
     good = sorted(ran - wrong, key=release_order)
-    # A cause of one cell may be hidden on a GPU, and that of another not.
+    # A cause of one case may be hidden on a GPU, and that of another not.
     hidden = wrong - {cell.release for cell in bad if not cell.gpu_hides_it}
     sentence = (
-        f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run train otherwise"
-        f" than one process under some strategy, {len(hidden)} of them by what a GPU does not show."
-        f" As it does under all of them train: {', '.join(good) or 'none'}."
+        f"With today's Accelerate and torch, on CPU ranks, {len(wrong)} of {len(ran)} releases that run diverge from"
+        f" one process under some strategy, {len(hidden)} of them by a fault that a GPU does not show."
+        f" Equal to it under all strategies: {', '.join(good) or 'none'}."
     )
-    # What is a matter of luck may be right anywhere.
+    # A fault that strikes by chance may be absent anywhere.
     steady = [cell for cell in bad if not any(cause.sometimes for cause in cell.causes)]
     compared = [cell.of_its_time for cell in steady if cell.of_its_time in ("equal", "different")]
-    half, own = ROUNDING["bf16"], ROUNDING["bf16-engine"]
+    full, half, own = (ROUNDING[precision] for precision in ("fp32", "bf16", "bf16-engine"))
     notes = [
-        f"{sum(len(cell.runs) for cell in cells)} runs in {len(cells)} cells, beside `single` under the same stack."
-        f" Equal is within {ROUNDING['fp32'].loss:.0e} of a loss and {ROUNDING['fp32'].norm:.0e} of a norm in fp32,"
-        f" {percent(half.loss)} and {percent(half.norm)} in bf16, and {percent(own.loss)} and {percent(own.norm)} in"
-        " DeepSpeed's own bf16.",
+        f"{sum(len(cell.runs) for cell in cells)} runs of {len(cells)} cases, each against `single` with the"
+        f" same releases. Equal: within {full.loss:.0e} of a loss and {full.norm:.0e} of a norm in fp32,"
+        f" {percent(half.loss)} and {percent(half.norm)} in bf16,"
+        f" {percent(own.loss)} and {percent(own.norm)} in DeepSpeed's own bf16."
     ]
     if compared:
         right = compared.count("equal")
-        why = "; those are a mismatch between releases, and no fault of the engine alone" if right else ""
+        why = "; those are a mismatch between releases, not a fault of the engine alone" if right else ""
         notes.append(
-            f"Of {len(compared)} cells that are wrong today and ran with Accelerate and torch of their time too,"
-            f" {right} are right there{why}."
+            f"Of {len(compared)} cases that are wrong today and also ran with contemporary Accelerate and torch,"
+            f" {right} are right with those{why}."
         )
     if bad:
         kinds = [{cause.gpu for cause in cell.causes} for cell in bad]
         notes.append(
-            f"Of {len(bad)} cells that are wrong today {sum('shows' in kind for kind in kinds)} have a cause that a GPU"
-            f" shows too, as its source reads; {kinds.count({'hidden'})} have one that a GPU does not show, and"
-            f" the cause of {kinds.count(set())} is not known."
+            f"Of {len(bad)} cases that are wrong today, {sum('shows' in kind for kind in kinds)} have a cause that a"
+            f" GPU shows too, according to its source; {kinds.count({'hidden'})} have one that a GPU does not show; the"
+            f" cause of {kinds.count(set())} is not known."
         )
     if lucky := sum(cell.is_lucky for cell in cells):
-        notes.append(f"{lucky} cells agree that run through a fault which strikes by chance: they are no proof.")
+        notes.append(f"{lucky} cases agree although a fault strikes them by chance: they are no evidence.")
     return Answer(sentence, avoid_table(records), tuple(notes))
 
 
-def _bad(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
-    return [cell for cell in cells if cell.verdict.kind == "different"]
-
-
 def avoid_table(records: Records) -> pd.DataFrame:
-    """By strategy: the releases to avoid, with and without accumulation."""
+    """Return the releases to avoid, by strategy, with and without accumulation."""
     cells = clipped(release_cells(records))
     rows: list[dict[str, str]] = []
-    columns = ["Strategy"]
+    columns = {"Strategy": None}
     for strategy in sorted({cell.strategy for cell in cells}, key=strategy_order):
         row = {"Strategy": strategy}
-        for of_its_time, words in KINDS.items():
-            for several in (False, True):
-                mine = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == of_its_time
-                        and (cell.micro_steps > 1) == several]  # fmt: skip
-                column = f"{'Accumulating' if several else 'One micro-step'}, {words}"
-                columns += [column] * (column not in columns)
-                if mine:
-                    row[column] = _avoided(mine)
+        for of_its_time, several in itertools.product(KINDS, (False, True)):
+            mine = [cell for cell in cells if cell.strategy == strategy and cell.is_of_its_time == of_its_time
+                    and (cell.micro_steps > 1) == several]  # fmt: skip
+            column = f"{'Accumulating' if several else 'One micro-step'}, {KINDS[of_its_time]}"
+            columns[column] = None
+            if mine:
+                row[column] = _avoided(mine)
         rows.append(row)
-    return pd.DataFrame(rows, columns=columns).dropna(axis="columns", how="all").fillna("not run")
+    return pd.DataFrame(rows, columns=list(columns)).dropna(axis="columns", how="all").fillna("not run")
 
 
 def _avoided(cells: Sequence[ReleaseCell]) -> str:
@@ -95,19 +97,19 @@ def _avoided(cells: Sequence[ReleaseCell]) -> str:
     return "; ".join(filter(None, [everywhere, on_a_cpu and f"on a CPU {on_a_cpu}"])) or "none"
 
 
-def _size_text(verdict: Verdict) -> str:
-    if verdict.size is not None:
-        return f"{verdict.size:.1e}"
-    return "no number" if verdict.kind == "different" else "-"
-
-
 def verdict_table(records: Records) -> pd.DataFrame:
     cells = release_cells(records)
     letters = lettered(clipped(cells))
+
+    def size_text(verdict: Verdict) -> str:
+        if verdict.size is not None:
+            return f"{verdict.size:.1e}"
+        return "NaN" if verdict.kind == "different" else "-"
+
     return pd.DataFrame(
         {
             "Release": cell.release,
-            "Beside": "of its time" if cell.is_of_its_time else "today",
+            "Accelerate and torch": "contemporary" if cell.is_of_its_time else "today's",
             "Strategy": cell.strategy,
             "Precision": cell.precision,
             "Micro-steps": cell.micro_steps,
@@ -115,11 +117,11 @@ def verdict_table(records: Records) -> pd.DataFrame:
             "Verdict": cell.verdict.kind + (", sometimes" if cell.differs_sometimes else ""),
             "Differs first": cell.verdict.what or "-",
             "At step": cell.verdict.first_step or "-",
-            "Loss off by, as a share": _size_text(cell.verdict),
+            "Difference of the loss": size_text(cell.verdict),
             "Norm, x the right one": "-" if cell.verdict.norm_ratio is None else f"{cell.verdict.norm_ratio:.3g}",
             "Runs": len(cell.runs),
             "Cause": ", ".join(letters[cause] for cause in cell.causes if cause in letters) or "-",
-            "With its time": "-" if cell.is_of_its_time else cell.of_its_time or "not run",
+            "With contemporary ones": "-" if cell.is_of_its_time else cell.of_its_time or "not run",
         }
         for cell in cells
     )
@@ -131,21 +133,152 @@ def cause_table(records: Records) -> pd.DataFrame:
     for cause, letter in lettered(clipped(cells)).items():
         mine = [cell for cell in cells if cause in cell.causes]
         rows.append({
-            "": letter, "Cause": cause.title, "Whose": cause.blame, "Releases seen": ", ".join(
-                dict.fromkeys(cell.stack for cell in mine)), "Strategies": ", ".join(
-                dict.fromkeys(cell.strategy for cell in mine)),
+            "": letter, "Cause": cause.title, "Whose": cause.blame,
+            "Releases seen": ", ".join(dict.fromkeys(cell.stack for cell in mine)),
+            "Strategies": ", ".join(dict.fromkeys(cell.strategy for cell in mine)),
             "On a GPU": f"{cause.gpu}: {cause.gpu_why}", "Instead": cause.instead or "-",
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
+_ROW_IN, _LETTERS = 0.21, string.ascii_lowercase + string.ascii_uppercase
+_MOST_CURVES = 6
+KINDS = {False: "with today's Accelerate and torch", True: "with contemporary Accelerate and torch"}
+_WORDS = {
+    "equal": "the same as one process, up to rounding",
+    "lucky": "the same by chance: its releases have a race", "different": "diverges from one process",
+    "cpu": "diverges on a CPU, and not on a GPU", "mismatch": "diverges by a mismatch of releases",
+    "refuses": "refuses", "crashes": "crashes", "not installable": "not installable", "not judged": "not judged",
+}  # fmt: skip
+
+
+def clipped(cells: Iterable[ReleaseCell]) -> list[ReleaseCell]:
+    """Return those that clip gradients, where any does: figures are of one clipping, and the table has both."""
+    every = list(cells)
+    return [cell for cell in every if cell.max_norm] or every
+
+
+def lettered(cells: Iterable[ReleaseCell]) -> dict[Cause, str]:
+    """Return the causes that any case has, each with its letter in all grids."""
+    seen = {cause.id for cell in cells for cause in cell.causes}
+    return dict(zip((cause for cause in read_causes() if cause.id in seen), _LETTERS, strict=False))
+
+
+def release_grid(records: Records) -> list[canvas.Drawing]:
+    every = clipped(release_cells(records))
+    letters = lettered(every)
+    precisions = sorted({cell.precision for cell in every}, key=lambda name: (name != "fp32", name))
+    subjects = {
+        f"{precision}, {KINDS[of_its_time]}": [
+            cell for cell in every if cell.is_of_its_time == of_its_time and cell.precision == precision
+        ]
+        for precision, of_its_time in itertools.product(precisions, KINDS)
+    }
+    filled = [item for item in subjects.items() if item[1]]
+    return canvas.drawings("release_grid", filled, functools.partial(_grid, letters))
+
+
+def _grid(letters: dict[Cause, str], subject: str, cells: Sequence[ReleaseCell]) -> canvas.Drawing:
+    releases = sorted({cell.release for cell in cells}, key=release_order, reverse=True)
+    strategies = sorted({cell.strategy for cell in cells}, key=strategy_order)
+    steps = sorted({cell.micro_steps for cell in cells})
+    width = 0.94 / len(steps)
+    figure, (axes,) = canvas.sheet(_ROW_IN * len(releases) + 0.95)
+    for cell in cells:
+        left = strategies.index(cell.strategy) + 0.03 + width * steps.index(cell.micro_steps)
+        row, fill = releases.index(cell.release), canvas.RELEASES[_kind(cell)]
+        axes.add_patch(Rectangle((left, row + 0.06), width, 0.88, facecolor=fill.colour, hatch=fill.hatch,
+                                 edgecolor="white", linewidth=0.5))  # fmt: skip
+        text = "".join(letters[cause] for cause in cell.causes) or "?" * (cell.verdict.kind == "different")
+        text += "'" * cell.differs_sometimes
+        label = axes.text(left + width / 2, row + 0.52, text, ha="center", va="center", size=7.5, weight="bold",
+                          color="white")  # fmt: skip
+        label.set_path_effects([withStroke(linewidth=2.5, foreground=fill.colour)])
+    axes.set(xlim=(0, len(strategies)), ylim=(len(releases), 0))
+    axes.set_yticks([row + 0.5 for row in range(len(releases))], releases)
+    axes.set_xticks([column + 0.5 for column in range(len(strategies))], strategies, rotation=40, ha="left",
+                    rotation_mode="anchor")  # fmt: skip
+    axes.tick_params(length=0, labelcolor=canvas.INK)
+    axes.xaxis.tick_top()
+    for side in axes.spines.values():
+        side.set_visible(False)
+    bad = [cell for cell in cells if cell.verdict.kind == "different"]
+    halves = " and ".join(f"{count} micro-step{'s'[: count > 1]}" for count in steps)
+    subtitle = f"In each cell, from the left: {halves} per step. {len(bad)} of {len(cells)} diverge from one process."
+    words = "; ".join(
+        f"{release}: {', '.join(sorted({cell.strategy for cell in bad if cell.release == release})) or 'none'}"
+        for release in releases
+    )
+    kinds = {_kind(cell) for cell in cells}
+    titles = sorted({f"{letters[cause]}  {cause.title}" for cell in cells for cause in cell.causes})
+    if any(cell.differs_sometimes for cell in cells):
+        titles.append("'  in some of its runs")
+    legend = [
+        *canvas.legend_of_fills({kind: canvas.RELEASES[kind] for kind in _WORDS if kind in kinds}, _WORDS),
+        *(Patch(facecolor="none", edgecolor="none", label=title) for title in titles),
+    ]
+    return canvas.finish(figure, "Which releases compute the gradients of one process", subject, subtitle, words,
+                         legend=legend, legend_columns=1, lead=f"Releases that diverge, {subject}")  # fmt: skip
+
+
+def _kind(cell: ReleaseCell) -> str:
+    if cell.verdict.kind != "different":
+        return "lucky" if cell.is_lucky else cell.verdict.kind
+    if cell.is_mismatch:
+        return "mismatch"
+    return "cpu" if cell.gpu_hides_it else "different"
+
+
+def fault_curves(records: Records) -> list[canvas.Drawing]:
+    """Draw the faults that a user would see next to the right curves: in fp32, the largest difference of each cause."""
+    every = clipped(release_cells(records))
+    found: dict[str, ReleaseCell] = {}
+    for cell in every:
+        if cell.verdict.kind == "different" and cell.precision == "fp32" and cell.verdict.size:
+            name = " ".join(cause.id for cause in cell.causes) or f"{cell.strategy} {cell.verdict.what}"
+            if name not in found or (found[name].verdict.size or 0) < cell.verdict.size:
+                found[name] = cell
+    worst = sorted(found.values(), key=lambda cell: -(cell.verdict.size or 0))[:_MOST_CURVES]
+    steps = steps_by_run(records)
+    drawn = [cell for cell in worst if cell.worst_run in steps and cell.single in steps]
+    subjects = [("fp32, one run each", drawn)] if drawn else []
+    return canvas.drawings("fault_curves", subjects, functools.partial(_curves, lettered(every), steps))
+
+
+def _curves(
+    letters: dict[Cause, str], steps: Mapping[str, pd.DataFrame], subject: str, drawn: Sequence[ReleaseCell]
+) -> canvas.Drawing:
+    columns = min(2, len(drawn))
+    rows = -(-len(drawn) // columns)
+    figure, _ = canvas.sheet(1.75 * rows)
+    figure.clear()
+    grid = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten()
+    for axes in grid[len(drawn) :]:
+        axes.set_visible(False)
+    looks: dict[str, Any] = {"one process": {"color": canvas.INK},
+             "this release": {"color": canvas.RELEASES["different"].colour, "linestyle": (0, (4, 1.5))}}  # fmt: skip
+    for axes, cell in zip(grid, drawn, strict=False):
+        for run, look in zip((cell.single, cell.worst_run), looks.values(), strict=True):
+            axes.plot(steps[run]["step"], steps[run]["loss"], linewidth=1.6, **look)
+        of = ", ".join(letters[cause] for cause in cell.causes)
+        axes.set_title(f"{cell.release} {cell.strategy}{f' ({of})' if of else ''}", size=8.5, pad=15)
+        about = f"{cell.micro_steps} micro-step{'s'[: cell.micro_steps > 1]}: {cell.verdict.what}"
+        axes.text(0, 1.03, about, transform=axes.transAxes, size=8, color=canvas.QUIET)
+        axes.grid(axis="y")
+        canvas.plain_ticks(axes.yaxis)
+    grid[0].set_ylabel("loss, nats")
+    for axes in grid[len(drawn) - columns : len(drawn)]:
+        axes.set_xlabel("step")
+    words = "; ".join(f"{cell.release} {cell.strategy} differs by {cell.verdict.size:.2g}" for cell in drawn)
+    legend = [Patch(facecolor=look["color"], label=label) for label, look in looks.items()]
+    subtitle = "The same samples and the same initial weights; each run ended without an error."
+    return canvas.finish(figure, "What a user sees of a fault", subject, subtitle, words, legend=legend)
+
+
 QUESTION = Question(
-    name="releases",
-    title="Does ZeRO leave the loss alone in the release I run?",
-    answer=answer,
-    nothing="No run here names the releases of its stack: `study run releases` compares them.",
+    "releases", "Which releases compute the gradients of one process?", answer,
+    nothing="No run here is of a release under test: `study run releases` compares them.",
     tables={"releases_to_avoid": avoid_table, "causes": cause_table, "verdicts": verdict_table},
-    figures={"release_grid": release_grid, "fault_curves": fault_curves},
-    first_figure="release_grid",
+    figures={"release_grid": release_grid, "fault_curves": fault_curves}, first_figure="release_grid",
     notebook="releases",
-)
+)  # fmt: skip

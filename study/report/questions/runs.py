@@ -1,78 +1,150 @@
-"""Which runs stand behind a report: how they ended, how far like runs lie apart, and what was left out."""
+"""The runs behind a report: how they ended, their noise, what a plan still lacks, and the claims that use them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
-from study.records.arms import Arm, against, one_value, peak_gib, state_mib
-from study.records.frames import Records
-from study.records.statistics import Noise, noise, paired_ratio, percent, repeat_noise
-from study.report.questions.comparing import ranks, real_arms, table_of, workloads
-from study.report.questions.question import Answer, Question
-from study.report.questions.time import STEP, step_s
-from study.report.questions.traffic import sent_mib
+from study.config.text import format_duration, percent
+from study.records.frames import Records, Remaining
+from study.records.statistics import Noise, noise, paired_ratio, repeat_noise
+from study.records.strategy_runs import StrategyRuns
+from study.report.document import Answer, Link, Question
+from study.report.questions.comparing import real_arms, table_of, workloads
+from study.report.questions.memory import STEP, sent_mib, step_s
 
 
-def answer(records: Records) -> Answer | None:
+def _remaining_answer(records: Records) -> Answer | None:
+    slices = records.remaining
+    if not slices:
+        return None
+    planned, left = sum(each.planned for each in slices), sum(len(each.left) for each in slices)
+    time = format_duration(sum(each.seconds for each in slices))
+    if not left:
+        sentence = f"All of it is measured: {planned} runs and searches."
+    elif not any(each.ok + each.other for each in slices):
+        sentence = f"None of it is measured yet: {planned} runs and searches remain, about {time}."
+    else:
+        sentence = f"{planned - left} of {planned} runs and searches are measured; {left} remain, about {time}."
+    suites = dict.fromkeys(each.suite for each in slices)
+    table = pd.DataFrame([_row(suite, [each for each in slices if each.suite == suite]) for suite in suites])
+    return Answer(sentence, table, ("Times are by earlier records and the suites' arithmetic.",))
+
+
+def _row(suite: str, slices: Sequence[Remaining], part: str = "") -> dict[str, object]:
+    """Return one row; it may have more runs than planned, because each probe of a search is one."""
+    left = sum(len(each.left) for each in slices)
+    return {
+        "Suite": suite,
+        **({"Part": part} if part else {}),
+        "Planned": sum(each.planned for each in slices),
+        "Runs that ended ok": sum(each.ok for each in slices),
+        "Runs that did not": sum(each.other for each in slices),
+        "Left": left,
+        "Time for it": format_duration(sum(each.seconds for each in slices)) if left else "-",
+    }
+
+
+def _parts(records: Records) -> list[tuple[Remaining, str]]:
+    """Return each slice with the part of its suite that it is."""
+    first = {each.suite: each for each in reversed(records.remaining)}
+    return [(each, each.only or ("all" if first[each.suite] is each else "the rest")) for each in records.remaining]
+
+
+def slices_table(records: Records) -> pd.DataFrame:
+    return pd.DataFrame([_row(each.suite, [each], part) for each, part in _parts(records)])
+
+
+def left_table(records: Records) -> pd.DataFrame:
+    rows = [{"Suite": each.suite, "Part": part, "Left": "; ".join(each.left)}
+            for each, part in _parts(records) if each.left]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+REMAINING = Question(
+    "remaining", "How much of this study is measured, and what remains?", _remaining_answer,
+    nothing="These records are not part of a plan in slices.", tables={"slices": slices_table, "left": left_table},
+)  # fmt: skip
+
+
+class Resting(NamedTuple):
+    """A claim with what these records show of it."""
+
+    claim: str
+    # Of its entry among all claims, relative to the report; empty where there is no way to it.
+    address: str
+    verdict: str
+    says: str
+    found: str
+
+
+def claims_answer(resting: Sequence[Resting]) -> Answer | None:
+    if not resting:
+        return None
+    rows = [
+        {"Claim": Link(each.claim, each.address), "Verdict": each.verdict, "It says": each.says,
+         "These records": each.found}
+        for each in resting
+    ]  # fmt: skip
+    sentence = f"The verdicts of {len(rows)} published claims depend on these records, some of them on others too."
+    return Answer(sentence, pd.DataFrame(rows).astype(object))
+
+
+CLAIMS = Question(
+    "claims", "Which published claims depend on these records?", lambda _records: None,
+    nothing="No verdict of the ledger of claims depends on these records.", tables={},
+)  # fmt: skip
+
+
+def _runs_answer(records: Records) -> Answer | None:
     runs = records.runs
     if runs.empty:
         return None
-    ended, lost, refused = runs[runs["status_state"] == "ok"], runs[runs["status_state"] != "ok"], len(records.refused)
-    sentence = (
-        f"{len(ended)} runs ended well and {len(lost)} did not; {refused} records are left out because they cannot be"
-        " believed."
-    )
+    lost = int((runs["status_state"] != "ok").sum())
+    sentence = f"{len(runs) - lost} runs ended well and {lost} did not; {len(records.refused)} records were refused."
     notes = []
     boxes = runs[["cpu", "cpu_cores", "devices"]].dropna(subset=["cpu"]).drop_duplicates()
     if len(boxes) > 1:
-        notes.append(
-            f"They come from {len(boxes)} different boxes; an arm from another box is marked where it is compared."
-        )
+        notes.append(f"They are from {len(boxes)} different boxes; comparisons mark runs of another box.")
     counts = [len(arm.ended) for found in workloads(records).values() for arm in found if len(arm.ended)]
     if counts:
-        several = f"{min(counts)} to {max(counts)} runs of an arm."
-        notes.append("One run of each arm: no interval." if max(counts) == 1 else several)
-    return Answer(sentence, _outcomes(runs), tuple(notes))
-
-
-def _outcomes(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per outcome, with a reason of the first run that has one."""
+        several = f"{min(counts)} to {max(counts)} runs of each strategy."
+        notes.append("One run of each strategy: no interval." if max(counts) == 1 else several)
     rows = []
     for outcome, group in runs.groupby("status_state", sort=False):
         reason = next((text for text in group["status_reason"] if isinstance(text, str) and text), None)
         rows.append({"Outcome": outcome, "Runs": len(group), "Such as": reason})
-    return pd.DataFrame(rows).dropna(axis="columns", how="all")
+    return Answer(sentence, pd.DataFrame(rows).dropna(axis="columns", how="all"), tuple(notes))
 
 
 def summary_table(records: Records) -> pd.DataFrame:
-    """Everything at a glance: one row per arm and workload."""
     return table_of(
         real_arms(records),
         lambda arm: {
             "Eval loss": arm.learned("eval_loss_final"),
-            "State per rank, MiB": state_mib(arm),
-            "Peak memory, GiB": peak_gib(arm)[0],
-            "Peak of": peak_gib(arm)[1],
+            "State per rank, MiB": arm.state_mib(),
+            "Peak memory, GiB": arm.peak_gib[0],
+            "Peak of": arm.peak_gib[1],
             "Ring bytes (NCCL) per step, MiB": sent_mib(arm),
             "Step time, ms": 1e3 * step_s(arm),
-            "Time, x baseline": against(arm, STEP),
+            "Time, x baseline": arm.against(STEP),
         },
     )
 
 
 def controls_table(records: Records) -> pd.DataFrame:
-    """How far runs lie apart that should be alike, as standard deviations; the engine's own part is no noise."""
+    """Return standard deviations of like runs, and DeepSpeed's overhead at stage 0."""
     rows = []
     for workload, found in workloads(records).items():
-        runs = found[0].beside
+        runs = found[0].workload_runs
         for figure, words in (("eval_loss_final", "evaluation loss"), (STEP, "step time")):
             rows.append({
                 "Workload": workload, "Figure": words,
-                "Noise, arms and seeds taken out": _noise_text(noise(runs, figure)),
-                "The same arm and seed again": _noise_text(repeat_noise(runs, figure)),
-                "Stage 0, x no engine": _engine(found, figure),
+                "Residual SD after removing strategy and seed effects": _noise_text(noise(runs, figure)),
+                "SD of reruns of the same strategy and seed": _noise_text(repeat_noise(runs, figure)),
+                "Stage 0, x no engine": _overhead(found, figure),
             })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -81,23 +153,20 @@ def _noise_text(found: Noise | None) -> str:
     return "not run" if found is None else f"{percent(found.share)} ({found.df} df)"
 
 
-def _engine(found: Sequence[Arm], figure: str) -> str:
-    """Of stage 0 beside plain training on as many ranks."""
-    fair = [arm for arm in found if arm.is_fair()]
-    plain = {ranks(arm): arm.name for arm in fair if one_value(arm.ended["strategy"]) in ("single", "ddp")}
+def _overhead(found: Sequence[StrategyRuns], figure: str) -> str:
+    """Return the ratio of stage 0 to plain training on as many ranks, which isolates DeepSpeed's overhead."""
+    strategies = [(arm, arm.value("strategy")) for arm in found if arm.is_fair()]
+    plain = {arm.ranks: arm.name for arm, strategy in strategies if strategy in ("single", "ddp")}
     ratios = [
         ratio.brief("{:.4g}".format)
-        for arm in fair
-        if one_value(arm.ended["strategy"]) == "zero0" and ranks(arm) in plain
-        and (ratio := paired_ratio(arm.beside, figure, arm.name, plain[ranks(arm)])).n
+        for arm, strategy in strategies
+        if strategy == "zero0" and arm.ranks in plain
+        and (ratio := paired_ratio(arm.workload_runs, figure, arm.name, plain[arm.ranks])).n
     ]  # fmt: skip
     return ", ".join(ratios) or "not run"
 
 
-QUESTION = Question(
-    name="runs",
-    title="Which runs stand behind this?",
-    answer=answer,
-    nothing="There is no run here that can be read.",
+RUNS = Question(
+    "runs", "Which runs is this report based on?", _runs_answer, nothing="There is no readable run here.",
     tables={"summary": summary_table, "controls": controls_table},
-)
+)  # fmt: skip

@@ -1,123 +1,389 @@
-"""Time of an optimizer step, and what it makes of a whole run."""
+"""Time of an optimizer step, what it is spent on, throughput against memory, and which strategy to use on this box."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 import pandas as pd
 
-from study.records.arms import NAN, Arm, Row, against
-from study.records.frames import Records
-from study.records.statistics import NOT_TOLD_APART
-from study.report.plots.time import frontier, step_time
+from study.config.text import NOT_MEASURED, format_number, percent
+from study.predictor.hardware import peak_flops
+from study.records.frames import Records, real
+from study.records.schema import PROFILE_CATEGORIES
+from study.records.statistics import (
+    NOT_SIGNIFICANT,
+    SHOWN_BELOW,
+    SMALLEST_SAMPLE,
+    differences,
+    geometric_mean,
+    middle,
+    noise,
+    seeds_needed,
+)
+from study.records.strategy_runs import NAN, Row, StrategyRuns, fast_memory, frame, group_by_strategy, has_no_gpu
+from study.report import canvas
+from study.report.document import Answer, Question, names, span, times_text
 from study.report.questions.comparing import (
     Columns,
     Comparison,
-    beside_reference,
-    first_screen,
+    compare_with_reference,
+    noise_note,
     noise_notes,
-    noise_words,
+    notes_on,
     real_arms,
     side_by_side,
     table_of,
+    without_offload,
     workloads,
 )
-from study.report.questions.question import Answer, Question, span, times_text
-
-STEP = "step_time_s_median"
+from study.report.questions.memory import STEP, step_s
 
 
-def answer(records: Records) -> Answer | None:
-    beside = beside_reference(records, step_s)
-    if beside is None:
+def _time_answer(records: Records) -> Answer | None:
+    found = compare_with_reference(records, step_s)
+    if found is None:
         return None
-    judged = Comparison(beside.workloads, STEP, lambda arm: beside.bases[arm.workload].name)
-    sharding = beside.sharding
-    apart = judged.apart(sharding)
-    sentence = f"No sharding arm here can be compared with {beside.names} in the time of a step."
-    if apart:
-        ratios = span((ratio for ratio, _ in apart), times_text)
-        sentence = f"A step with sharded state takes {ratios} times as long as one of {beside.names}"
-        rest = len(sharding) - len(apart)
-        sentence += f"; {rest} of {len(sharding)} arms are {NOT_TOLD_APART}." if rest else "."
-    elif sharding:
-        sentence = f"The time of a step with sharded state is {NOT_TOLD_APART}, beside {beside.names}."
-    columns: Columns = {
-        "Step, ms": lambda arm: 1e3 * step_s(arm),
-        f"x {beside.plain_names}": judged.cell(times_text),
-    }
+    times = Comparison(found.workloads, STEP, lambda arm: found.references[arm.workload].name)
+    sentence = f"No sharding strategy here is comparable with {found.names} in step time."
+    if times.significant(found.sharding):
+        end = f" times as long as one of {found.names}"
+        sentence = times.sentence(found.sharding, times_text, "A step with sharded state takes", end)
+    elif found.sharding:
+        sentence = f"The step time of sharding strategies differs from {found.names}, but is {NOT_SIGNIFICANT}."
+    columns: Columns = {"Step, ms": lambda arm: 1e3 * step_s(arm), f"x {found.plain_names}": times.cell(times_text)}
     return side_by_side(
-        sentence,
-        first_screen(beside.workloads),
-        columns,
-        "ms: the middle of an arm's own seeds. Times: seed by seed.",
-        *judged.notes,
-        *noise_notes(beside.workloads, STEP),
-    )
-
-
-def step_s(arm: Arm) -> float:
-    return arm.middle(STEP).center
+        sentence, without_offload(found.workloads), columns,
+        "ms: geometric mean over a strategy's own seeds. Ratios: seed by seed.", *times.notes,
+        *noise_notes(found.workloads, STEP),
+    )  # fmt: skip
 
 
 def noise_fact(records: Records) -> list[str]:
-    """For the head of the first page, where it is the same in every workload: the question of time has that of each."""
-    said = {noise_words(of_it, STEP).rstrip(".") for of_it in workloads(records).values()}
-    return list(said) if len(said) == 1 else []
+    """Return the noise for the head of the first page, where all workloads have the same."""
+    notes = {noise_note(of_it, STEP).rstrip(".") for of_it in workloads(records).values()}
+    return list(notes) if len(notes) == 1 else []
 
 
 def runtime_table(records: Records) -> pd.DataFrame:
-    every: dict[str, list[Arm]] = {}
+    every: dict[str, list[StrategyRuns]] = {}
     for arm in real_arms(records):
         every.setdefault(arm.workload, []).append(arm)
-    judged = Comparison(every, STEP, lambda arm: arm.baseline)
-    return table_of((arm for arms in every.values() for arm in arms), lambda arm: _figures(arm, judged))
+    times = Comparison(every, STEP, lambda arm: arm.baseline)
+
+    def figures(arm: StrategyRuns) -> Row:
+        runs, difference = arm.ended, times.of(arm)
+        words = "no run to pair with" if difference is None else difference.words
+        if arm.baseline is None or arm.is_baseline:
+            words = "baseline" if arm.is_baseline else "no baseline"
+        elif not arm.is_fair():
+            words = "not judged"
+        # The model's FLOPs per second over what the device reached in plain matrix products.
+        steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
+        flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
+        return {
+            "Step time, ms": arm.middle(STEP).text(1, 1e3),
+            "p10, ms": 1e3 * arm.median("step_time_s_p10"),
+            "p90, ms": 1e3 * arm.median("step_time_s_p90"),
+            "Tokens/s": arm.middle("tokens_per_s").center,
+            "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
+            "Samples/s": (runs["tokens_per_s"] / runs["seq_length"].astype(float)).median(),
+            "Start-up, s": arm.median("startup_s"),
+            "Run, s": arm.median("runtime_s"),
+            "Calls per step": arm.median("comm_calls_per_step"),
+            "Model FLOP utilization": arm.median("mfu"),
+            "Of the measured matmul rate": (flops_per_s / (1e12 * runs["matmul_tflops"])).median(),
+            "Energy of the GPUs over counted steps, J": arm.median("energy_j"),
+            "Time, x baseline": arm.against(STEP),
+            "In words": words,
+        }
+
+    return table_of((arm for arms in every.values() for arm in arms), figures)
 
 
-def _figures(arm: Arm, judged: Comparison) -> Row:
-    return {
-        "Step time, ms": arm.middle(STEP).text(1, 1e3),
-        "p10, ms": 1e3 * arm.median("step_time_s_p10"),
-        "p90, ms": 1e3 * arm.median("step_time_s_p90"),
-        "Tokens/s": arm.middle("tokens_per_s").center,
-        "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
-        "Samples/s": _median(arm.ended["tokens_per_s"] / arm.ended["seq_length"].astype(float)),
-        "Start-up, s": arm.median("startup_s"),
-        "Run, s": arm.median("runtime_s"),
-        "Calls per step": arm.median("comm_calls_per_step"),
-        "Model FLOP utilization": arm.median("mfu"),
-        "Of the measured matmul rate": _of_the_matmul_rate(arm),
-        "Energy of the GPUs over counted steps, J": arm.median("energy_j"),
-        "Time, x baseline": against(arm, STEP),
-        "In words": _in_words(arm, judged),
-    }
+# Points of single steps that one row can show as points.
+_MOST_DOTS = 120
 
 
-def _in_words(arm: Arm, judged: Comparison) -> str:
-    if arm.baseline is None or arm.is_baseline:
-        return "baseline" if arm.is_baseline else "no baseline"
-    if not arm.is_fair():
-        return "not judged"
-    difference = judged.of(arm)
-    return "no run to pair with" if difference is None else difference.words
+def step_time(records: Records) -> list[canvas.Drawing]:
+    runs = canvas.finished(records)
+    return canvas.per_workload("step_time", runs[runs[STEP].notna()], functools.partial(_step_time, records.steps))
 
 
-def _of_the_matmul_rate(arm: Arm) -> float:
-    """The model's FLOPs per second beside what the device reached in plain matrix products."""
-    runs = arm.ended
-    steps_per_s = runs["tokens_per_s"] / (runs["global_batch_size"] * runs["seq_length"]).astype(float)
-    flops_per_s = runs["model_flops_per_step"] * steps_per_s / runs["world_size"].astype(float)
-    return _median(flops_per_s / (1e12 * runs["matmul_tflops"]))
+def _step_time(steps: pd.DataFrame, workload: str, runs: pd.DataFrame) -> canvas.Drawing:
+    arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
+    figures = runs.groupby("arm")[[STEP, "step_time_s_p10", "step_time_s_p90"]].agg(geometric_mean) * 1e3
+    single_steps = steps[steps["run"].isin(runs["run"])].merge(runs[["run", "arm"]], on="run")
+    end = float(figures["step_time_s_p90"].max()) * 1.25
+    beyond = int((1e3 * single_steps["step_time_s"] > end).sum())
+    figure, (axes,) = canvas.sheet_of_rows(len(arms))
+    wobble = np.random.default_rng(0)
+    for row, (arm, strategy) in enumerate(arms.items()):
+        style = canvas.style_of(strategy)
+        times = single_steps.loc[single_steps["arm"] == arm, "step_time_s"].dropna().to_numpy() * 1e3
+        times = times[:: max(len(times) // _MOST_DOTS, 1)]
+        axes.scatter(times, row + wobble.uniform(-0.26, 0.26, len(times)), s=7, color=style.colour, alpha=0.25,
+                     linewidth=0)  # fmt: skip
+        median, low, high = figures.loc[arm]
+        axes.plot([low, high], [row, row], color=style.colour, linewidth=3, solid_capstyle="round")
+        each = runs.loc[runs["arm"] == arm, STEP] * 1e3
+        if 1 < len(each) < SHOWN_BELOW:
+            axes.vlines(each, row - 0.4, row + 0.4, color=canvas.INK, linewidth=1, zorder=5)
+        axes.plot(median, row, markersize=8.5, zorder=4, **style.points)
+        axes.annotate(f"{median:,.0f}" if median >= 10 else format_number(median), (1.01, row), va="center", size=9,
+                      xycoords=("axes fraction", "data"))  # fmt: skip
+    canvas.rows_of_arms(axes, arms, notes)
+    axes.set(xlim=(0, end), xlabel="ms per optimizer step; on the right the median")
+    canvas.plain_ticks(axes.xaxis)
+    has_strokes = runs.groupby("arm").size().between(2, SHOWN_BELOW - 1).any()
+    strokes = ", strokes the medians of runs, the marker their geometric mean" if has_strokes else ""
+    subtitle = f"Median with the middle 80 % of steps; dots are single steps{strokes}."
+    subtitle += f" {beyond} of {len(single_steps)} steps lie beyond the end." if beyond else ""
+    words = ", ".join(f"{arm} {format_number(figures.loc[arm, STEP])} ms" for arm in arms)
+    lead = f"Median time of one step on {workload}"
+    return canvas.finish(figure, "Step time", workload, subtitle, words, notes, lead=lead)
 
 
-def _median(values: pd.Series) -> float:
-    return float(values.median()) if values.notna().any() else NAN
+def frontier(records: Records) -> list[canvas.Drawing]:
+    return canvas.per_workload("frontier", canvas.finished(records), _frontier)
 
 
-QUESTION = Question(
-    name="time",
-    title="How long does a step take?",
-    answer=answer,
-    nothing="No run here that ended well has timed steps.",
-    tables={"runtime": runtime_table},
-    figures={"step_time": step_time, "frontier": frontier},
-    notebook="runtime",
-)
+def _frontier(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    on_device = runs["peak_memory_gib_allocated"].notna().any()
+    memory = "peak_memory_gib_allocated" if on_device else "host_peak_rss_gib"
+    arms, notes = canvas.arms_of(runs), canvas.confounds_of(runs)
+    # As in the tables: a repeat of a seed is not a seed of its own.
+    speeds = pd.Series({arm: middle(runs, "tokens_per_s", arm).center for arm in arms})
+    points = pd.DataFrame({memory: runs.groupby("arm")[memory].median(), "tokens_per_s": speeds}).dropna()
+    if len(points) < 2:
+        return None
+    ordered = points[[not notes[arm] for arm in points.index]].sort_values(
+        [memory, "tokens_per_s"], ascending=[True, False]
+    )
+    ahead = ordered["tokens_per_s"] > ordered["tokens_per_s"].cummax().shift(fill_value=-np.inf)
+    best = list(ordered.index[ahead]) or list(points.index)
+    figure, (axes,) = canvas.sheet(4.2)
+    stairs = points.loc[best].sort_values(memory)
+    axes.step(stairs[memory], stairs["tokens_per_s"], where="post", **canvas.GUIDE)
+    place = "on the device" if on_device else "of the process (resident set)"
+    axes.set(xlabel=f"peak memory {place}, GiB per rank", ylabel="tokens per second, all ranks")
+    canvas.plain_ticks(axes.yaxis)
+    canvas.label_points(axes, points, arms, notes, runs.set_index("arm")[[memory, "tokens_per_s"]])
+    words = ", ".join(f"{arm} {format_number(speed)} tokens/s at {format_number(used)} GiB"
+                      for arm, (used, speed) in points.iterrows())  # fmt: skip
+    listed = " and ".join(filter(None, (", ".join(best[:-1]), best[-1])))
+    subtitle = f"By the mean of its runs, nothing is both faster and smaller than {listed}."
+    return canvas.finish(figure, "Throughput against memory", workload, subtitle, words, notes)
+
+
+TIME = Question(
+    "time", "How long does a step take?", _time_answer, nothing="No run here that ended well has timed steps.",
+    tables={"runtime": runtime_table}, figures={"step_time": step_time, "frontier": frontier}, notebook="runtime",
+)  # fmt: skip
+
+# The kinds of work that the FLOPs of a model are counted over.
+_MODEL_FLOPS_KINDS = ("matmul", "attention")
+_LABELS = {
+    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise and norms",
+    "optimizer": "optimizer", "copies": "copies, casts, fills", "collectives": "collectives", "other": "other",
+    "idle": "idle",
+}  # fmt: skip
+_DEVICES = {
+    "cuda": "Kernels of one GPU; idle is the GPU without one, waiting for the host.",
+    "cpu": "Operators of one rank; idle is the time between them, which is Python and waiting.",
+}
+# As a share of the step; a smaller overlap is not visible.
+_VISIBLE_OVERLAP = 0.01
+Profiled = tuple[StrategyRuns, dict[str, Any]]
+
+
+def _profiled_arms(records: Records) -> Iterator[Profiled]:
+    """Return each with the profile of its first run that has one: profiles are not averaged."""
+    for arm in group_by_strategy(real(records).runs):
+        profiled = arm.ended["profile"].dropna()
+        if len(profiled):
+            yield arm, json.loads(profiled.iloc[0])
+
+
+def _parts_ms(profile: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds of a step by kind of work, and those in which nothing ran."""
+    seconds = {**profile["categories_s_per_step"], "idle": profile["idle_s_per_step"]}
+    return {kind: 1e3 * seconds[kind] for kind in (*PROFILE_CATEGORIES, "idle")}
+
+
+def _profile_answer(records: Records) -> Answer | None:
+    rows = []
+    for arm, profile in _profiled_arms(records):
+        parts, wall = _parts_ms(profile), 1e3 * profile["wall_s_per_step"]
+        multiplied = sum(parts[kind] for kind in _MODEL_FLOPS_KINDS)
+        rows.append((arm.workload, arm.name, wall, multiplied / wall, parts["idle"] / wall))
+    if not rows:
+        return None
+    shares = ["Matrix products and attention", "Idle"]
+    table = pd.DataFrame(rows, columns=["Workload", "Strategy", "Step, ms", *shares])
+    products, idle = (span(table[share], percent) for share in shares)
+    table[shares] = table[shares].map(percent)
+    sentence = f"Matrix products and attention take {products} of a step; {idle} of it is idle."
+    return Answer(sentence, table, ("Profiled steps are slower, and are in no other time here.",))
+
+
+def step_profile_table(records: Records) -> pd.DataFrame:
+    """Return the time of a step by kind of work, and the FLOP rate during the model's own arithmetic."""
+
+    def figures(arm: StrategyRuns, profile: dict[str, Any]) -> Row:
+        seconds = sum(profile["categories_s_per_step"][kind] for kind in _MODEL_FLOPS_KINDS)
+        # With gradient checkpointing that time has products which are no FLOPs of the model's.
+        has_rate = seconds and not arm.ended["gradient_checkpointing"].any()
+        rate = arm.median("model_flops_per_step") / arm.ended["world_size"].iloc[0] / seconds if has_rate else NAN
+        devices = json.loads(arm.value("devices") or "[]") if profile["device"] == "cuda" else []
+        peak = peak_flops(devices[0], arm.value("precision")) if devices else None
+        return {
+            "Profiled step, ms": 1e3 * profile["wall_s_per_step"],
+            "Timed step, ms": 1e3 * step_s(arm),
+            **{f"{_LABELS[kind].capitalize()}, ms": part for kind, part in _parts_ms(profile).items()},
+            "Of it counted twice, ms": 1e3 * (profile["summed_s_per_step"] - profile["busy_s_per_step"]),
+            "Model FLOP utilization": arm.median("mfu"),
+            "Share in matrix products and attention": seconds / profile["wall_s_per_step"],
+            "TFLOP/s in matrix products and attention": rate / 1e12,
+            "Of the device's peak": rate / peak if peak else NAN,
+        }
+
+    return frame(arm.row(figures(arm, profile)) for arm, profile in _profiled_arms(records))
+
+
+def kernels_table(records: Records) -> pd.DataFrame:
+    """Return the longest kernels or operators of each profiled strategy, the longest first."""
+    rows: list[Row] = [
+        {
+            "Workload": arm.workload, "Strategy": arm.name, "Kernel or operator": entry["name"],
+            "Kind": _LABELS[entry["category"]], "Calls per step": entry["calls_per_step"],
+            "Per step, ms": 1e3 * entry["s_per_step"],
+            "Share of the step": entry["s_per_step"] / profile["wall_s_per_step"],
+        }
+        for arm, profile in _profiled_arms(records)
+        for entry in profile["top"]
+    ]  # fmt: skip
+    return frame(rows)
+
+
+def step_profile(records: Records) -> list[canvas.Drawing]:
+    profiled: dict[str, dict[str, Profiled]] = {}
+    for arm, profile in _profiled_arms(records):
+        profiled.setdefault(arm.workload, {})[arm.name] = (arm, profile)
+    return canvas.drawings("step_profile", sorted(profiled.items())[: canvas.MOST_WORKLOADS], _step_profile)
+
+
+def _step_profile(workload: str, found: dict[str, Profiled]) -> canvas.Drawing:
+    runs = next(iter(found.values()))[0].workload_runs
+    arms = [arm for arm in canvas.arms_of(runs) if arm in found]
+    notes = {arm: note for arm, note in canvas.confounds_of(runs).items() if arm in found}
+    profiles = pd.DataFrame([found[arm][1] for arm in arms], index=arms)
+    parts = pd.DataFrame([_parts_ms(found[arm][1]) for arm in arms], index=arms)
+    wall = 1e3 * profiles["wall_s_per_step"]
+    overlaps = profiles["summed_s_per_step"] - profiles["busy_s_per_step"] > _VISIBLE_OVERLAP * wall / 1e3
+    subtitle = " ".join(_DEVICES[device] for device in sorted(set(profiles["device"])))
+    if overlaps.any():
+        subtitle += " Overlapping work is drawn side by side: the black line is the end of the step."
+    mfu = {arm: found[arm][0].median("mfu") for arm in arms}
+    texts = [f"{format_number(wall[arm])} ms" + ("" if pd.isna(mfu[arm]) else f"\nMFU {mfu[arm]:.0%}") for arm in arms]
+    marks = wall.where(overlaps, NAN).tolist()
+    figure, (axes,) = canvas.sheet_of_rows(len(arms), 0.36)
+    xlabel = "ms per optimizer step, rank 0"
+    canvas.bars(axes, parts, canvas.PROFILE, texts, xlabel, notes, marks=marks, margin=0.16)
+    words = "; ".join(
+        f"{arm} {format_number(wall[arm])} ms: "
+        + ", ".join(f"{_LABELS[str(kind)]} {format_number(part)}" for kind, part in parts.loc[arm].items() if part)
+        for arm in arms
+    )
+    legend = canvas.legend_of_fills({kind: fill for kind, fill in canvas.PROFILE.items() if parts[kind].any()}, _LABELS)
+    return canvas.finish(figure, "Where the time of a step goes", workload, subtitle, words, notes, legend)
+
+
+PROFILE = Question(
+    "profile", "Where does the time of a step go?", _profile_answer,
+    nothing="No run here was profiled: --profile_steps does that.",
+    tables={"step_profile": step_profile_table, "profile": kernels_table}, figures={"step_profile": step_profile},
+    first_figure="step_profile", notebook="runtime",
+)  # fmt: skip
+
+
+def _advice_answer(records: Records) -> Answer | None:
+    runs = real(records).runs
+    # Profiling slows a run down, and nobody trains so.
+    found = workloads(dataclasses.replace(records, runs=runs[~runs["profile_steps"].fillna(0).gt(0)]))
+    rows, best, unjudged = [], [], []
+    for workload, of_it in found.items():
+        timed = [arm for arm in of_it if arm.is_fair() and not math.isnan(step_s(arm))]
+        if not timed:
+            continue
+        judged = [arm for arm in timed if arm.middle(STEP).n >= SMALLEST_SAMPLE]
+        fastest = _fastest(judged) if len(judged) > 1 else []
+        if fastest:
+            best.append(fastest)
+            unjudged += [arm.name for arm in timed if arm not in judged]
+        places = fast_memory(timed[0].workload_runs)
+        states = [(size, arm.name) for arm in timed if not math.isnan(size := arm.state_mib(places))]
+        least = min(states, default=(0.0, ""))[0]
+        # State is counted, not measured: one run is enough.
+        smallest = f"{', '.join(name for size, name in states if size == least)}, {least:.1f} MiB"
+        rows.append({
+            "Workload": workload,
+            "Fastest, or not significantly slower": ", ".join(fastest) or "not judged",
+            "Step, ms": ", ".join(f"{1e3 * step_s(arm):,.1f}" for arm in timed if arm.name in fastest) or NOT_MEASURED,
+            "Seeds to find a 5 % difference of two": _seeds(timed[0].workload_runs),
+            "Least model state": smallest if states else NOT_MEASURED,
+        })  # fmt: skip
+    if not rows:
+        return None
+    arms = [arm for of_it in found.values() for arm in of_it]
+    notes = ["For this model, batch and length only: for a model that does not fit, the order may be reversed."]
+    if unjudged:
+        notes.append(f"Fewer than three seeds, so not judged: {names(unjudged)}.")
+    if any(has_no_gpu(arm.workload_runs) for arm in arms):
+        notes.append("This box has no GPU: these records do not show what a stage costs or saves on one.")
+    table, sentence = pd.DataFrame(rows), _advice_sentence(best, len(rows), bool(unjudged))
+    return Answer(sentence, table.loc[:, (table != NOT_MEASURED).any()], (*notes, *notes_on(arms)))
+
+
+def _advice_sentence(best: Sequence[Sequence[str]], workloads_timed: int, has_unjudged: bool) -> str:
+    if len(best) < workloads_timed:
+        return f"No advice on time: with fewer than three seeds, differences are {NOT_SIGNIFICANT}."
+    everywhere = [name for name in best[0] if all(name in others for others in best)]
+    where = "" if len(best) == 1 else " in every workload here"
+    if not everywhere:
+        return "No strategy is among the fastest in every workload here: the table has those of each."
+    of_those = "Of the strategies with three seeds, " if has_unjudged else ""
+    if all(list(others) == everywhere[:1] for others in best):
+        return f"{of_those}`{everywhere[0]}` is the fastest{where}."
+    nothing = "none" if has_unjudged else "Nothing"
+    return f"{of_those}{nothing} is significantly faster than {names(everywhere)}{where}."
+
+
+def _fastest(judged: Sequence[StrategyRuns]) -> list[str]:
+    """Return the fastest and all that are not significantly slower.
+
+    Any strategy may turn out the fastest, so every two are one family of tests.
+    """
+    ranked = [arm.name for arm in sorted(judged, key=step_s)]
+    found = differences(judged[0].workload_runs, STEP, itertools.combinations(ranked, 2))
+    slower = {name for name in ranked[1:] if found[ranked[0], name].is_significant}
+    return [arm.name for arm in judged if arm.name not in slower]
+
+
+def _seeds(runs: pd.DataFrame) -> str:
+    """Return the seeds for 80 % power where these two are the only ones; each further pair needs more."""
+    found = noise(runs, STEP)
+    needed = None if found is None else seeds_needed(math.log(1.05), found.share * math.sqrt(2))
+    return "not known" if found is None else f"{needed}" if needed else "over ten thousand"
+
+
+ADVICE = Question(
+    "advice", "Which configuration should I use on this box?", _advice_answer,
+    nothing="Nothing can be recommended: no run with a time ended well.", tables={},
+)  # fmt: skip

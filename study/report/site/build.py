@@ -1,8 +1,7 @@
-"""`study report`: every notebook over the records, and one page that opens with what they found."""
+"""`study report`: pages of questions with their figures and tables, and every notebook executed on the records."""
 
 from __future__ import annotations
 
-import base64
 import errno
 import functools
 import json
@@ -10,16 +9,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import nbconvert
 import nbformat
 import pandas as pd
 import papermill
-from jinja2 import FileSystemLoader
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from markupsafe import Markup
@@ -29,45 +26,55 @@ from papermill.exceptions import PapermillExecutionError
 from study.config.errors import UserError
 from study.config.strategies import REPOSITORY
 from study.records.frames import RUNS_FILE, STEPS_FILE, Records, write_parquet
+from study.report.canvas import Drawing
+from study.report.document import (
+    Answer,
+    PageSection,
+    Question,
+    as_png,
+    as_svg,
+    link_html,
+    markdown_text,
+    page_html,
+    page_markdown,
+)
 from study.report.questions import QUESTIONS, answers
-from study.report.questions.claims import Resting
-from study.report.questions.question import Answer, Question
+from study.report.questions.runs import Resting
 from study.report.questions.time import noise_fact
-from study.report.site import page
 from study.report.site.place import FIGURES, LIST, check_place, put_in_place
-from study.report.site.show import as_png
 
 START_LIMIT_S = 120
 _ERROR_TAG = "papermill-error-cell-tag"
 
 
 class NotebookFailed(Exception):
-    """A cell raised, ran out of time or lost its kernel; what ran before it is in the written notebook."""
+    """A cell raised, ran out of time or lost its kernel; the notebook on disk has the output of those before it."""
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels with the running Python, whatever the `python3` is that Jupyter knows on this machine."""
+    """Starts kernels with the running Python, whatever kernel `python3` names on this machine."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}",
                    "--HistoryManager.enabled=False", "--log-level=CRITICAL"]  # fmt: skip
-        environment = {"PYTHONHASHSEED": "0", "IPYTHONDIR": _no_profile().name}
+        # A warning would put paths of this machine into the report.
+        environment = {"PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore", "IPYTHONDIR": _no_profile().name}
         return KernelSpec(argv=command, language="python", display_name="Python 3", env=environment)
 
 
 @functools.cache
 def _no_profile() -> tempfile.TemporaryDirectory[str]:
-    """A user's own would run its start-up files in every notebook, and may be where nothing can be written."""
+    """Make an empty profile: a user's would run its start-up files, and may be in a read-only folder."""
     return tempfile.TemporaryDirectory(prefix="zero-study-ipython-")
 
 
 def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder: Path, time_limit_s: float) -> None:
-    """Runs `notebook` with `folder` as its working directory and writes it, with its outputs, to `output`."""
+    """Run `notebook` with `folder` as its working directory and write it, with its outputs, to `output`."""
     known = papermill.inspect_notebook(str(notebook))
     if unknown := sorted(set(parameters) - set(known)):
         raise UserError(
-            f"{notebook.name} has no parameter {', '.join(unknown)}", f"it knows {', '.join(sorted(known)) or 'none'}"
+            f"{notebook.name} has no parameter {', '.join(unknown)}", f"use {', '.join(sorted(known)) or 'none'}"
         )
     deadline = time.monotonic() + time_limit_s
     try:
@@ -90,7 +97,7 @@ def execute(notebook: Path, output: Path, parameters: Mapping[str, Any], folder:
 
 
 def _place(output: Path, index: int | None = None) -> str:
-    """The cell that failed by number, name and first line: by papermill's index, else the last one it started."""
+    """Return number, name and first line of the failed cell: by papermill's index, else the last one it started."""
     cells = _own_cells(nbformat.read(output, as_version=4))
     if index is None:
         started = [place for place, cell in enumerate(cells) if cell.metadata.get("papermill", {}).get("start_time")]
@@ -101,12 +108,12 @@ def _place(output: Path, index: int | None = None) -> str:
 
 
 def _own_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Without the two that papermill puts before one that failed."""
+    """Return the cells without the two that papermill puts before a failed one."""
     return [cell for cell in notebook.cells if _ERROR_TAG not in cell.metadata.get("tags", [])]
 
 
 def _settle(output: Path) -> None:
-    """Leaves out clocks, paths and random names: the same records give the same notebook."""
+    """Remove times, paths and random names: the same records give the same notebook."""
     notebook = nbformat.read(output, as_version=4)
     notebook.metadata.pop("papermill", None)
     notebook.cells = _own_cells(notebook)
@@ -122,21 +129,25 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 TIME_LIMIT_S = 600.0
 # A kernel keeps one core busy, and half a gigabyte.
 _AT_ONCE = 2
+# The drawings of an answered question by the name of its figure.
+Drawn = Mapping[Question, Mapping[str, Sequence[Drawing]]]
 
 
 def build(
     records: Records, suite: str, output: Path, *, resting: Sequence[Resting] = (), notebooks: Path = NOTEBOOKS,
     time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = lambda _line: None, facts: Sequence[str] = (),
 ) -> dict[str, str]:  # fmt: skip
-    """Builds the report beside `output` and then puts it there; returns the notebooks that broke, and where. `facts`
-    stand at its head, and are in no record."""
+    """Build the report in a folder next to `output`, then move it there; return each failed notebook's reason.
+
+    `facts` are not in the records; they open the first page.
+    """
     if records.runs.empty and not records.refused and not records.remaining:
         raise UserError(f"{suite} has no record", f"run: study run {suite}")
     found = answers(records, resting)
     names = list(dict.fromkeys(question.notebook for question in found if question.notebook))
     try:
         check_place(output, _wanted(names))
-        # On the same drive, also where the output is a link to a folder.
+        # On the same file system, also where the output is a link to a folder.
         target = output.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
@@ -144,14 +155,8 @@ def build(
         raise UserError(f"--output {output} is not writable ({error.strerror})", "name another") from None
     try:
         write_parquet(records, folder)
-        content: dict[str, Any] = {
-            "facts": [*facts, *_facts(records)],
-            "cards": [_card(question, answer, records) for question, answer in found.items()],
-            "unanswered": [question for question in QUESTIONS if question not in found],
-            "refused": records.refused,
-            "failures": _run_notebooks(names, notebooks, folder, time_limit_s, say),
-        }
-        _write_pages(names, suite, folder, content)
+        failures = _run_notebooks(names, notebooks, folder, time_limit_s, say)
+        _write_pages(records, suite, folder, found, failures, [*facts, *_facts(records)])
         put_in_place(folder, output)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -159,33 +164,22 @@ def build(
         raise UserError(f"the report cannot be written to {output} ({error.strerror})", "make room there") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return dict(content["failures"])
+    return failures
 
 
 def _wanted(names: Sequence[str]) -> set[str]:
-    """What is known before notebooks run; their figures are looked at when the report is put in place."""
+    """Return the files that are known before anything is drawn; figures are checked when the report is put in place."""
     return {"index.html", "summary.md", RUNS_FILE, STEPS_FILE, LIST, *((FIGURES,) if names else ()),
             *(f"{name}.{kind}" for name in names for kind in ("ipynb", "html"))}  # fmt: skip
-
-
-def _card(question: Question, answer: Answer, records: Records) -> page.Card:
-    drawings = question.figures[question.first_figure](records) if question.first_figure else []
-    tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
-    return page.Card(
-        question, answer, {name: table for name, table in tables.items() if not table.empty},
-        picture=base64.b64encode(as_png(drawings[0].figure)).decode() if drawings else "",
-        alt=drawings[0].alt if drawings else "",
-    )  # fmt: skip
 
 
 def _run_notebooks(
     names: Sequence[str], notebooks: Path, folder: Path, time_limit_s: float, say: Callable[[str], None]
 ) -> dict[str, str]:
     def run(name: str) -> str:
-        parameters = {"records_dir": ".", "figures_dir": FIGURES}
         failure = ""
         try:
-            execute(notebooks / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, folder, time_limit_s)
+            execute(notebooks / f"{name}.ipynb", folder / f"{name}.ipynb", {"records_dir": "."}, folder, time_limit_s)
         except NotebookFailed as error:
             failure = str(error)
         say(f"{name}: {f'failed in {failure}' if failure else 'done'}")
@@ -195,34 +189,80 @@ def _run_notebooks(
         return {name: failure for name, failure in zip(names, pool.map(run, names), strict=True) if failure}
 
 
-def _write_pages(names: Sequence[str], suite: str, folder: Path, content: Mapping[str, Any]) -> None:
-    notebooks = {name: nbformat.read(folder / f"{name}.ipynb", as_version=4) for name in names}
-    # The first line of the first cell.
-    titles = {name: notebook.cells[0].source.partition("\n")[0].lstrip("# ") for name, notebook in notebooks.items()}
-    pages = {"index": suite, **titles}
+def _write_pages(
+    records: Records, suite: str, folder: Path, found: Mapping[Question, Answer], failures: Mapping[str, str],
+    facts: Sequence[str],
+) -> None:  # fmt: skip
+    drawn = {question: {name: draw(records) for name, draw in question.figures.items()} for question in found}
+    heads: dict[str, list[str]] = {}
+    for name in dict.fromkeys(question.notebook for question in found if question.notebook):
+        # The title and the question of a page are the first cell of its notebook.
+        first = nbformat.read(folder / f"{name}.ipynb", as_version=4).cells[0].source
+        heads[name] = [part.strip("# \n") for part in first.split("\n", 1)]
+    pages = {"index": suite, **{name: title for name, (title, _) in heads.items()}}
+    cards = [_card(question, answer, drawn, records) for question, answer in found.items()]
+    unanswered = [f"{each.title} {each.nothing}" for each in QUESTIONS if each not in found]
+    failed = [f"`{name}`: {why}" for name, why in failures.items()]
+    lists = [
+        PageSection("Notebooks that did not finish", notes=failed, classes="left-out"),
+        PageSection(
+            "Records left out", "They are in no figure and no table.", notes=records.refused, classes="left-out"
+        ),
+        PageSection("Not answered by these records", notes=unanswered),
+    ]  # fmt: skip
+    lists = [each for each in lists if each.notes]
+    lead = PageSection(text=markdown_text(" · ".join(facts)))
     texts = {
-        "index.html": page.page_html("index.html.j2", suite, pages, "index", **content),
-        "summary.md": page.summary_markdown(suite, **content),
+        "summary.md": page_markdown(markdown_text(suite), [lead, *cards, *lists]),
+        "index.html": page_html("index.html.j2", suite, pages, "index", facts=facts, cards=cards, lists=lists),
     }
-    for name, notebook in notebooks.items():
-        body = body_of(notebook)
-        failure = content["failures"].get(name)
-        texts[f"{name}.html"] = page.page_html("notebook.html.j2", suite, pages, name, body=body, failure=failure)
+    for name, (_, words) in heads.items():
+        mine = [question for question in found if question.notebook == name]
+        sections = [part for question in mine for part in _details(question, found[question], drawn, records)]
+        texts[f"{name}.html"] = page_html(
+            "page.html.j2", suite, pages, name, lead=words, sections=sections, failure=failures.get(name)
+        )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
+    for drawing in (each for figures in drawn.values() for drawings in figures.values() for each in drawings):
+        (folder / FIGURES).mkdir(exist_ok=True)
+        (folder / FIGURES / f"{drawing.name}.png").write_bytes(as_png(drawing.figure))
+        (folder / FIGURES / f"{drawing.name}.svg").write_bytes(as_svg(drawing.figure))
 
 
-def body_of(notebook: nbformat.NotebookNode) -> Markup:
-    """A notebook as it ran, for a page around it."""
-    exporter = nbconvert.HTMLExporter(
-        template_name="basic", template_file="cells.html.j2", extra_loaders=[FileSystemLoader(page.TEMPLATES)],
-        exclude_input_prompt=True, exclude_output_prompt=True,
+def _card(question: Question, answer: Answer, drawn: Drawn, records: Records) -> PageSection:
+    """A question on the first page; the tables of one without a page of its own are folded there."""
+    tables = {} if question.notebook else {name: make(records) for name, make in question.tables.items()}
+    more = link_html("Figures and details", f"{question.notebook}.html")
+    return PageSection(
+        question.title, sentence=answer.sentence, table=answer.table, notes=answer.notes,
+        drawings=drawn[question][question.first_figure][:1] if question.first_figure else (),
+        tables={f"{_words(name)} in full": table for name, table in tables.items() if not table.empty},
+        classes="card", anchor=question.name,
+        below=Markup('<p class="more">{}</p>').format(more) if question.notebook else Markup(""),
     )  # fmt: skip
-    return Markup(exporter.from_notebook_node(notebook)[0])
+
+
+def _details(question: Question, answer: Answer, drawn: Drawn, records: Records) -> Iterator[PageSection]:
+    """A question on a page of its own: every figure, then every table."""
+    drawings = [drawing for figures in drawn[question].values() for drawing in figures]
+    files = [f"{drawing.name}.{kind}" for drawing in drawings for kind in ("png", "svg")]
+    links = Markup(" ").join(link_html(name, f"{FIGURES}/{name}") for name in files)
+    yield PageSection(
+        question.title, sentence=answer.sentence, notes=answer.notes, drawings=drawings, anchor=question.name,
+        below=Markup('<p class="files">{}</p>').format(links),
+    )  # fmt: skip
+    for name, make in question.tables.items():
+        if not (table := make(records)).empty:
+            yield PageSection(_words(name), table=table, level=3)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").capitalize()
 
 
 def _facts(records: Records) -> list[str]:
-    """What was run, on what and when, in a line."""
+    """Return the runs, the hardware, the versions and the days, for the head of the page."""
     runs = records.runs
     if runs.empty:
         return ["no run yet" if records.remaining and not records.refused else "no readable run"]
@@ -241,5 +281,5 @@ def _facts(records: Records) -> list[str]:
 
 
 def _few(values: pd.Series) -> list[str]:
-    """The two most frequent: a page's head is no place for a list."""
+    """Return the two most frequent values."""
     return [str(value) for value in values.dropna().value_counts().index[:2]]

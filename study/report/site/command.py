@@ -1,4 +1,4 @@
-"""`study report`: finds a suite's records and builds its report. What draws is loaded when it is needed."""
+"""`study report`: finds a suite's records and builds its report. Libraries that draw are imported when needed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from study.config.strategies import REPOSITORY
 from study.host.box import this_box
 from study.host.folders import folder_argument
 from study.records.outcome import Terminated, raising_on
+from study.sweep.plan import Plan, plan_suite
 from study.sweep.search import cell_states
-from study.sweep.slices import Plan, plan_suite
 from study.sweep.suite_file import find_suite, read_suite
 
 if TYPE_CHECKING:
     from study.records.frames import Records
-    from study.report.questions.claims import Resting
+    from study.report.questions.runs import Resting
 
 RUNS_PATH = "runs.parquet"
 REPORTS = "reports"
@@ -40,16 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-missing",
         action="store_true",
-        help="replace a report also where it holds runs whose records are nowhere else",
+        help="replace a report also where it has runs whose records are nowhere else",
     )
 
 
 def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Sequence[Resting]]) -> int:
-    """`resting` tells the published claims that rest on the records of a report, at the place where it will be."""
+    """`resting` returns the published claims that rest on the records of a report at its place."""
     with extra("report"):
         from study.records.frames import is_empty, read_parquet, read_runs, runs_only_in
         from study.report.site.build import build
-        from study.sweep.remaining import remaining_of
+        from study.sweep.tables import remaining_of
     runs_dir: Path = options.runs_dir or Path("runs")
     name, plan = name_and_plan(options.suite, runs_dir)
     output = options.output or Path(REPORTS) / name
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
             missing = f"{len(lost)} runs of the report in {kept} are not below {runs_dir} ({lost[0]})"
             if not options.drop_missing:
                 raise UserError(
-                    f"{missing}: it holds their only records", "name another --output, or add --drop-missing"
+                    f"{missing}: the report has their only records", "name another --output, or add --drop-missing"
                 )
             say(f"notice: {missing}: dropped")
     else:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     facts = _not_begun(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
         say(f"notice: {fact}")
-    # So that `timeout` leaves no half of a report.
+    # `timeout` ends it without a partial report.
     with raising_on(Terminated(), signal.SIGTERM):
         failures = build(records, name, output, resting=resting(records, name, output), say=say, facts=facts)
     if records.refused:
@@ -93,7 +93,7 @@ def say(line: str) -> None:
 
 
 def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
-    """The name of a suite and, where it is made of others, what it has planned.
+    """Return the name of a suite and, where it is made of others, its plan.
 
     Records decide: a folder of them is enough, and no suite file need be there any more.
     """
@@ -107,7 +107,7 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
 
 
 def _not_begun(suite: str, runs_dir: Path) -> list[str]:
-    """Of a suite that this box would run so, since some of it has run."""
+    """Return how many runs of a suite have not begun, where some have."""
     try:
         parts = plan_suite(suite, this_box(), runs_dir).slices
     except UserError:
@@ -118,6 +118,6 @@ def _not_begun(suite: str, runs_dir: Path) -> list[str]:
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
-    """Of an earlier report."""
+    """Return the folder of an earlier report."""
     folders = dict.fromkeys((output, Path(REPORTS) / name, REPOSITORY / REPORTS / name))
     return next((folder for folder in folders if (folder / RUNS_PATH).exists()), None)

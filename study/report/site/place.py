@@ -1,7 +1,7 @@
-"""Where a report goes: over its own files, and never over or instead of a file that no report made.
+"""The folder of a report: it replaces its own files, and never a file that no report made.
 
-Its folder lists its files with their digests. What the list does not name, or what has changed since, is somebody's.
-While files are replaced the list knows the old and the new ones: a report that is killed there can be made again.
+Its folder lists its files with their digests. A file that the list does not name, or that has changed since, is a
+user's. While files are replaced the list has the old and the new ones: a report that is killed there can be rebuilt.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from study.records.frames import RUNS_FILE, STEPS_FILE
 FIGURES = "figures"
 LIST = "files.json"
 _MADE_BY = "study report"
-# A report is made again from its tables alone, wherever they were copied to: these columns tell them.
+# A report is made again from its tables alone, wherever they were copied to: these columns identify them.
 _TABLES = {RUNS_FILE: {"run", "status_state"}, STEPS_FILE: {"run", "step", "step_time_s"}}
-# By a file's name, its sha256; several with spaces between while a report is replaced.
+# The sha256 of each file by name; several, separated by spaces, while a report is replaced.
 Digests = Mapping[str, str]
 
 
 def check_place(output: Path, wanted: Iterable[str], built: Digests | None = None) -> None:
-    """Refuses what a report may not replace; `built` are the digests of its files, once there are some."""
+    """Refuse what a report may not replace; `built` are the digests of its files, once there are some."""
     if not os.path.lexists(output):
         return
     if not output.is_dir():
@@ -38,7 +38,7 @@ def check_place(output: Path, wanted: Iterable[str], built: Digests | None = Non
     foreign = sorted(file.name for file in output.iterdir() if file.name not in own)
     if listed is None and foreign:
         raise UserError(
-            f"--output {output} holds {foreign[0]}, and no {LIST} of a report",
+            f"--output {output} has {foreign[0]}, and no {LIST} of a report",
             "name a folder of its own, or remove a report of an earlier version",
         )
     for name in sorted(wanted):
@@ -46,13 +46,13 @@ def check_place(output: Path, wanted: Iterable[str], built: Digests | None = Non
         is_own = _is_real_folder(place) if name == FIGURES else name in own
         if os.path.lexists(place) and not is_own:
             raise UserError(
-                f"--output {output} holds {name}, which is not as a report wrote it",
+                f"--output {output} has {name}, which is not as a report wrote it",
                 "move it elsewhere, or name another folder",
             )
 
 
 def put_in_place(folder: Path, output: Path) -> None:
-    """Each file of `folder` in one step, the first page last; then the earlier report's other files go."""
+    """Move each file of `folder` in one step, the first page last; then remove the earlier report's other files."""
     new = {name: _sha256(file) for name, file in _plain_files(folder).items()}
     try:
         check_place(output, {*new, LIST, *(FIGURES for name in new if "/" in name)}, new)
@@ -71,7 +71,7 @@ def put_in_place(folder: Path, output: Path) -> None:
 
 
 def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
-    """The files in it that a report made and nobody has changed."""
+    """Return the files in it that a report made and nobody has changed."""
     return {
         name: file for name, file in _plain_files(folder).items()
         if _sha256(file) in digests.get(name, "").split() or _is_table(name, file)
@@ -79,7 +79,7 @@ def _own_files(folder: Path, digests: Digests) -> dict[str, Path]:
 
 
 def _plain_files(folder: Path) -> dict[str, Path]:
-    """At the two places where a report has files; never a link, nor anything behind one."""
+    """Return the files at the two places of a report; never a link, nor anything behind one."""
     places = [folder, *([folder / FIGURES] if _is_real_folder(folder / FIGURES) else [])]
     return {
         file.relative_to(folder).as_posix(): file
@@ -92,7 +92,7 @@ def _is_real_folder(path: Path) -> bool:
 
 
 def _listed(folder: Path) -> Digests | None:
-    """None where there is no list of ours."""
+    """Return the digests in the folder's list; None where there is no list of a report."""
     file = folder / LIST
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

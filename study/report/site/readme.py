@@ -21,9 +21,9 @@ from study.host.memory import GIB, MIB
 from study.predictor.time import device_bytes
 from study.records.frames import Records, only_virtual, read_parquet
 from study.records.schema import STATE_KINDS, STATE_PLACES
-from study.report.questions.table1 import state_beside_paper
-from study.report.site.page import table_markdown
-from study.virtual.records import sent_bytes, table1_rows
+from study.report.document import table_markdown
+from study.report.questions.virtual import state_by_stage
+from study.virtual.records import ring_bytes_of, table1_rows
 
 _BLOCK = re.compile(r"(<!-- table: (?P<folder>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _ADVICE = re.compile(r"(<!-- advice -->\n).*?(<!-- end of advice -->)", re.DOTALL)
@@ -37,32 +37,34 @@ DOCUMENTS = ("README.md", "docs/virtual-ranks.md")
 
 
 def table(records: Records) -> str:
-    frame = state_beside_paper(table1_rows(records)) if only_virtual(records) else arms_table(records.runs)
-    return table_markdown(frame)
+    """Return the table of a report: of virtual ranks next to the paper, of real runs by strategy."""
+    return table_markdown(
+        state_by_stage(table1_rows(records)) if only_virtual(records) else strategy_table(records.runs)
+    )
 
 
-def arms_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """One line per strategy: GPT's loss, model state by place, ring bytes, and time, on one rank.
+def strategy_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one line per strategy: GPT's loss, and model state by memory, ring bytes and time of one rank.
 
-    Of the first run with the lowest seed: a strategy that ran with more of them shows nothing else here.
+    It is the first run with the lowest seed: a strategy that ran with more of them shows nothing else here.
     """
     lines = []
     for strategy in STUDIED_STRATEGIES:
-        arm = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values(["seed", "run"])
-        lines.append({"strategy": f"`{strategy}`", **({"ranks": "no record"} if arm.empty else _cells(arm.iloc[0]))})
+        mine = runs[(runs["strategy"] == strategy) & (runs["task"] == "gpt-wikitext")].sort_values(["seed", "run"])
+        line = {"strategy": f"`{strategy}`", "ranks": "no record"}
+        if not mine.empty:
+            run = mine.iloc[0]
+            state = {place: sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS) for place in STATE_PLACES}
+            outcome = "" if run["status_state"] == "ok" else f" ({run['status_state']})"
+            line |= {
+                "ranks": f"{run['world_size']:.0f}",
+                "eval loss": _number(run["eval_loss_final"], 4) + outcome,
+                **{_PLACES[place]: _number(size or math.nan, 1, MIB) for place, size in state.items()},
+                "ring bytes (NCCL) per step, MiB": _number(ring_bytes_of(run["collectives"]), 1, MIB),
+                "step, ms": _number(run["step_time_s_median"], 0, 1e-3),
+            }
+        lines.append(line)
     return pd.DataFrame(lines).astype(object)
-
-
-def _cells(run: pd.Series) -> dict[str, str]:
-    held = {place: sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS) for place in STATE_PLACES}
-    outcome = "" if run["status_state"] == "ok" else f" ({run['status_state']})"
-    return {
-        "ranks": f"{run['world_size']:.0f}",
-        "eval loss": _number(run["eval_loss_final"], 4) + outcome,
-        **{_PLACES[place]: _number(size or math.nan, 1, MIB) for place, size in held.items()},
-        "ring bytes (NCCL) per step, MiB": _number(sent_bytes(run["collectives"]), 1, MIB),
-        "step, ms": _number(run["step_time_s_median"], 0, 1e-3),
-    }
 
 
 def _number(value: float, digits: int, unit: float = 1) -> str:
@@ -70,7 +72,7 @@ def _number(value: float, digits: int, unit: float = 1) -> str:
 
 
 def advice_table() -> str:
-    """What `study advise` takes where it is asked nothing but a model and a box."""
+    """Return the default advice for several models and boxes."""
     parser, lines = argparse.ArgumentParser(), []
     add_arguments(parser)
     for model, hardware in _ASKED:
@@ -80,7 +82,7 @@ def advice_table() -> str:
         host, upper = best.memory.host_peak.value, device_bytes(best.memory, at_upper_end=True)
         lines.append({
             "model": f"`{model}`", "box": f"`{hardware}`", "take": f"`{best.name}`",
-            "samples of a rank": best.batches,
+            "micro-batch": f"{best.request.micro_batch}", "accumulation": f"{best.request.accumulation}",
             "checkpointing": "yes" if best.request.gradient_checkpointing else "no",
             "peak of a GPU, GiB": f"{_number(device_bytes(best.memory), 1, GIB)} (to {_number(upper, 0, GIB)})",
             "host, GiB": _number(host, 0, GIB), "tokens/s": _number(best.tokens_per_s, 0),

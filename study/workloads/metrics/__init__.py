@@ -1,4 +1,4 @@
-"""The figures of one evaluation, by the `evaluate` metrics beside this file: those of the library need the hub."""
+"""The scores of one evaluation, by the local `evaluate` metrics in this folder: those of the library need the hub."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 @functools.cache
 def load_metric(name: str) -> Any:
-    """Importing `evaluate` costs most of a second, so nothing does before the first evaluation."""
+    """Load a metric, at the first evaluation only: importing `evaluate` takes most of a second."""
     # Not evaluate.load(), which copies the module into HF_HOME first: that may be full, or read-only.
     module = importlib.import_module(f"{__name__}.{name}")
-    return getattr(module, name.title())()
+    return getattr(module, name.title())(keep_in_memory=True)
 
 
 def summarize_evaluation(
     task: str, sample_losses: Tensor, predictions: Tensor | None, references: Tensor | None
 ) -> dict[str, float]:
-    """`eval_loss`, and `accuracy` (bert-imdb) or `perplexity` (gpt-wikitext), over all samples of the split.
+    """Return `eval_loss`, and `accuracy` (bert-imdb) or `perplexity` (gpt-wikitext), over all samples of the split.
 
     Losses are per sample, not per batch: batches differ in size, and a mean of their means is biased.
     """

@@ -1,0 +1,183 @@
+"""Provenance of a verdict: which runs it rests on, how they ended, and whether its checks were written before them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import yaml
+
+from study.claims.board import JudgedClaim
+from study.claims.evidence import AUTOPSY, KEYS_FILE, Evidence
+from study.claims.ledger import LEDGER
+from study.config.strategies import REPOSITORY
+from study.config.yaml_sections import read_own
+
+ENGINE_KEYS = "engine_keys"
+# Reports whose records are not runs of a suite, and the command that makes these again.
+NOT_OF_RUNS = {AUTOPSY: "study autopsy run", ENGINE_KEYS: "python -m study.advisor.engine_keys of commit 7ff8d96"}
+Order = Literal["before", "after", "unknown"]
+_ORDERS: dict[Order, str] = {
+    "before": "in the ledger, as they are now, before their records were made",
+    "after": "written or changed after their records were made",
+    "unknown": "of unknown date: a record names no commit, or one that git does not have",
+}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VERSIONS = {"torch": "torch_version", "DeepSpeed": "deepspeed_version", "Accelerate": "accelerate_version",
+             "Transformers": "transformers_version"}  # fmt: skip
+# The checks of each claim's entry as they are written.
+Written = Mapping[str, list[Any]]
+
+
+def provenance(judged: JudgedClaim, evidence: Evidence) -> list[tuple[str, str]]:
+    """Pairs of a subject and a sentence; none for a verdict without records."""
+    reports = sorted({report for finding in judged.findings for report in finding.reports})
+    if not reports:
+        return []
+    found = [("Checks and records", order_text(orders(judged, evidence)))]
+    for report in reports:
+        used, every = _used(judged, evidence, report), made(evidence, report)
+        ended = ", ".join(f"{count} {state}" for state, count in every["status_state"].value_counts().items())
+        runs = f"{len(used)} of {len(every)}, which ended as: {ended}"
+        if report not in NOT_OF_RUNS:
+            runs += f"; {len(evidence.records(report).refused)} unreadable or inconsistent records were left out"
+        if used["virtual"].all():
+            starts = "None are needed: bytes of one virtual rank are counted, and no loss is trained."
+        elif used["initial_weights_sha256"].isna().all():
+            starts = "None are needed: the engine's settings are read, and nothing is trained."
+        else:
+            seeds, weights = used["seed"].nunique(), used["initial_weights_sha256"].nunique()
+            repeats = int(used.duplicated(["workload_key", "arm", "seed"]).sum())
+            starts = f"{_many(weights, 'initialization')} from {_many(seeds, 'seed')}; repeats of a seed: {repeats}."
+        versions = [f"{name} {_list(used[column])}" for name, column in _VERSIONS.items() if used[column].notna().any()]
+        devices = {str(name) for text in used["devices"].dropna() for name in json.loads(text)}
+        box = f"{_list(used['cpu'])}, {', '.join(sorted(devices)) or 'no GPU'}"
+        command = NOT_OF_RUNS.get(report)
+        if command is None and (REPOSITORY / "study" / "suites" / f"{report}.yaml").is_file():
+            command = f"study run {report}"
+        rerun = "how long it takes was not recorded."
+        if used["status_ended_at"].notna().any():
+            rerun = f"these runs took {_minutes(used):.1f} minutes, all of {report} {_minutes(every):.1f}."
+        found += [
+            (f"Runs in {report}", f"{runs}."), ("Independent starts", starts),
+            ("Made with", f"{', '.join(versions)}; on {box}; commit {_list(used['git_commit'].str[:7])}."),
+            ("Rerun", f"`{command}`: {rerun}" if command else rerun),
+        ]  # fmt: skip
+    return found
+
+
+def made(evidence: Evidence, report: str) -> pd.DataFrame:
+    """The records of a report in the columns of runs, also sessions of the autopsy and probes of the engine."""
+    if report == AUTOPSY:
+        arms = evidence.arms()
+        one = arms.drop_duplicates("session").set_index("session", drop=False)
+        # Initial weights are identified by their sum.
+        weights = arms[arms["start"] == "initial"].groupby("session")["start_weights_abs_sum"].first().map(str)
+        started = pd.to_datetime(one["started_at"], utc=True, format="ISO8601")
+        boxes = pd.DataFrame([_box(json.loads(text)) for text in one["environment"]], index=one.index)
+        return boxes.assign(
+            run=one["session"], status_state=one["state"], virtual=False, seed=one["seed"], workload_key=one["kind"],
+            arm=one["cell"], initial_weights_sha256=weights, status_started_at=started.map(pd.Timestamp.isoformat),
+            status_ended_at=(started + pd.to_timedelta(one["session_s"], unit="s")).map(pd.Timestamp.isoformat),
+        ).reset_index(drop=True)  # fmt: skip
+    if report == ENGINE_KEYS:
+        document = json.loads((evidence.root / report / KEYS_FILE).read_text(encoding="utf-8"))
+        box = _box(document["environment"])
+        rows = [box | {"run": probe["name"], "status_state": "ok"} for probe in document["probes"]]
+        nothing = ("seed", "workload_key", "arm", "initial_weights_sha256", "status_started_at", "status_ended_at")
+        return pd.DataFrame(rows).assign(virtual=False, **dict.fromkeys(nothing))
+    return evidence.records(report).runs
+
+
+def _box(environment: dict[str, Any]) -> dict[str, Any]:
+    packages = environment.get("packages", {})
+    versions = {column: packages.get(name.lower()) for name, column in _VERSIONS.items()}
+    devices = json.dumps([device["name"] for device in environment.get("devices", [])])
+    return versions | {"cpu": environment.get("cpu"), "devices": devices, "git_commit": environment.get("git_commit")}
+
+
+def orders(judged: JudgedClaim, evidence: Evidence, repository: Path = REPOSITORY) -> list[Order]:
+    """Return for each check on records whether the ledger of the commits that made them had it as it is now."""
+    written = _checks_in(LEDGER.read_text(encoding="utf-8")).get(judged.claim.id, [])
+    found = []
+    for check, finding in zip(written, judged.findings, strict=False):
+        if finding.reports:
+            commits = {commit for report in finding.reports
+                       for commit in _used(judged, evidence, report, finding.figure)["git_commit"]}  # fmt: skip
+            found.append(_order(check, judged.claim.id, commits, repository))
+    return found
+
+
+def order_text(found: Iterable[Order]) -> str:
+    counts = Counter(found)
+    parts = [f"{counts[order]} {text}" for order, text in _ORDERS.items() if counts[order]]
+    return f"Of {_many(counts.total(), 'check')} on records: {'; '.join(parts)}."
+
+
+def _order(check: Any, claim: str, commits: set[Any], repository: Path) -> Order:
+    ledgers = [_ledger_at(str(commit), repository) for commit in commits]
+    known = [each for each in ledgers if each is not None]
+    if any(all(_deciding(check) != _deciding(old) for old in each.get(claim, [])) for each in known):
+        return "after"
+    return "before" if ledgers and len(known) == len(ledgers) else "unknown"
+
+
+def _deciding(check: Any) -> Any:
+    """A check without the name of its figure, which decides nothing."""
+    return {key: value for key, value in check.items() if key != "shows"} if isinstance(check, dict) else check
+
+
+@functools.cache
+def _ledger_at(commit: str, repository: Path) -> Written | None:
+    """The checks in a commit's ledger; none before there was one. None where git does not have the commit."""
+    if not _COMMIT.fullmatch(commit) or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return None
+    text = _git(repository, "show", f"{commit}:{LEDGER.relative_to(REPOSITORY).as_posix()}")
+    return {} if text is None else _checks_in(text)
+
+
+@functools.cache
+def _checks_in(ledger: str) -> Written:
+    try:
+        return {str(claim["id"]): list(claim["checks"]) for claim in read_own(ledger)["claims"]}
+    except (yaml.YAMLError, LookupError, TypeError):
+        return {}
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    try:
+        return subprocess.run(
+            ["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _used(judged: JudgedClaim, evidence: Evidence, report: str, only: Any = None) -> pd.DataFrame:
+    """The runs of a report that the claim's figures rest on, or one figure does."""
+    figures = [only] if only else [finding.figure for finding in judged.findings if finding.figure]
+    names = {record.removeprefix(f"{report}/") for figure in figures for record in figure.records}
+    runs = made(evidence, report)
+    return runs[runs["run"].isin(names)]
+
+
+def _minutes(runs: pd.DataFrame) -> float:
+    start, end = (
+        pd.to_datetime(runs[f"status_{side}_at"], utc=True, format="ISO8601") for side in ("started", "ended")
+    )
+    return float((end - start).dt.total_seconds().sum() / 60)
+
+
+def _list(values: pd.Series) -> str:
+    return " or ".join(sorted({str(value) for value in values.dropna()})) or "not recorded"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,77 @@
+"""What the commands print: tables, notes and one-line verdicts. rich is imported where the first table is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from study.config.errors import printable
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTable:
+    """Rows of text. Columns of figures are aligned to the right; without names of columns there is no header."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    indent: int = 0
+
+
+def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> None:
+    """Print lines and tables: wrapped to a terminal's width, and in a file or a pipe one line for each row and note.
+
+    Control characters, which a user's file or a library's message may have, are replaced. An empty line separates two
+    tables.
+    """
+    out = sys.stdout if file is None else file
+    width = shutil.get_terminal_size().columns if out.isatty() else None
+    last: str | TextTable = ""
+    for part in page:
+        if isinstance(part, TextTable) and isinstance(last, TextTable):
+            print(file=out)
+        last = part
+        text = _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(printable(part), width)
+        print(text, file=out, flush=True)
+
+
+def _wrapped(text: str, width: int | None) -> str:
+    if width is None:
+        return text
+    lines = (
+        textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), break_on_hyphens=False)
+        for line in text.split("\n")
+    )
+    return "\n".join(lines)
+
+
+def _table_text(table: TextTable, width: int | None, out: TextIO) -> str:
+    """Names and figures are never cut: only the last column, which is a reason in most tables, is wrapped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [[printable(text) for text in row] for row in table.rows]
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(table.columns))
+    widths = [
+        max(map(len, (*column.split("\n"), *(row[place] for row in rows))))
+        for place, column in enumerate(table.columns)
+    ]
+    for place, column in enumerate(table.columns):
+        texts = [row[place] for row in rows]
+        is_figure = any(texts) and all(text in ("", "-", "?") or text.lstrip("-")[:1].isdigit() for text in texts)
+        is_last = place == len(widths) - 1
+        grid.add_column(
+            column, justify="right" if is_figure else "left", min_width=None if is_last else widths[place],
+            no_wrap=not is_last,
+        )  # fmt: skip
+    for row in rows:
+        grid.add_row(*row)
+    needed = sum(widths) + 2 * len(widths)
+    room = needed if width is None else max(width - table.indent, needed - widths[-1] + min(widths[-1], 20))
+    console = Console(file=out, width=room, height=25, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(grid)
+    return "\n".join(f"{'':{table.indent}}{line}".rstrip() for line in capture.get().rstrip("\n").split("\n"))

@@ -1,0 +1,53 @@
+"""Numbers, sizes and durations as people read them: one format for pages, figures and the command line."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+
+NOT_MEASURED = "-"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits; whole numbers and those above 1,000 have no decimals."""
+    if math.isnan(value):
+        return NOT_MEASURED
+    if math.isinf(value):
+        return str(value)
+    size = abs(value)
+    if size and not 1e-3 <= size < 1e9:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}·{power_of_ten(int(exponent))}"
+    if size >= 1000 or float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(size)))}f}"
+
+
+def power_of_ten(exponent: int) -> str:
+    return "10" + str(exponent).translate(_SUPERSCRIPTS)
+
+
+def percent(share: float, signed: bool = False) -> str:
+    """Return a share in percent, with fewer decimals the larger it is, and never a 0 that is none."""
+    size = abs(100 * share)
+    sign = "+" if signed else ""
+    if 0 < size < 0.01:
+        return f"{Decimal(f'{100 * share:.0e}'):{sign}f} %"
+    return f"{100 * share:{sign}.{0 if size >= 10 else 1 if size >= 1 else 2}f} %"
+
+
+def format_bytes(size: float | None) -> str:
+    """Return four digits in powers of 1000 bytes, as the papers use them; ? where there is no figure."""
+    if size is None:
+        return "?"
+    unit, name = next((known for known in _UNITS if size >= known[0]), _UNITS[-1])
+    value = size / unit
+    return f"{value:.0f} {name}" if unit == 1 or value >= 1e4 else f"{value:#.4g} {name}".replace(". ", " ")
+
+
+def format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,202 @@
+"""Sequence parallelism: the tokens of a sample divided over the ranks of a model-parallel group.
+
+Ulysses (DeepSpeed): attention sees whole sequences and a share of the heads, all else a share of the sequence and all
+heads. Context parallelism (torch): ranks pass keys and values around a ring, and FSDP2 shards the state over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.workloads.architecture import has_window, model_class, resolve_attention
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_NOT_SCORED = -100
+# Where Accelerate looks for the attention of a layer, and where other models have it.
+_HOOKED, _ALSO = ".self_attn", (".attn", ".attention", ".self_attention")
+
+
+def check_sequence(
+    config: RunConfig, architecture: PreTrainedConfig, strategy: str, ranks: int, is_context: bool
+) -> None:
+    """Refuse sequences that do not divide, and attention that would compute something else without an error."""
+    # Context parallelism gives each rank one part from the front and one from the back, which balances causal work.
+    parts, word = (2 * ranks, f"two parts for each of {ranks} ranks") if is_context else (ranks, f"{ranks} equal parts")
+    if config.seq_length % parts:
+        raise UserError(
+            f"--seq_length {config.seq_length} does not divide into {word}",
+            f"use a multiple of {parts}, such as {-(-config.seq_length // parts) * parts}",
+        )
+    model = f"{strategy} cannot train {config.model_name_or_path}"
+    computed_by = resolve_attention(config, architecture)
+    supported = ("sdpa",) if is_context else ("sdpa", "flash_attention_2")
+    if computed_by not in supported or not model_class(config, architecture)._supports_attention_backend:
+        # Only through transformers' table of attention functions do ranks exchange tokens.
+        raise UserError(
+            f"{model}: its attention is {'its own' if computed_by == 'sdpa' else computed_by}, which would see only"
+            " the tokens of its own rank",
+            "use --attn_implementation sdpa and a model that has it, such as gpt2",
+        )
+    if is_context:
+        if has_window(architecture):
+            raise UserError(
+                f"{model}: its attention has a window, and the mask would be left out", "use a model without"
+            )
+        return
+    text = architecture.get_text_config()
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    if heads % ranks or (shared % ranks and ranks % shared):
+        counted = f"{heads} heads" if shared == heads else f"{heads} heads over {shared} of keys and values"
+        raise UserError(f"{model}: {counted} do not divide over {ranks} ranks", "set --group_size to a divisor")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and getattr(text, "use_sliding_window", True) and config.seq_length > window:
+        raise UserError(
+            f"{model}: its attention has a window of {window} tokens, and Ulysses leaves that mask out",
+            f"use --seq_length {window - window % ranks} or less",
+        )
+
+
+def uses_ulysses(accelerator: Accelerator) -> bool:
+    # Older releases of Accelerate have no such sizes.
+    return getattr(getattr(accelerator, "parallelism_config", None), "sp_size", 1) > 1
+
+
+def uses_context_parallelism(accelerator: Accelerator) -> bool:
+    return getattr(getattr(accelerator, "parallelism_config", None), "cp_size", 1) > 1
+
+
+@contextmanager
+def own_tokens(accelerator: Accelerator, micro_batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The model's inputs on its device, for a forward and a backward pass within the block.
+
+    They are this rank's share of every sample where tokens are divided, else the whole micro-batch. The mean of the
+    ranks' losses is the loss of the micro-batch.
+    """
+    import torch
+    from accelerate.utils import send_to_device
+
+    inputs = send_to_device(micro_batch, accelerator.device, non_blocking=True)
+    is_context = uses_context_parallelism(accelerator)
+    if not (is_context or uses_ulysses(accelerator)):
+        yield inputs
+        return
+    tokens = inputs["input_ids"]
+    # Shifted before samples are cut: the last token of a part is followed by the first of another rank's.
+    following = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=_NOT_SCORED)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    whole = {"input_ids": tokens, "position_ids": positions, "labels": following, "shift_labels": following}
+    scored = (following != _NOT_SCORED).sum()
+    # Ranks score unequally many tokens, so each divides by the mean number that a rank scores.
+    if is_context:
+        own = {name: tensor.clone() for name, tensor in whole.items()}
+        buffers = list(own.values())
+        # Torch cuts them in place.
+        with accelerator.maybe_context_parallel(
+            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+        ):
+            yield own | {"num_items_in_batch": scored / accelerator.parallelism_config.cp_size}
+    else:
+        from deepspeed.utils import groups
+
+        ranks, rank = groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()
+        own = {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in whole.items()}
+        yield own | {"num_items_in_batch": scored / ranks}
+
+
+def prepare_ulysses(model: PreTrainedModel) -> None:
+    """Before Accelerate's `prepare`: add to the config what DeepSpeed reads there, and GPT-2 and Mixtral leave out."""
+    text = model.config.get_text_config()
+    if getattr(text, "head_dim", 0) is None:
+        text.head_dim = text.hidden_size // text.num_attention_heads
+    if not hasattr(text, "num_key_value_heads"):
+        text.num_key_value_heads = text.num_attention_heads
+
+
+def correct_ulysses(engine: Any) -> None:
+    """After `prepare`: average gradients over all ranks at every stage, and return attention head by head.
+
+    By default stages 0 to 2 average over groups and add up within one (stage_1_and_2.py, allreduce_bucket), and stage 3
+    averages over all ranks where it scatters (coalesced_collectives.py). With the loss that DeepSpeed and Accelerate
+    publish, the gradients of stages 0 to 2 are too large by the number of ranks in a group.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for part in (engine, engine.optimizer):
+        if hasattr(part, "sequence_parallel_size"):
+            part.sequence_parallel_size = 1
+    implementation = engine.module.config._attn_implementation
+    ulysses = ALL_ATTENTION_FUNCTIONS[implementation]
+
+    def head_by_head(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Ulysses concatenates the heads; transformers' own functions do not, and GPT-2 depends on it."""
+        groups = getattr(module, "num_key_value_groups", None)
+        output, weights = ulysses(module, query, *args, **kwargs)
+        if groups is not None:
+            # Ulysses overwrites it where a group has more ranks than keys have heads, and the evaluation would fail.
+            module.num_key_value_groups = groups
+        return output if output.dim() == 4 else output.unflatten(-1, (-1, query.shape[-1])), weights
+
+    ALL_ATTENTION_FUNCTIONS[implementation] = head_by_head
+
+
+def prepare_context_parallelism(model: PreTrainedModel) -> None:
+    """Before Accelerate's `prepare`, which makes only modules called self_attn causal."""
+    import torch
+
+    def leave_out_mask(_module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, options | {"attention_mask": None, "is_causal": True}
+
+    for name, module in model.named_modules():
+        if name.endswith(_ALSO) and not name.endswith(_HOOKED):
+            module.register_forward_pre_hook(leave_out_mask, with_kwargs=True)
+    if not torch.cuda.is_available():
+        _register_cpu_ring()
+
+
+@functools.cache
+def _register_cpu_ring() -> None:
+    """Register torch's ring attention, which it has for the kernels of GPUs, around the kernel of CPUs."""
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    tokens = 2
+
+    def divided(parts: Any, mesh: Any) -> tuple[DTensor, ...]:
+        return tuple(DTensor.from_local(part, mesh, [Shard(tokens)], run_check=False) for part in parts)
+
+    def forward(_operator: Any, args: Any, options: dict[str, Any]) -> Any:
+        query, key, value, dropout, is_causal = (*args, 0.0, False)[:5] if len(args) < 5 else args[:5]
+        mesh = query.device_mesh
+        output = ring._templated_ring_attention(
+            mesh.get_group(), tokens, kernel, query.to_local(), key.to_local(), value.to_local(),
+            is_causal=options.get("is_causal", is_causal), dropout_p=options.get("dropout_p", dropout),
+            scale=options.get("scale"),
+        )  # fmt: skip
+        return divided(output, mesh)
+
+    def backward(_operator: Any, args: Any, options: dict[str, Any]) -> Any:
+        *divided_args, dropout, is_causal = args
+        gradient, query, key, value, output, logsumexp = (one.to_local() for one in divided_args)
+        mesh = args[1].device_mesh
+        gradients = ring._templated_ring_attention_backward(
+            mesh.get_group(), tokens, kernel_backward.default, grad_out=gradient, grad_out_name="grad_out",
+            query=query, key=key, value=value, out=output, logsumexp=logsumexp, is_causal=is_causal,
+            dropout_p=dropout, scale=options.get("scale"),
+        )  # fmt: skip
+        return divided(gradients, mesh)
+
+    operators: dict[Any, Any] = {kernel.default: forward, kernel_backward.default: backward}
+    ring.custom_ops.update(operators)

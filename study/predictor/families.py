@@ -1,0 +1,208 @@
+"""Model families as one table: parameters, modules in the order of their calls, and what autograd keeps of a layer.
+
+All is read off the modelling code of transformers 5.17. Tests compare it with the models themselves, and the kept
+tensors with those that study/predictor/traced.py counts on the live code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that autograd keeps of one layer, by width: in fp32 whatever the precision, and in the computing type."""
+
+    hidden: float
+    inner: float
+    # Of all query heads, and of all key heads.
+    query: float = 0.0
+    key: float = 0.0
+    # Under autocast norms put out fp32, and linear layers cast it: so many tensors of the width stay in each type.
+    autocast_wide: int = 0
+    autocast_hidden: float = 0.0
+    # In 16 bits norms of some families compute in fp32.
+    engine_wide: int = 0
+    engine_hidden: float = 0.0
+
+
+# A name is a module with parameters, "-" one without; a list is a module around others.
+Tree = list["str | Tree"]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    # Before the layers, of one layer, and after them, in the order of the model: a module, the sizes of its weight, and
+    # its bias: "+" always, "+attention" and "+mlp" where the configuration says so.
+    parameters: tuple[str, str, str]
+    # Modules as they are called: stage 3 gathers ahead at every one of them, also where it has no parameters.
+    calls: tuple[Tree, Tree, Tree]
+    # With a fused attention (None: transformers has none that is counted here), and with attention by hand, which keeps
+    # its scores, and key heads repeated for every query head.
+    fused: Kept | None
+    eager: Kept
+    # Norms, rotary positions and the gate in one kernel each: a norm keeps its input and output, the gate its two
+    # inputs and their product. So do Liger's rms_norm.py and swiglu.py, and torch.compile's min-cut partitioner.
+    in_kernels: Kept | None = None
+    # Two matrices go into the feed-forward block.
+    gated: bool = False
+    tied: bool = True
+    attention_bias: bool = False
+    # The configuration need not give the feed-forward block's width: it is four times the model's.
+    inner_is_free: bool = False
+    # transformers' Conv1D holds (in, out).
+    transposed: bool = False
+    # What transformers takes where config.json leaves a key out.
+    defaults: tuple[tuple[str, int], ...] = ()
+    # Norms of queries and keys, by head.
+    head_norms: bool = False
+    # Tensors of scores in the computing type that are kept, and that a forward pass has at once.
+    scores: float = 1.0
+    scores_forward: float = 2.1
+    # Where the softmax computes in fp32, which keeps one more tensor of scores. CUDA's autocast computes powers and
+    # softmax in fp32, a CPU's does not (aten/src/ATen/autocast_mode.h): BERT's scores, and of GELU by its formula so
+    # many more 16-bit tensors of the feed-forward block's width.
+    softmax_in_fp32: tuple[str, ...] = ("autocast", "engine")
+    softmax_in_fp32_on_cuda: bool = False
+    inner_on_cuda: float = 0.0
+    # Widths of the feed-forward block whose gradients are there at once.
+    inner_gradients: float = 2.0
+    # Norms of a layer that multiply by their weights at the end: frozen ones keep no product for the weights' gradient.
+    multiplying_norms: int = 0
+    # The last norm computes in fp32 all through.
+    norm_in_fp32: bool = False
+    # The logits are capped by a tanh, which keeps its output.
+    caps_logits: bool = False
+    # Some layers attend to a window alone: two masks.
+    masks: int = 1
+    # Fused attention's output is what the next layer takes, by a view of it.
+    keeps_output: bool = False
+    # The output of the embedding of words is kept besides the sum that the first layer takes, where it is made to have
+    # a gradient: transformers does that wherever layers are recomputed (_gradient_checkpointing_enable).
+    sums_embeddings: bool = False
+    has_dropout: bool = False
+
+
+_BERT = Kept(8, 2, 0, 0, 2, 8, 0, 8)
+_GPT2 = Kept(8, 5, 0, 0, 2, 6, 0, 8)
+_MPT = Kept(8, 2, 0, 0, 2, 6, 0, 8)
+_LLAMA_BLOCK: Tree = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_LLAMA_MLP: Tree = ["gate_proj", "-", "up_proj", "down_proj"]
+_LLAMA_PARAMETERS = (
+    "q_proj query h +attention, k_proj key_value h +attention, v_proj key_value h +attention,"
+    " o_proj h query +attention, gate_proj inner h +mlp, up_proj inner h +mlp, down_proj h inner +mlp,"
+    " norm_0 h, norm_1 h"
+)
+_LLAMA = ModelFamily(
+    parameters=("embed_tokens vocabulary h", _LLAMA_PARAMETERS, "norm h, lm_head vocabulary h"),
+    calls=(["embed_tokens", "-"], ["norm_0", _LLAMA_BLOCK, "norm_1", _LLAMA_MLP], ["norm"]),
+    fused=Kept(6, 4, 2, 2, 4, 5, 2, 4), eager=Kept(6, 4, 4, 0, 4, 5, 2, 4), in_kernels=Kept(4, 3, 2, 2, 2, 2, 0, 4),
+    gated=True, tied=False, multiplying_norms=2, keeps_output=True,
+)  # fmt: skip
+_GEMMA = replace(
+    _LLAMA, tied=True, defaults=(("head_dim", 256),), fused=Kept(6, 4, 2, 2, 4, 5, 4, 2),
+    eager=Kept(6, 4, 4, 0, 4, 5, 4, 2), in_kernels=None, norm_in_fp32=True,
+)  # fmt: skip
+FAMILIES = {
+    "bert": ModelFamily(
+        # The head of this study's task has two classes.
+        parameters=(
+            "word_embeddings vocabulary h, position_embeddings positions h, token_type_embeddings types h,"
+            " embeddings.LayerNorm h +",
+            "query h h +, key h h +, value h h +, attention.output h h +, attention.LayerNorm h +,"
+            " intermediate inner h +, output h inner +, output.LayerNorm h +",
+            "pooler h h +, classifier two h +",
+        ),
+        calls=(
+            [["word_embeddings", "token_type_embeddings", "position_embeddings", "embeddings.LayerNorm", "-"], "-"],
+            [[["query", "key", "value"], ["attention.output", "-", "attention.LayerNorm"]], ["intermediate", "-"],
+             ["output", "-", "output.LayerNorm"]],
+            [["pooler", "-"]],
+        ),
+        fused=_BERT, eager=_BERT, defaults=(("max_position_embeddings", 512), ("type_vocab_size", 2)),
+        softmax_in_fp32=(), softmax_in_fp32_on_cuda=True, inner_gradients=1.0, keeps_output=True,
+        sums_embeddings=True, has_dropout=True,
+    ),
+    "gpt2": ModelFamily(
+        parameters=(
+            "wte vocabulary h, wpe positions h",
+            "ln_1 h +, c_attn h 3h +, attn.c_proj h h +, ln_2 h +, c_fc h inner +, mlp.c_proj inner h +",
+            "ln_f h +, lm_head vocabulary h",
+        ),
+        calls=(["wte", "wpe", "-"], ["ln_1", ["c_attn", "attn.c_proj", "-"], "ln_2", ["c_fc", "-", "mlp.c_proj", "-"]],
+               ["ln_f"]),
+        fused=_GPT2, eager=_GPT2, defaults=(("n_positions", 1024),), inner_is_free=True, transposed=True,
+        softmax_in_fp32=("autocast",), inner_on_cuda=3.0, inner_gradients=2.5, keeps_output=True,
+        sums_embeddings=True, has_dropout=True,
+    ),
+    "gpt_neo": ModelFamily(
+        parameters=(
+            "wte vocabulary h, wpe positions h",
+            "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h +, ln_2 h +, c_fc inner h +, c_proj h inner +",
+            "ln_f h +, lm_head vocabulary h",
+        ),
+        calls=(["wte", "wpe", "-"],
+               ["ln_1", [["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"]], "ln_2", ["c_fc", "-", "c_proj", "-"]],
+               ["ln_f"]),
+        fused=None, eager=Kept(8, 5, 0, 0, 2, 8, 2, 6), defaults=(("max_position_embeddings", 2048),),
+        inner_is_free=True, scores_forward=3.2, inner_on_cuda=3.0, inner_gradients=2.5, sums_embeddings=True,
+    ),
+    "gptj": ModelFamily(
+        parameters=(
+            "wte vocabulary h",
+            "ln_1 h +, k_proj h h, v_proj h h, q_proj h h, out_proj h h, fc_in inner h +, fc_out h inner +",
+            "ln_f h +, lm_head vocabulary h +",
+        ),
+        calls=(["wte", "-"],
+               ["ln_1", ["q_proj", "k_proj", "v_proj", "-", "out_proj", "-"], ["fc_in", "-", "fc_out", "-"]], ["ln_f"]),
+        fused=None, eager=Kept(6, 5, 0, 0, 1, 8, 2, 4), tied=False, inner_is_free=True, scores_forward=3.2,
+        inner_on_cuda=3.0, inner_gradients=2.5,
+    ),
+    "gpt_neox": ModelFamily(
+        parameters=(
+            "embed_in vocabulary h",
+            "input_layernorm h +, post_attention_layernorm h +, query_key_value 3h h +attention,"
+            " attention.dense h h +attention, dense_h_to_4h inner h +, dense_4h_to_h h inner +",
+            "final_layer_norm h +, lm_head vocabulary h",
+        ),
+        calls=(["embed_in", "-", "-"],
+               ["input_layernorm", ["query_key_value", "attention.dense"], "-", "post_attention_layernorm",
+                ["dense_h_to_4h", "-", "dense_4h_to_h"], "-"],
+               ["final_layer_norm"]),
+        fused=Kept(10, 2, 0, 0, 1, 9, 0, 10), eager=Kept(7, 2, 0, 0, 1, 6, 0, 7), tied=False, attention_bias=True,
+        inner_gradients=1.0,
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": replace(
+        _LLAMA, attention_bias=True,
+        parameters=(_LLAMA.parameters[0], _LLAMA_PARAMETERS.replace("h query +attention", "h query"),
+                    _LLAMA.parameters[2]),
+    ),
+    "qwen3": replace(
+        _LLAMA, defaults=(("head_dim", 128),), head_norms=True,
+        parameters=(_LLAMA.parameters[0],
+                    _LLAMA_PARAMETERS.replace(" gate_proj", " q_norm head_dim, k_norm head_dim, gate_proj"),
+                    _LLAMA.parameters[2]),
+        calls=(_LLAMA.calls[0],
+               ["norm_0", ["q_proj", "q_norm", "k_proj", "k_norm", "v_proj", "o_proj"], "norm_1", _LLAMA_MLP],
+               ["norm"]),
+    ),
+    "gemma": _GEMMA,
+    "gemma2": replace(
+        _GEMMA, fused=None, eager=Kept(10, 4, 4, 0, 8, 5, 8, 2), scores=2.0, multiplying_norms=4, caps_logits=True,
+        masks=2, keeps_output=False,
+        parameters=(_LLAMA.parameters[0], f"{_LLAMA_PARAMETERS}, norm_2 h, norm_3 h", _LLAMA.parameters[2]),
+        calls=(_LLAMA.calls[0], ["norm_0", _LLAMA_BLOCK, "norm_1", "norm_2", _LLAMA_MLP, "norm_3"], ["norm"]),
+    ),
+    # No bias anywhere, and ALiBi for positions. It keeps what a GPT-NeoX keeps, but for rotary positions.
+    "mpt": ModelFamily(
+        parameters=(
+            "wte vocabulary h",
+            "norm_1 h, Wqkv 3h h, out_proj h h, norm_2 h, up_proj inner h, down_proj h inner",
+            "norm_f h, lm_head vocabulary h",
+        ),
+        calls=(["wte"], ["norm_1", ["Wqkv", "out_proj"], "norm_2", ["up_proj", "-", "down_proj", "-"]], ["norm_f"]),
+        fused=_MPT, eager=_MPT, inner_is_free=True, inner_gradients=1.0,
+    ),
+}  # fmt: skip

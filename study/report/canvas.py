@@ -1,0 +1,344 @@
+"""What all figures share: strategies' styles, the sheet with its title, bars, lines, and labels that do not overlap."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from scipy.optimize import isotonic_regression
+
+from study.config.registry import REGISTRY
+from study.records.frames import Records, real
+from study.records.statistics import SHOWN_BELOW
+from study.records.workloads import strategy_order
+
+# A dash pattern as matplotlib takes it: the offset, then lengths of ink and gap.
+Dash = tuple[int, tuple[float, ...]]
+_LINES_ONLY = "1234+x_|"
+
+
+class Style(NamedTuple):
+    """How a strategy looks in every figure, table and page, also in black and white and to a colour-blind reader."""
+
+    colour: str
+    marker: str
+    dash: Dash
+
+    @property
+    def points(self) -> dict[str, Any]:
+        # A marker of lines only is all edge.
+        edge = {"markeredgecolor": self.colour} if self.marker in _LINES_ONLY else {}
+        return {"color": self.colour, "marker": self.marker, "linestyle": "", **edge}
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return self.points | {"linestyle": self.dash}
+
+
+class Fill(NamedTuple):
+    colour: str
+    hatch: str = ""
+
+
+STRATEGIES: Mapping[str, Style] = {name: Style(row.colour, row.marker, (0, row.dash)) for name, row in REGISTRY.items()}
+UNKNOWN = Style("#767676", "o", (0, (1, 2)))
+# Colours show what the bytes are, hatches where they are.
+STATE = {
+    "params": Fill("#31688e"), "grads": Fill("#e8a33d"), "optimizer": Fill("#7a5195"), "rest": Fill("#b9c0c8"),
+    "reserved": Fill("#dbe0e5"), "outside": Fill("#eff1f3"),
+}  # fmt: skip
+PLACES = {"device": "", "host": "////", "nvme": "xxxx"}
+TRAFFIC = {
+    "all_reduce": Fill("#0a35b3"), "reduce_scatter": Fill("#2b98ff", "////"), "reduce": Fill("#7fb2e5", "\\\\\\\\"),
+    "all_gather": Fill("#db3502", "\\\\\\\\"), "broadcast": Fill("#e0a98f", "xxxx"),
+    "all_to_all": Fill("#7a5195", "...."),
+}  # fmt: skip
+# In the order in which the time of a step is stacked; idle comes last.
+PROFILE = {
+    "matmul": Fill("#0a35b3"), "attention": Fill("#2b98ff", "////"), "elementwise": Fill("#e8a33d"),
+    "optimizer": Fill("#7a5195", "\\\\"), "copies": Fill("#018228", "xxxx"), "collectives": Fill("#db3502", "////"),
+    "other": Fill("#767676"), "idle": Fill("#e3e7eb"),
+}  # fmt: skip
+RELEASES = {
+    "equal": Fill("#74b06f"), "lucky": Fill("#c3dec0"), "different": Fill("#b3240f"), "cpu": Fill("#d98a7e"),
+    "mismatch": Fill("#d2691e", "////"), "refuses": Fill("#c9ced4"), "crashes": Fill("#767c85"),
+    "not installable": Fill("#e8ebee"), "not judged": Fill("#e8ebee", "xxxx"),
+}  # fmt: skip
+OTHER = Fill("#b0b6bd")
+INK, QUIET, FAINT, ACCENT = "#1f2328", "#5b636e", "#dfe3e8", "#a0410d"
+# A line to read others against.
+GUIDE: Any = {"color": QUIET, "linestyle": (0, (4, 3)), "linewidth": 1.1}
+# One column of a page, and a whole telephone: type is large against the figure, because a phone halves it.
+WIDTH_IN = 4.8
+SETTINGS: Any = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10.5,
+    "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.labelsize": 10,
+    "axes.labelcolor": QUIET, "axes.edgecolor": "#aeb5bd", "axes.linewidth": 0.8, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False, "grid.color": FAINT, "grid.linewidth": 0.8,
+    **{f"{axis}tick.{key}": value for axis in "xy" for key, value in
+       {"color": "#aeb5bd", "labelcolor": QUIET, "labelsize": 9.5, "major.size": 3}.items()},
+    # A name from a record may have a dollar sign.
+    "text.color": INK, "text.parse_math": False, "lines.markeredgecolor": "white", "legend.frameon": False,
+    "hatch.linewidth": 0.7, "hatch.color": "#ffffffb0", "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff",
+    # The same figure gives the same file.
+    "svg.hashsalt": "zero-study", "svg.fonttype": "path",
+}  # fmt: skip
+# More than this many workloads in one notebook are too many; the tables have them all.
+MOST_WORKLOADS = 6
+_TITLE_IN, _LINE_IN = 0.25, 0.185
+_TITLE_LETTERS, _LINE_LETTERS, _LABEL_LETTERS = 46, 64, 26
+_T = TypeVar("_T")
+
+
+class Drawing(NamedTuple):
+    """A figure, its content in words for those who do not see it, and its file name."""
+
+    figure: Figure
+    alt: str
+    name: str = ""
+
+
+def style_of(strategy: object) -> Style:
+    return STRATEGIES.get(str(strategy), UNKNOWN)
+
+
+def drawings(name: str, subjects: Iterable[tuple[str, _T]], draw: Callable[[str, _T], Drawing | None]) -> list[Drawing]:
+    """Return a numbered drawing of each subject that has something to draw."""
+    with matplotlib.rc_context(SETTINGS):
+        drawn = [draw(subject, data) for subject, data in subjects]
+    return [each._replace(name=f"{name}_{place}") for place, each in enumerate(drawn, 1) if each is not None]
+
+
+def per_workload(name: str, runs: pd.DataFrame, draw: Callable[[str, pd.DataFrame], Drawing | None]) -> list[Drawing]:
+    """Draw each workload or, where there are many, those with most runs."""
+    largest = runs.groupby("workload").size().sort_values(ascending=False, kind="stable").index[:MOST_WORKLOADS]
+    return drawings(name, ((str(each), runs[runs["workload"] == each]) for each in sorted(largest)), draw)
+
+
+def finished(records: Records) -> pd.DataFrame:
+    """Return the real runs that ended well: only they have a loss and a time."""
+    runs = real(records).runs
+    return runs[runs["status_state"] == "ok"]
+
+
+def arms_of(runs: pd.DataFrame) -> dict[str, str]:
+    """Return the strategy of each arm, from plain training to the most offloaded."""
+    arms = runs.drop_duplicates("arm")
+    places = zip(arms["strategy"].map(strategy_order), arms["world_size"], arms["arm"], arms["strategy"], strict=True)
+    return {str(arm): strategy for _, _, arm, strategy in sorted(places)}
+
+
+def confounds_of(runs: pd.DataFrame, column: str = "confounded") -> dict[str, str]:
+    """Return what breaks the comparison, by arm; empty where nothing does."""
+    return {str(arm): "; ".join(sorted({text for text in group if text})) for arm, group in runs.groupby("arm")[column]}
+
+
+def sheet(height_in: float, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False, **grid)[0])
+
+
+def sheet_of_rows(rows: int, row_in: float = 0.27, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    return sheet(0.75 + row_in * rows, columns, **grid)
+
+
+def finish(
+    figure: Figure, title: str, subject: str, subtitle: str, words: str, notes: Mapping[str, str] | None = None,
+    legend: Sequence[Any] = (), *, legend_columns: int = 3, lead: str = "",
+) -> Drawing:  # fmt: skip
+    """Put the title above the plot, and below it the legend and what breaks the comparison of marked strategies."""
+    titles, subtitles = _wrapped(title, _TITLE_LETTERS), [*_wrapped(subject), *_wrapped(subtitle)]
+    reasons: dict[str, list[str]] = {}
+    for arm, reason in (notes or {}).items():
+        if reason:
+            reasons.setdefault(reason, []).append(arm)
+    footnotes = [f"† confounded, {', '.join(arms)}: {reason}" for reason, arms in reasons.items()]
+    lines = [line for text in footnotes for line in _wrapped(text)]
+    foot_in = _LINE_IN * len(lines) + 0.12 if lines else 0
+    legend_in = math.ceil(len(legend) / legend_columns) * 13.5 / 72 + 0.15 if legend else 0
+    body_in, head_in = figure.get_figheight(), 0.1 + _TITLE_IN * len(titles) + _LINE_IN * len(subtitles)
+    height_in = head_in + body_in + legend_in + foot_in
+    figure.set_figheight(height_in)
+    figure.set_layout_engine("constrained", rect=(0, (legend_in + foot_in) / height_in, 1, body_in / height_in))
+    for text, place_in, manner in (
+        (titles, height_in - 0.07, {"size": 12, "weight": "bold", "va": "top"}),
+        (subtitles, height_in - 0.07 - _TITLE_IN * len(titles),
+         {"size": 9.5, "color": QUIET, "va": "top", "linespacing": 1.25}),
+        (lines, 0.05, {"size": 9, "color": QUIET, "va": "bottom"}),
+    ):  # fmt: skip
+        figure.text(0.012, place_in / height_in, "\n".join(text), **manner)  # type: ignore[arg-type]
+    if legend:
+        # Room is made above, so the layout need not look for any.
+        figure.legend(
+            handles=legend, loc="lower left", bbox_to_anchor=(0, foot_in / height_in), ncols=legend_columns,
+            fontsize=9, borderaxespad=0.3, columnspacing=1.3, markerscale=0.85, handlelength=2.4,
+        ).set_in_layout(False)  # fmt: skip
+    return Drawing(figure, f"{lead or f'{title}, {subject}'}: {words}.")
+
+
+def _wrapped(text: str, letters: int = _LINE_LETTERS) -> list[str]:
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    return textwrap.wrap(" ".join(printable.split()), letters, break_on_hyphens=False)
+
+
+def label_of(arm: str, notes: Mapping[str, str]) -> str:
+    """Return the arm on at most two lines, with a dagger when it is confounded."""
+    lines = _wrapped(f"{arm} †" if notes.get(arm) else arm, _LABEL_LETTERS)
+    return "\n".join(lines if len(lines) <= 2 else [lines[0], f"{lines[1][: _LABEL_LETTERS - 1]}…"])
+
+
+def unit_for(largest_bytes: float) -> tuple[str, int]:
+    return ("GiB", 2**30) if largest_bytes >= 2**30 else ("MiB", 2**20)
+
+
+def plain_ticks(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _position: f"{value:,.10g}")
+
+
+def rows_of_arms(axes: Axes, arms: Iterable[str], notes: Mapping[str, str]) -> None:
+    """Make one row per arm, the first on top."""
+    names = [label_of(arm, notes) for arm in arms]
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+
+
+def bars(
+    axes: Axes, parts: pd.DataFrame, fills: Mapping[str, Fill], texts: Iterable[str], xlabel: str,
+    notes: Mapping[str, str], *, marks: Sequence[float] | None = None, margin: float = 0.1,
+) -> None:  # fmt: skip
+    """Draw a bar per row, its parts one after the other and a text behind it; a mark is an upright line across it."""
+    rows, ends = np.arange(len(parts)), np.zeros(len(parts))
+    for kind, sizes in parts.fillna(0).items():
+        fill, widths = fills.get(str(kind), OTHER), sizes.to_numpy()
+        # A bar of no width would take the margin from the plot.
+        seen = widths > 0
+        axes.barh(rows[seen], widths[seen], left=ends[seen], height=0.72, color=fill.colour, hatch=fill.hatch,
+                  edgecolor="white", linewidth=0.4)  # fmt: skip
+        ends = ends + widths
+    if marks is not None:
+        axes.vlines(marks, rows - 0.42, rows + 0.42, color=INK, linewidth=1.6, zorder=5)
+        ends = np.fmax(ends, marks)
+    for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        write_right_of(axes, text, (end, row))
+    rows_of_arms(axes, parts.index, notes)
+    axes.grid(visible=False)
+    axes.margins(x=margin)
+    axes.set(xlabel=xlabel, xlim=(0, None))
+
+
+def write_right_of(axes: Axes, text: str, place: tuple[float, float]) -> None:
+    axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va="center", size=9)
+
+
+def legend_of_fills(fills: Mapping[str, Fill], words: Mapping[str, str]) -> list[Patch]:
+    return [
+        Patch(facecolor=fill.colour, hatch=fill.hatch, edgecolor="white", label=words.get(kind, kind.replace("_", "-")))
+        for kind, fill in fills.items()
+    ]
+
+
+def legend_of_arms(arms: Mapping[str, str], notes: Mapping[str, str]) -> list[Line2D]:
+    """Return each arm with the line and marker of its strategy."""
+    styles = {arm: style_of(strategy) for arm, strategy in arms.items()}
+    return [
+        Line2D([], [], label=label_of(arm, notes), **style.line | {"markeredgecolor": style.colour})
+        for arm, style in styles.items()
+    ]
+
+
+def single_runs(axes: Axes, x: Sequence[float], y: Sequence[float], colour: str) -> None:
+    """Draw every run next to their median, where they are few."""
+    if 1 < len(x) < SHOWN_BELOW:
+        axes.plot(x, y, ".", color=colour, markersize=5, alpha=0.7)
+
+
+class EndLabel(NamedTuple):
+    x: float
+    y: float
+    text: str
+    colour: str
+
+
+class StrategyLine(NamedTuple):
+    """A line of a strategy over numbers such as ranks; `points` are those of the single runs at each of them."""
+
+    label: str
+    strategy: str
+    x: Sequence[float]
+    y: Sequence[float]
+    points: Sequence[Sequence[float]] = ()
+
+
+def plot_lines(
+    axes: Axes, lines: Iterable[StrategyLine], ticks: Mapping[float, str], more: Sequence[EndLabel] = (), **look: Any
+) -> None:
+    """Draw lines on a logarithmic scale with a label at the end of each; `more` are the labels of other lines."""
+    ends = list(more)
+    for line in lines:
+        style = style_of(line.strategy)
+        axes.plot(line.x, line.y, markersize=8, **style.line)
+        for x, points in zip(line.x, line.points, strict=False):
+            single_runs(axes, [x] * len(points), points, style.colour)
+        ends.append(EndLabel(line.x[-1], line.y[-1], line.label, style.colour))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.set(**look)
+    axes.grid(axis="y")
+    plain_ticks(axes.yaxis)
+    label_ends(axes, ends)
+
+
+def label_ends(axes: Axes, labels: Sequence[EndLabel], size: float = 9) -> None:
+    """Write each text to the right of its point, moved up or down where it would cover another."""
+    figure, gap_points = axes.figure, 12
+    assert isinstance(figure, Figure)
+    notes = [
+        axes.annotate(
+            label.text, (label.x, label.y), xytext=(gap_points, 0), textcoords="offset points", va="center", size=size,
+            color=label.colour, arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1,
+                                            "shrinkB": 3, "relpos": (0, 0.5)},
+        )
+        for label in labels
+    ]  # fmt: skip
+    per_point = figure.dpi / 72
+    # Twice: the labels take room from the axes, and that moves the points.
+    for _ in range(2):
+        figure.draw_without_rendering()
+        heights = axes.transData.transform([(label.x, label.y) for label in labels])[:, 1] / per_point
+        # The places nearest to the wanted ones that are a gap apart.
+        order, gaps, places = np.argsort(heights, kind="stable"), size * 1.25 * np.arange(len(labels)), heights.copy()
+        places[order] = isotonic_regression(heights[order] - gaps).x + gaps
+        for note, height, place in zip(notes, heights, places, strict=True):
+            note.set_position((gap_points, place - height))
+            assert note.arrow_patch is not None
+            note.arrow_patch.set_visible(abs(place - height) > size / 2)
+
+
+def label_points(
+    axes: Axes, points: pd.DataFrame, strategies: Mapping[str, str], notes: Mapping[str, str], single: pd.DataFrame
+) -> None:
+    """Draw a named marker for each arm, on axes that start at 0, and small ones for its runs where they are few."""
+    ends = []
+    for arm, (x, y) in points.iterrows():
+        style = style_of(strategies[str(arm)])
+        one, other = single.loc[[arm]].to_numpy(dtype=float).T
+        single_runs(axes, one, other, style.colour)
+        axes.plot(x, y, markersize=9.5, **style.points)
+        ends.append(EndLabel(x, y, label_of(str(arm), notes), style.colour))
+    axes.grid()
+    axes.margins(x=0.1, y=0.1)
+    axes.set(xlim=(0, None), ylim=(0, None))
+    label_ends(axes, ends)

@@ -1,0 +1,286 @@
+"""The document model: a page is a title and sections; one renderer makes HTML, Markdown or a terminal's table of it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import html
+import io
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jinja2
+import matplotlib
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from PIL import Image
+
+from study.config.text import NOT_MEASURED, format_number, percent
+from study.records.frames import Records
+from study.report.canvas import SETTINGS, STRATEGIES, Drawing
+
+# A sentence names at most so many.
+_MOST_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A cell with an address; without one it is its text."""
+
+    text: str
+    address: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def cell_text(value: object) -> str:
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return NOT_MEASURED
+    if isinstance(value, float):
+        return format_number(value, digits=4)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def known(value: float, form: Callable[[float], str]) -> str:
+    return NOT_MEASURED if math.isnan(value) else form(value)
+
+
+def span(values: Iterable[float], form: Callable[[float], str]) -> str:
+    """The lowest and the highest of the known values."""
+    measured = [value for value in values if not math.isnan(value)]
+    return " to ".join(dict.fromkeys(form(end) for end in (min(measured), max(measured))))
+
+
+def names(arms: Sequence[str]) -> str:
+    shown = [f"`{name}`" for name in dict.fromkeys(arms)]
+    more = len(shown) - _MOST_NAMES
+    if more > 0:
+        shown[_MOST_NAMES:] = [f"{more} more"]
+    return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
+
+
+def times_text(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def change_text(share: float) -> str:
+    return percent(share, signed=True)
+
+
+Table = Callable[[Records], pd.DataFrame]
+Figures = Callable[[Records], list[Drawing]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answer:
+    """The first screen: one sentence, a small table, and what a reader must know beside the table."""
+
+    sentence: str
+    table: pd.DataFrame
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Question:
+    name: str
+    # As a reader asks it.
+    title: str
+    # None where the records hold nothing that answers it; then a report says `nothing`.
+    answer: Callable[[Records], Answer | None]
+    nothing: str
+    tables: Mapping[str, Table]
+    figures: Mapping[str, Figures] = dataclasses.field(default_factory=dict)
+    # The figure that stands on the first screen instead of the small table.
+    first_figure: str | None = None
+    # The page of its figures and tables, and the notebook in notebooks/; without one its tables are on the first page.
+    notebook: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Note:
+    """A line of a list, with what a page of HTML shows below it."""
+
+    text: str
+    below: Markup | str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PageSection:
+    """A heading and what stands below it. All but `text` may quote a record, and is escaped."""
+
+    title: str = ""
+    # This project's own words; Markdown where they go into a document.
+    text: str = ""
+    # One word before the sentence, such as a verdict.
+    verdict: str = ""
+    sentence: str = ""
+    table: pd.DataFrame | None = None
+    notes: Sequence[str | Note] = ()
+    # A page of HTML shows them in place of the table.
+    drawings: Sequence[Drawing] = ()
+    # Further tables by title; folded in HTML.
+    tables: Mapping[str, pd.DataFrame] = dataclasses.field(default_factory=dict)
+    level: int = 2
+    # Of HTML: its classes, and what ends it.
+    classes: str = ""
+    anchor: str = ""
+    below: Markup | str = ""
+
+
+# Markdown
+
+
+def page_markdown(title: str, sections: Iterable[PageSection]) -> str:
+    parts = [f"# {title}"]
+    for each in sections:
+        parts += [f"{'#' * each.level} {each.title}" if each.title else "", each.text]
+        sentence = markdown_text(each.sentence)
+        parts.append(f"**{each.verdict.capitalize()}.** {sentence}" if each.verdict else sentence)
+        parts += [table_markdown(table) for table in (each.table, *each.tables.values()) if table is not None]
+        parts.append("\n".join(f"- {markdown_text(str(getattr(note, 'text', note)))}" for note in each.notes))
+    return "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
+
+
+def table_markdown(frame: pd.DataFrame) -> str:
+    columns = [": ".join(filter(None, name)) if isinstance(name, tuple) else name for name in frame.columns]
+    lines = [columns, ["---"] * len(columns), *frame.itertuples(index=False, name=None)]
+    return "".join(f"| {' | '.join(map(_cell_markdown, line))} |\n" for line in lines)
+
+
+def _cell_markdown(cell: object) -> str:
+    text = markdown_text(cell_text(cell))
+    return f"[{text}]({quote(cell.address, safe='/#.')})" if isinstance(cell, Link) and cell.address else text
+
+
+# A name between backticks, and nothing that could be markup of a record's.
+_CODE = re.compile(r"`([\w.,:=+/() -]+)`")
+
+
+def markdown_text(text: str) -> str:
+    """One line that Markdown shows as it is, but for names between backticks: no markup of a record's gets through."""
+    parts = _CODE.split(" ".join(text.split()))
+    return "".join(f"`{part}`" if turn % 2 else _plain(part) for turn, part in enumerate(parts))
+
+
+def _plain(text: str) -> str:
+    escaped = html.escape(text, quote=False)
+    return "".join(f"\\{sign}" if sign in "\\`*[]|~$" else sign for sign in escaped)
+
+
+# HTML
+
+TEMPLATES = Path(__file__).parent / "site" / "templates"
+# So many refused records fit on a page that opens with answers; summary.md has the rest.
+_REFUSED_SHOWN = 50
+_LONG_TEXT = 40
+_GROUPS = "Workload"
+_OUTCOMES = {
+    **dict.fromkeys(("ok", "yes"), "good"),
+    **dict.fromkeys(("oom", "failed", "timeout", "unsupported", "interrupted"), "bad"),
+}
+_DOTS_PER_INCH, _COLOURS = 200, 128
+
+
+def page_html(template: str, suite: str, pages: Mapping[str, str], current: str, **content: Any) -> str:
+    """`pages` are the titles of all pages by name, this one among them."""
+    css = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    content |= {"suite": suite, "pages": pages, "current": current, "css": css, "refused_shown": _REFUSED_SHOWN}
+    return _templates().get_template(template).render(content)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"code": code_html, "table": table_html, "slug": slug, "png": png_html}
+    return environment
+
+
+def slug(words: str) -> str:
+    """The name of a class or of an anchor."""
+    return re.sub(r"[^\w-]+", "-", words)
+
+
+def code_html(text: str) -> Markup:
+    """Escaped, with names between backticks as code; a figure and its % stay on one line."""
+    parts = [Markup("<code>{}</code>").format(part) if turn % 2 else Markup.escape(part)
+             for turn, part in enumerate(_CODE.split(text.replace(" %", "\u00a0%")))]  # fmt: skip
+    return Markup("").join(parts)
+
+
+def link_html(text: str, address: str) -> Markup:
+    return Markup('<a href="{}">{}</a>').format(address, text) if address else Markup.escape(text)
+
+
+def png_html(drawing: Drawing) -> Markup:
+    content = base64.b64encode(as_png(drawing.figure)).decode()
+    return Markup('<img src="data:image/png;base64,{}" alt="{}">').format(content, drawing.alt)
+
+
+@functools.lru_cache(64)
+def as_png(figure: Figure) -> bytes:
+    """In as few colours as the eye needs: a third of the size. A page embeds it, and a folder keeps it."""
+    with matplotlib.rc_context(SETTINGS):
+        full, small = io.BytesIO(), io.BytesIO()
+        figure.savefig(full, format="png", dpi=_DOTS_PER_INCH)
+    # Median cut, the default, would mix the colours of arms that have few points.
+    tree, plain = Image.Quantize.FASTOCTREE, Image.Dither.NONE
+    image = Image.open(full).convert("RGB").quantize(_COLOURS, method=tree, dither=plain)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def as_svg(figure: Figure) -> bytes:
+    with matplotlib.rc_context(SETTINGS):
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return drawn.getvalue()
+
+
+def table_html(frame: pd.DataFrame) -> Markup:
+    """A table in a container of its own that scrolls; a row of its own names the workload of those below it."""
+    is_grouped = _GROUPS in frame.columns
+    groups = [cell_text(value) for value in frame[_GROUPS]] if is_grouped else [""] * len(frame)
+    frame = frame.drop(columns=_GROUPS) if is_grouped else frame
+    classes = [_class_of_column(frame.iloc[:, place].map(cell_text)) for place in range(frame.shape[1])]
+    rows = [
+        (group, [_cell(*cell) for cell in zip(row, classes, strict=True)])
+        for group, row in zip(groups, frame.itertuples(index=False, name=None), strict=True)
+    ]
+    above = [
+        (name, len(list(same)))
+        for name, same in itertools.groupby(frame.columns.get_level_values(0))
+        if frame.columns.nlevels > 1
+    ]
+    head = list(zip(frame.columns.get_level_values(-1), classes, strict=True))
+    return Markup(_templates().get_template("table.html.j2").render(above=above, head=head, rows=rows))
+
+
+def _class_of_column(texts: pd.Series) -> str:
+    """Numbers, or texts that a table made of numbers and of "not measured" signs, stand at the right."""
+    known = [text for text in texts if text not in (NOT_MEASURED, "", *_OUTCOMES)]
+    width = texts.str.len().max()
+    if known and width <= _LONG_TEXT / 2 and all(re.match(r"[-+~±\u2212<>≤≥]?\s?\d", text) for text in known):
+        return "n"
+    return "long" if width > _LONG_TEXT else "short"
+
+
+def _cell(value: object, css_class: str) -> tuple[str, str, str]:
+    """With its classes, and the colour of the strategy that it names."""
+    text = cell_text(value)
+    if isinstance(value, Link) and value.address:
+        return link_html(value.text, value.address), css_class, ""
+    words = text.replace(",", " ").split()
+    if css_class != "n" and words and words[0] in STRATEGIES:
+        return text, f"{css_class} name", STRATEGIES[words[0]].colour
+    return text, f"{css_class} {_OUTCOMES.get(text, '')}".strip(), ""

@@ -1,1 +1,0 @@
-"""The figures of a report. Each function takes Records and gives drawings; none where there is nothing to draw."""

@@ -1,0 +1,345 @@
+"""Throughput by number of ranks, machines, batch and model size, over one device or the baseline."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pandas as pd
+
+from study.config.text import format_number, percent
+from study.host.memory import MIB
+from study.predictor.records import PLANNED_DEVICE, PLANNED_LENGTH, PLANNED_MICRO_BATCH
+from study.records.fairness import baseline_arm
+from study.records.frames import Records, real
+from study.records.statistics import NOT_SIGNIFICANT, Interval, geometric_mean, interval, paired_ratio
+from study.records.strategy_runs import (
+    NAN,
+    Row,
+    StrategyRuns,
+    group_by_strategy,
+    parameters,
+    ratio_text,
+    runs_with_several,
+    speed_beside_baseline,
+)
+from study.report import canvas
+from study.report.document import Answer, Question, known, names, span, times_text
+from study.report.questions.comparing import (
+    UNSURE,
+    Columns,
+    Comparison,
+    real_arms,
+    side_by_side,
+    table_of,
+    without_offload,
+    workloads,
+)
+from study.report.questions.memory import sent_mib, step_s
+from study.virtual.records import PLANNED, STRONG, WEAK, over_nodes
+
+SPEED = "tokens_per_s"
+
+
+def _ranks_answer(records: Records) -> Answer | None:
+    found = {workload: of_it for workload, of_it in workloads(records).items() if _has_several(of_it[0])}
+    speeds = Comparison(found, SPEED, _one_device)
+    several = [arm for of_it in found.values() for arm in of_it if arm.is_fair() and arm.ranks > 1]
+    several = [arm for arm in several if (difference := speeds.of(arm)) and difference.ratio.n]
+    if not several:
+        return None
+    one = names([name for of_it in found.values() if (name := _one_device(of_it[0]))])
+    sentence = f"The throughput of several ranks differs from {one} on one device, but is {NOT_SIGNIFICANT}."
+    if speeds.significant(several):
+        end = f" times the throughput of {one} on one device"
+        sentence = speeds.sentence(several, times_text, "Several ranks have", end)
+    columns: Columns = {
+        "x one device": speeds.cell(times_text),
+        "Of the ideal": lambda arm: known(_speedup(arm).center / arm.ranks, percent),
+    }
+    return side_by_side(sentence, without_offload(found), columns, *speeds.notes)
+
+
+def _has_several(arm: StrategyRuns) -> bool:
+    runs = arm.workload_runs
+    return bool(runs.loc[runs["status_state"] == "ok", "world_size"].nunique() > 1)
+
+
+def _one_device(arm: StrategyRuns) -> str | None:
+    """Return the strategy on one rank that the others are compared with: plain training where it ran."""
+    return baseline_arm(arm.workload_runs[arm.workload_runs["world_size"] == 1])
+
+
+def _speedup(arm: StrategyRuns) -> Interval:
+    one = _one_device(arm)
+    return interval([]) if one is None else paired_ratio(arm.workload_runs, SPEED, arm.name, one)
+
+
+def single_vs_multi_table(records: Records) -> pd.DataFrame:
+    def figures(arm: StrategyRuns) -> Row:
+        speedup, count, one = _speedup(arm), arm.ranks or None, _one_device(arm)
+        return {
+            "Ranks": count,
+            "Tokens/s": arm.middle(SPEED).center,
+            "x one device": "1 (one device)" if arm.name == one else ratio_text(None if one is None else speedup),
+            "Ideal": count,
+            "Efficiency": speedup.center / count if count else NAN,
+            "State per rank, MiB": arm.state_mib(),
+            "Peak memory, GiB": arm.peak_gib[0],
+        }
+
+    return table_of(filter(_has_several, real_arms(records)), figures)
+
+
+def scaling(records: Records) -> list[canvas.Drawing]:
+    return canvas.per_workload("scaling", canvas.finished(records), _scaling)
+
+
+def _scaling(workload: str, runs: pd.DataFrame) -> canvas.Drawing | None:
+    """Draw strong scaling: the global batch is part of the workload, so it is the same for every number of ranks."""
+    timed = runs[runs[SPEED].notna()]
+    if timed["world_size"].nunique() < 2:
+        return None
+    # One line per strategy whatever its ranks; an override or another trainer is another line.
+    timed = timed.assign(line=timed["arm"].str.replace(r" x\d+", "", regex=True), fair=timed["confounded"] == "")
+    speed = timed.groupby(["line", "strategy", "world_size"]).agg(
+        {SPEED: geometric_mean, "fair": "min", "arm": "first"}
+    ).reset_index()  # fmt: skip
+    fair = speed[speed["fair"]] if speed["fair"].any() else speed
+    start = fair[fair["world_size"] == fair["world_size"].min()].sort_values(SPEED).iloc[-1]
+    one, fewest = str(start["line"]), int(start["world_size"])
+    # As in the tables: seed by seed, where they have one in common.
+    pairs = {arm: paired_ratio(timed, SPEED, arm, start["arm"]).center for arm in timed["arm"].unique()}
+    speed["speedup"] = speed["arm"].map(pairs).fillna(speed[SPEED] / start[SPEED])
+    counts = [int(each) for each in sorted(speed["world_size"].unique())]
+    figure, (axes,) = canvas.sheet(4.0)
+    axes.plot(counts, [count / fewest for count in counts], **canvas.GUIDE)
+    lines = []
+    for label, line in speed.groupby("line"):
+        line, own = line.sort_values("world_size"), timed[timed["line"] == label]
+        name = canvas.label_of(str(label), {} if line["fair"].all() else {str(label): "confounded"})
+        points = [own.loc[own["world_size"] == count, SPEED] / start[SPEED] for count in line["world_size"]]
+        text, x, y = f"{name} {format_number(line['speedup'].iloc[-1])}", line["world_size"], line["speedup"]
+        lines.append(canvas.StrategyLine(text, line["strategy"].iloc[0], x.tolist(), y.tolist(), points))
+    canvas.plot_lines(
+        axes, lines, {count: str(count) for count in counts},
+        [canvas.EndLabel(counts[-1], counts[-1] / fewest, "ideal", canvas.QUIET)],
+        xlabel="ranks (without an accelerator: cores)",
+        ylabel=f"throughput against {one} on {fewest} rank{'s' if fewest > 1 else ''} (times)",
+        xlim=(counts[0] * 0.9, counts[-1] * 1.03),
+        ylim=(0, max(counts[-1] / fewest, float(speed["speedup"].max())) * 1.06),
+    )  # fmt: skip
+    words = ", ".join(f"{row.line} on {row.world_size:.0f}: {format_number(row.speedup)}" for row in speed.itertuples())
+    subtitle = f"The global batch stays the same. Dashed: the throughput of {one} times the ranks."
+    words = f"as multiples of {one} on {fewest}: {words}"
+    return canvas.finish(figure, "Speed by number of ranks", workload, subtitle, words, canvas.confounds_of(runs))
+
+
+RANKS = Question(
+    "ranks", "What do more ranks bring?", _ranks_answer,
+    nothing="No workload here ran both on one device and on several ranks.",
+    tables={"single_vs_multi": single_vs_multi_table}, figures={"scaling": scaling}, notebook="single_vs_multi",
+)  # fmt: skip
+
+_ACROSS = "Across machines: ring bytes in groups with ranks on several machines, whichever link carries them."
+_PLANNED = (
+    f"The predicted speed is that of {PLANNED_DEVICE}s in the same job, each with {PLANNED_MICRO_BATCH} samples of"
+    f" {PLANNED_LENGTH} tokens a step; its efficiency is relative to the fewest machines. Published bandwidths end at"
+    " 64 machines, and are assumed constant above."
+)
+
+
+def _nodes_answer(records: Records) -> Answer | None:
+    rows, table = over_nodes(records), nodes_table(records)
+    if rows.empty:
+        return None
+    timed = rows[rows["efficiency"].notna() & (rows["machines"] > rows["fewest"])]
+    if timed.empty:
+        sentence = "Nothing here was timed on several machines: virtual ranks measure memory and communication only."
+        return Answer(sentence, table, ("A virtual job has machines of eight ranks.", _ACROSS, _PLANNED))
+    efficiencies = [
+        f"{span(of_it['efficiency'], percent)} of the ideal with {names(sorted(of_it['line'].unique()))} ({kind})"
+        for kind in (STRONG, WEAK)
+        if len(of_it := timed[timed["scaling"] == kind])
+    ]
+    notes = (
+        "Strong: the global batch stays the same. Weak: each rank's share of it does.",
+        "The ideal is the speed per rank on the fewest machines.",
+        _ACROSS,
+    )
+    most = f"{timed['machines'].max():.0f} machines"
+    return Answer(f"On up to {most} the speed per rank is {'; '.join(efficiencies)}.", table, notes)
+
+
+def nodes_table(records: Records) -> pd.DataFrame:
+    rows = over_nodes(records)
+    table = {
+        "Model": rows["model"], "Strategy": rows["line"], "Scaling": rows["scaling"], "Machines": rows["machines"],
+        "Ranks": rows["world_size"], "Tokens/s": rows["tokens_per_s"],
+        "Tokens/s, predicted": rows["predicted_tokens_per_s"], "Efficiency": rows["efficiency"],
+        "Efficiency, predicted": rows["predicted_efficiency"],
+        "State per rank, MiB": rows["state"] / MIB, "State, predicted": rows["predicted_state"] / MIB,
+        "Ring bytes (NCCL) per rank, MiB": rows["sent"] / MIB,
+        "Ring bytes (NCCL), predicted": rows["predicted_sent"] / MIB,
+        "Of it across machines, MiB": rows["across"] / MIB,
+        "Peak per rank, GiB": rows["peak"], "Peak, predicted": rows["predicted_peak"],
+    }  # fmt: skip
+    return pd.DataFrame(table).dropna(axis="columns", how="all")
+
+
+def efficiency(records: Records) -> list[canvas.Drawing]:
+    rows = over_nodes(records)
+    subjects = [(f"{model}, {kind}", of_it) for (model, kind), of_it in rows.groupby(["model", "scaling"])]
+    return canvas.drawings("nodes", subjects, _node_lines)
+
+
+def _node_lines(subject: str, rows: pd.DataFrame) -> canvas.Drawing:
+    """Draw what each rank sends in groups that span machines or, where it was timed, its efficiency."""
+    title, unit, subtitle = "Speed per rank", "% of the ideal", "Relative to the fewest machines."
+    is_planned = rows["scaling"].iloc[0] == PLANNED
+    if is_planned:
+        title, unit = "Communication between machines", "ring bytes (NCCL), MiB per step"
+        subtitle = "In groups with ranks on several machines, of eight each."
+    figure, (axes,) = canvas.sheet(3.8)
+    machines = sorted(rows["machines"].unique())
+    guides = [] if is_planned else [canvas.EndLabel(machines[-1], 100, "ideal", canvas.QUIET)]
+    if guides:
+        axes.axhline(100, **canvas.GUIDE)
+    lines, words = [], []
+    for line, of_it in rows.groupby("line"):
+        of_it = of_it.sort_values("world_size").drop_duplicates("machines", keep="last")
+        height = of_it["across"] / MIB if is_planned else 100 * of_it["efficiency"]
+        # The table has the settings themselves.
+        arm, *settings = line.split(", ")
+        name = f"{arm}, {len(settings)} setting{'s'[: len(settings) > 1]}" if settings else arm
+        label, x = f"{name} {format_number(height.iloc[-1])}", of_it["machines"].tolist()
+        lines.append(canvas.StrategyLine(label, of_it["strategy"].iloc[0], x, height.tolist()))
+        words.append(f"{line} " + ", ".join(f"{format_number(y)} on {n}" for n, y in zip(x, height, strict=True)))
+    look = {"xlabel": "machines", "ylabel": unit, "ylim": (0, None)}
+    canvas.plot_lines(axes, lines, {each: f"{each}" for each in machines}, guides, **look)
+    return canvas.finish(figure, title, subject, subtitle, f"in {unit}: {'; '.join(words)}")
+
+
+NODES = Question(
+    "nodes", "What do more machines bring?", _nodes_answer,
+    nothing="Nothing here ran on one machine and, otherwise alike, on several.", tables={"nodes": nodes_table},
+    figures={"nodes": efficiency}, notebook="scaling",
+)  # fmt: skip
+
+
+def _speed_answer(column: str, words: str, records: Records) -> Answer | None:
+    """Answer for the subject with most strategies; the others are in the details."""
+    speed = speed_beside_baseline(real(records).runs, column)
+    if speed.empty:
+        return None
+    subject = speed["subject"].iloc[0]
+    one = speed[speed["subject"] == subject].sort_values("place")
+    sign = (one["significant"] | (one["arm"] == one["baseline"])).map(lambda is_so: "" if is_so else UNSURE)
+    cells = sign + one["percent"].map("{:.0f} %".format) + one["note"].map(lambda note: " †" if note else "")
+    table = one.assign(cell=cells).pivot_table(index="arm", columns="place", values="cell", aggfunc="first", sort=False)
+    table.columns = [words.format(place) for place in table.columns]
+    baseline = " or ".join(dict.fromkeys(one["baseline"]))
+    fair = one[(one["note"] == "") & (one["arm"] != one["baseline"])]
+    several = fair[fair.groupby("arm")["place"].transform("nunique") > 1]
+    sentence = f"No strategy is comparable with `{baseline}` at more than one place."
+    if len(several):
+        # The question is about the strategy that shards most.
+        arm = several.iloc[-1]["arm"]
+        ends = [several[several["arm"] == arm].iloc[place] for place in (0, -1)]
+        speeds = " and ".join(
+            f"{f'{end.percent:.0f} %' if end.significant else NOT_SIGNIFICANT} at {words.format(end.place)}"
+            for end in ends
+        )
+        sentence = f"The speed of `{arm}` in percent of `{baseline}`: {speeds}."
+        if not any(end.significant for end in ends):
+            sentence = f"The speed of `{arm}` differs from `{baseline}`, but at both ends it is {NOT_SIGNIFICANT}."
+    notes = [f"Throughput in percent of `{baseline}`, {subject}."]
+    if sign.str.len().any():
+        notes.append(f"{UNSURE.strip()}: {NOT_SIGNIFICANT}.")
+    confounded = one[one["note"] != ""]
+    for name, note in zip(confounded["arm"], confounded["note"], strict=True):
+        notes.append(f"`{name}`: not a fair comparison †, {note}.")
+    if more := speed["subject"].nunique() - 1:
+        notes.append(f"In the details: {more} more of these comparisons.")
+    return Answer(sentence, table.reset_index(names="Strategy").fillna("-"), tuple(dict.fromkeys(notes)))
+
+
+def batch_size_table(records: Records) -> pd.DataFrame:
+    def figures(arm: StrategyRuns) -> Row:
+        batch = arm.value("global_batch_size")
+        return {
+            "Global batch": batch,
+            "Accumulation": arm.value("gradient_accumulation_steps"),
+            "Tokens/s per device": arm.middle("tokens_per_s_per_device").center,
+            "Throughput, x baseline": arm.against("tokens_per_s_per_device"),
+            "Step time, ms": 1e3 * step_s(arm),
+            "Ring bytes (NCCL) per token, KiB":
+                NAN if batch is None else 1024 * sent_mib(arm) / (batch * arm.value("seq_length")),
+            "Peak memory, GiB": arm.peak_gib[0],
+        }  # fmt: skip
+
+    return table_of(group_by_strategy(runs_with_several(real(records).runs, "global_batch_size")), figures)
+
+
+def model_size_table(records: Records) -> pd.DataFrame:
+    def figures(arm: StrategyRuns) -> Row:
+        return {
+            "Model": arm.value("model_name_or_path"),
+            "Parameters, millions": parameters(arm.workload_runs) / 1e6,
+            "State per rank, MiB": arm.state_mib(),
+            "Peak memory, GiB": arm.peak_gib[0],
+            "Step time, ms": 1e3 * step_s(arm),
+            "Time, x baseline": arm.against("step_time_s_median"),
+        }
+
+    table = table_of(group_by_strategy(runs_with_several(real(records).runs, "model_name_or_path")), figures)
+    order = "Parameters, millions"
+    return table.sort_values(order, kind="stable", ignore_index=True) if order in table else table
+
+
+def batch_size(records: Records) -> list[canvas.Drawing]:
+    return _by_subject(records, "batch_size", "global_batch_size", "Speed by global batch", "global batch, samples")
+
+
+def model_size(records: Records) -> list[canvas.Drawing]:
+    xlabel = "model size, million parameters"
+    return _by_subject(records, "model_size", "model_name_or_path", "Speed by model size", xlabel)
+
+
+def _by_subject(records: Records, name: str, column: str, title: str, xlabel: str) -> list[canvas.Drawing]:
+    subjects = list(speed_beside_baseline(canvas.finished(records), column).groupby("subject", sort=False))
+    return canvas.drawings(name, subjects[: canvas.MOST_WORKLOADS], functools.partial(_speed_lines, title, xlabel))
+
+
+def _speed_lines(title: str, xlabel: str, subject: str, relative: pd.DataFrame) -> canvas.Drawing:
+    baseline = " or ".join(sorted(relative["baseline"].unique()))
+    notes = canvas.confounds_of(relative, "note")
+    figure, (axes,) = canvas.sheet(3.9)
+    axes.axhline(100, **canvas.GUIDE)
+    lines, words = [], []
+    for arm, line in relative.groupby("arm"):
+        line = line.sort_values("place")
+        x, y = line["place"].tolist(), line["percent"].tolist()
+        label = canvas.label_of(str(arm), notes)
+        lines.append(canvas.StrategyLine(label, line["strategy"].iloc[0], x, y, line["points"].tolist()))
+        speeds = (f"{format_number(speed)} % at {format_number(place)}" for place, speed in zip(x, y, strict=True))
+        words.append(f"{arm} {', '.join(speeds)}")
+    ticks = {tick: format_number(tick) for tick in np.unique(relative["place"].to_numpy(dtype=float))}
+    ylabel = f"throughput in % of {baseline}"
+    canvas.plot_lines(axes, lines, ticks, xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+    subtitle = f"Throughput in percent of {baseline} at the same place; above 100 is faster."
+    return canvas.finish(figure, title, subject, subtitle, f"in percent of {baseline}: {'; '.join(words)}", notes)
+
+
+BATCH_SIZE = Question(
+    "batch_size", "Does a larger batch reduce the cost of communication?",
+    functools.partial(_speed_answer, "global_batch_size", "batch {:g}"),
+    nothing="No workload here ran with more than one global batch.", tables={"batch_size": batch_size_table},
+    figures={"batch_size": batch_size}, first_figure="batch_size", notebook="batch_size",
+)  # fmt: skip
+MODEL_SIZE = Question(
+    "model_size", "Does ZeRO cost more on a larger model?",
+    functools.partial(_speed_answer, "model_name_or_path", "{:.3g} M parameters"),
+    nothing="No task here was run with more than one model.", tables={"model_size": model_size_table},
+    figures={"model_size": model_size}, first_figure="model_size", notebook="model_size",
+)  # fmt: skip

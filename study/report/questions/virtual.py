@@ -1,0 +1,413 @@
+"""Virtual ranks: their model state against the ZeRO paper, the effect of each setting, and how they were measured."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.lines import Line2D
+
+from study.config.text import format_number
+from study.predictor.state import papers_state_bytes, papers_traffic
+from study.records.frames import Records, virtual
+from study.records.schema import STATE_KINDS, STATE_PLACES
+from study.report import canvas
+from study.report.document import Answer, Question, change_text, span
+from study.virtual.records import (
+    AS_SHIPPED,
+    BOOKKEEPING,
+    GB,
+    STAGES,
+    Summary,
+    buffer_bytes,
+    changes,
+    groups,
+    known,
+    line_over,
+    made_by,
+    rank_state_bytes,
+    relative_ring_bytes,
+    ring_bytes_of,
+    setting_of,
+    shares,
+    state_bytes_of,
+    summaries,
+    table1_rows,
+    whole,
+)
+
+_NEAR = 0.01
+
+
+def _table1_answer(records: Records) -> Answer | None:
+    of_table1 = [one for one in table1_rows(records) if not math.isnan(rank_state_bytes(one))]
+    rows = of_table1 or _in_the_papers_precision(records)
+    if not rows:
+        return None
+    worst = max(rows, key=lambda one: abs(_difference(one)))
+    which = f"`{worst['strategy']}` of `{worst['model']}` at {worst['world_size']} ranks"
+    sentence = (
+        f"The paper's formula holds within 1 % for {_near(rows)} cases; max difference"
+        f" {change_text(_difference(worst))} ({which})."
+    )
+    lines = sum(one["extrapolated"] is not None for one in rows)
+    made = f"Measured completely: {len(rows) - lines} of these. Extrapolated over layers: {lines}."
+    if not of_table1:
+        return Answer(sentence, _by_strategy(rows), (made,))
+    notes = ["GB of model state, in brackets by the paper's formula, not rounded; ~ marks an extrapolation.", made]
+    excess, kept = rank_state_bytes(worst) - worst["paper_bytes"], known(worst, "kept_whole_bytes")
+    if excess > 0 and kept > 0:
+        notes.append(
+            f"The worst case has {excess / 1e6:.2f} MB more than by the formula, with {kept / 1e6:.2f} MB of persistent"
+            " parameters (`stage3_param_persistence_threshold`)."
+        )
+    return Answer(sentence, state_by_stage(rows), tuple(notes))
+
+
+def _near(rows: Sequence[Summary]) -> str:
+    return f"{sum(abs(_difference(one)) <= _NEAR for one in rows)} of {len(rows)}"
+
+
+def _difference(one: Summary) -> float:
+    return float(rank_state_bytes(one) / one["paper_bytes"] - 1)
+
+
+def _in_the_papers_precision(records: Records) -> list[Summary]:
+    """Return any other models with the paper's formula for their parameters, as shipped: few settings change state."""
+    return [
+        one | {"paper_bytes": papers_state_bytes(one["model_parameters"], one["stage"], one["world_size"])}
+        for one in summaries(records)
+        if one["strategy"] in STAGES and one["precision"] == "bf16-engine" and one["setting"] == AS_SHIPPED
+        and not math.isnan(rank_state_bytes(one))
+    ]  # fmt: skip
+
+
+def _by_strategy(rows: Sequence[Summary]) -> pd.DataFrame:
+    table = []
+    for strategy in dict.fromkeys(one["strategy"] for one in rows):
+        of_strategy = [one for one in rows if one["strategy"] == strategy]
+        worst = max(of_strategy, key=lambda one: abs(_difference(one)))
+        table.append({
+            "Strategy": strategy, "Within 1 %": _near(of_strategy), "Max difference": change_text(_difference(worst)),
+            "Which is": f"{worst['model']} at {worst['world_size']}",
+        })  # fmt: skip
+    return pd.DataFrame(table)
+
+
+def state_by_stage(rows: Iterable[Summary]) -> pd.DataFrame:
+    """Return one row per model and number of ranks: GB per stage, and in brackets by the paper's formula."""
+    table: dict[tuple[str, int], dict[str, object]] = {}
+    for one in rows:
+        about = "" if one["extrapolated"] is None else "~ "
+        line = table.setdefault((one["model"], one["world_size"]), {"Model": one["model"], "Ranks": one["world_size"]})
+        line[f"{one['strategy']}, GB"] = f"{about}{rank_state_bytes(one) / GB:.4g} ({one['paper_bytes'] / GB:.4g})"
+    return pd.DataFrame(table.values(), columns=["Model", "Ranks", *(f"{stage}, GB" for stage in STAGES)]).fillna("-")
+
+
+def table1_table(records: Records) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
+            "Paper, GB": one["paper_bytes"] / GB,
+            "Here, GB": rank_state_bytes(one) / GB,
+            "Difference": f"{_difference(one):+.2%}",
+            "Parameters, B": one["model_parameters"] / GB,
+            "Bytes per parameter here": rank_state_bytes(one) / one["model_parameters"],
+            "Bytes per parameter, paper": papers_state_bytes(1, one["stage"], one["world_size"]),
+            "Buffers, not state, GB": buffer_bytes(one) / GB,
+            "Of it persistent parameters, GB": known(one, "kept_whole_bytes") / GB,
+            **made_by(one),
+        }
+        for one in table1_rows(records)
+    )  # fmt: skip
+
+
+def table1(records: Records) -> list[canvas.Drawing]:
+    models: defaultdict[str, list[Summary]] = defaultdict(list)
+    for row in table1_rows(records):
+        models[row["model"]].append(row)
+    return canvas.drawings("table1", models.items(), _curves)
+
+
+def _curves(model: str, rows: Sequence[Summary]) -> canvas.Drawing:
+    """Draw the paper's bytes for the model's nominal size as a line; a hollow point is extrapolated."""
+    figure, (axes,) = canvas.sheet(3.4)
+    strategies = {row["strategy"]: row["strategy"] for row in rows}
+    for strategy in strategies:
+        style = canvas.style_of(strategy)
+        own = sorted((row for row in rows if row["strategy"] == strategy), key=lambda row: row["world_size"])
+        paper = [row["paper_bytes"] / GB for row in own]
+        axes.plot([row["world_size"] for row in own], paper, linewidth=1.2, **style.line | {"marker": ""})
+        for row in own:
+            fill = style.colour if row["extrapolated"] is None else "white"
+            axes.plot(row["world_size"], rank_state_bytes(row) / GB, markersize=8, markerfacecolor=fill,
+                      markeredgecolor=style.colour, zorder=4, **style.points)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="ranks", ylabel="GB (1e9 bytes)")
+    worlds = sorted({row["world_size"] for row in rows})
+    axes.set_xticks(worlds, [str(world) for world in worlds])
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [tick for exponent in range(-3, 6) for tick in (10.0**exponent, 3 * 10.0**exponent) if low <= tick <= high]
+    axes.set_yticks(ticks)
+    canvas.plain_ticks(axes.yaxis)
+    axes.grid(axis="y")
+    legend = canvas.legend_of_arms(strategies, {})
+    for is_line, fill, label in ((False, canvas.QUIET, "measured"), (True, "white", "extrapolated over layers")):
+        if any((row["extrapolated"] is not None) == is_line for row in rows):
+            legend.append(Line2D([], [], color=canvas.QUIET, marker="o", linestyle="", markerfacecolor=fill,
+                                 markeredgecolor=canvas.QUIET, label=label))  # fmt: skip
+    worst = max(abs(_difference(row)) for row in rows)
+    subtitle = f"Points: model state per rank. Lines: the paper's formula. Max difference: {worst:.1%}."
+    words = ", ".join(f"{row['strategy']} at {row['world_size']} {format_number(rank_state_bytes(row) / GB)} GB"
+                      f" (paper {format_number(row['paper_bytes'] / GB)})" for row in rows)  # fmt: skip
+    return canvas.finish(figure, "Model state on one of N ranks", model, subtitle, words, legend=legend)
+
+
+TABLE1 = Question(
+    "table1", "Does one of N ranks need the memory that the ZeRO paper says?", _table1_answer,
+    nothing="No virtual run here is of a ZeRO stage in the paper's mixed precision.", tables={"table1": table1_table},
+    figures={"table1": table1}, notebook="virtual_cluster",
+)  # fmt: skip
+
+# Below this a difference in traffic or memory is padding and bookkeeping.
+_NOTABLE = 0.01
+_THREE_DIGITS = "{:.3g}".format
+_X_PAPER, _X_WEIGHTS = "Ring bytes (NCCL), x paper", "Ring bytes (NCCL), x weights"
+
+
+def _sent_x_paper(one: Summary) -> float:
+    paper = papers_traffic(one["stage"], one["world_size"])
+    return relative_ring_bytes(one) / paper if paper else math.nan
+
+
+_FIGURES: dict[str, Callable[[Summary], float]] = {
+    _X_PAPER: _sent_x_paper,
+    _X_WEIGHTS: relative_ring_bytes,
+    "Calls": lambda one: known(one, "comm_calls_per_step"),
+    "State, GB": lambda one: rank_state_bytes(one) / GB,
+    "Params, GB": lambda one: state_bytes_of(one, "params") / GB,
+    "Grads, GB": lambda one: state_bytes_of(one, "grads") / GB,
+    "Optimizer, GB": lambda one: state_bytes_of(one, "optimizer") / GB,
+    "Gradients in the bucket, GB": lambda one: known(one, "grads_in_bucket_bytes") / GB,
+    "Buffers, GB": lambda one: buffer_bytes(one) / GB,
+}
+# The figures of a row for all cases of a setting, and of a row for each case.
+_OF_A_SETTING = (_X_PAPER, "Calls", "State, GB", "Gradients in the bucket, GB", "Buffers, GB")
+_OF_A_CASE = tuple(name for name in _FIGURES if name not in (_X_PAPER, "State, GB"))
+
+
+def _settings_answer(records: Records) -> Answer | None:
+    shipped: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for one in summaries(records):
+        if one["setting"] == AS_SHIPPED and one["strategy"] in STAGES:
+            shipped[one["strategy"]].append(_sent_x_paper(one))
+    shipped = {stage: ratios for stage, ratios in shipped.items() if not all(map(math.isnan, ratios))}
+    if not shipped:
+        return None
+    ratios = ", ".join(f"{span(ratios, _THREE_DIGITS)} (`{stage}`)" for stage, ratios in shipped.items())
+    sentence = f"As shipped, the engine sends {ratios} times the paper's traffic, in ring bytes (NCCL)."
+    rows: list[dict[str, Any]] = [
+        {"Strategy": stage, "Setting": AS_SHIPPED, "Cases": len(ratios), _X_PAPER: span(ratios, _THREE_DIGITS)}
+        for stage, ratios in shipped.items()
+    ]
+    changed: defaultdict[tuple[str, str], list[tuple[Summary, Summary]]] = defaultdict(list)
+    for before, after in changes(records):
+        changed[after["strategy"], after["setting"]].append((before, after))
+    for (strategy, setting), pairs in changed.items():
+        effects = {name: effect for name in _OF_A_SETTING if (effect := _effect(pairs, _FIGURES[name]))}
+        rows.append({"Strategy": strategy, "Setting": setting, "Cases": len(pairs)} | effects)
+    rows.sort(key=lambda each: each["Strategy"])
+    notes = ("Effects of settings above 1 % are shown, as shipped → changed.",) if changed else ()
+    return Answer(sentence, pd.DataFrame(rows).fillna(""), notes)
+
+
+def _effect(pairs: Sequence[tuple[Summary, Summary]], figure: Callable[[Summary], float]) -> str:
+    """Return the range before and after; empty where the figure did not change, or is not known of both."""
+    figures = [(figure(before), figure(after)) for before, after in pairs]
+    figures = [pair for pair in figures if not math.isnan(sum(pair))]
+    if not any(abs(after - before) > _NOTABLE * max(abs(before), abs(after)) for before, after in figures):
+        return ""
+    return " → ".join(span((pair[place] for pair in figures), _THREE_DIGITS) for place in (0, 1))
+
+
+def settings_table(records: Records) -> pd.DataFrame:
+    """Return memory in GB, and the ring bytes of one step as multiples of the model's weights."""
+    return pd.DataFrame(
+        {
+            **_case(one),
+            **{name: _FIGURES[name](one) for name in ("Params, GB", "Grads, GB", "Optimizer, GB")},
+            "Persistent parameters, GB": known(one, "kept_whole_bytes") / GB,
+            **{name: _FIGURES[name](one) for name in ("Gradients in the bucket, GB", "Buffers, GB", _X_WEIGHTS)},
+            "Paper, x weights": papers_traffic(one["stage"], one["world_size"]),
+            "Payload, x weights": _payloads(one),
+            "Calls": _FIGURES["Calls"](one),
+            **made_by(one),
+        }
+        for one in summaries(records)
+    )
+
+
+def _case(one: Summary) -> dict[str, object]:
+    return {
+        "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"], "Precision": one["precision"],
+        "Setting": one["setting"],
+    }  # fmt: skip
+
+
+def _payloads(one: Summary) -> str:
+    shown = [
+        f"{name} {'?' if share is None else f'{share:.2f}'}"
+        for name, share in shares(one, "payload_bytes").items()
+        if share is None or share >= BOOKKEEPING
+    ]
+    return ", ".join(shown) or "nothing"
+
+
+def setting_effects_table(records: Records) -> pd.DataFrame:
+    """Return each changed figure; empty where it did not change, ? where one of the two is not known."""
+
+    def change(before: float, after: float) -> str:
+        if math.isnan(before + after):
+            return "?"
+        is_same = abs(after - before) <= 1e-3 * max(abs(before), abs(after), 1e-9)
+        return "" if is_same else f"{before:.4g} to {after:.4g}"
+
+    return pd.DataFrame(
+        _case(after)
+        | {name: change(_FIGURES[name](before), _FIGURES[name](after)) for name in _OF_A_CASE}
+        | {"Collectives before": _payloads(before), "and after": _payloads(after)}
+        for before, after in changes(records)
+    )
+
+
+def settings(records: Records) -> list[canvas.Drawing]:
+    grouped: defaultdict[tuple[str, int], list[Summary]] = defaultdict(list)
+    for one in summaries(records):
+        # Where a collective cannot be extrapolated, half a bar would mislead.
+        if one["strategy"] in STAGES and not math.isnan(relative_ring_bytes(one)):
+            grouped[one["model"], one["world_size"]].append(one)
+    subjects = []
+    for (model, world), rows in grouped.items():
+        if {row["setting"] for row in rows} != {AS_SHIPPED}:
+            how = ", extrapolated over layers" if any(row["extrapolated"] for row in rows) else ""
+            subjects.append((f"{model}, one of {world} ranks{how}", rows))
+    return canvas.drawings("settings", subjects, _bars)
+
+
+def _bars(subject: str, rows: Sequence[Summary]) -> canvas.Drawing:
+    rows = sorted(rows, key=lambda one: (one["strategy"], one["setting"] != AS_SHIPPED, one["setting"]))
+    # Only collectives that carry more than bookkeeping.
+    sizes = [
+        {kind: size for kind, size in shares(row, "wire_bytes_per_rank").items() if size and size >= BOOKKEEPING}
+        for row in rows
+    ]
+    lengths = pd.DataFrame(sizes, index=[_label(row) for row in rows])
+    totals = [format_number(total) for total in lengths.sum(axis="columns")]
+    papers = [papers_traffic(row["stage"], row["world_size"]) for row in rows]
+    figure, (axes,) = canvas.sheet_of_rows(len(rows), 0.34)
+    xlabel = "multiples of the weights per rank and step"
+    canvas.bars(axes, lengths, canvas.TRAFFIC, totals, xlabel, {}, marks=papers, margin=0.12)
+    subtitle = "Ring bytes (NCCL); an all-reduce sends twice its size. The upright line is the paper's figure."
+    words = "; ".join(f"{row['strategy']} {row['setting']} {total} (paper {format_number(paper)})"
+                      for row, total, paper in zip(rows, totals, papers, strict=True))  # fmt: skip
+    legend = canvas.legend_of_fills({kind: canvas.TRAFFIC.get(kind, canvas.OTHER) for kind in lengths}, {})
+    title = "Communication of one step, by stage and setting"
+    return canvas.finish(figure, title, subject, subtitle, words, legend=legend)
+
+
+def _label(row: Summary) -> str:
+    """Return a label short enough for the side of a figure: the first of the changed settings."""
+    if row["setting"] == AS_SHIPPED:
+        return str(row["strategy"])
+    first = row["setting"].split(",")[0]
+    prefixes = ("stage3_param_", "stage3_", "use_multi_rank_bucket_")
+    return f"{row['strategy']} {functools.reduce(str.removeprefix, prefixes, first)}"
+
+
+SETTINGS = Question(
+    "settings", "Where does the engine differ from the paper, and by which setting?", _settings_answer,
+    nothing="No virtual run here is of a ZeRO stage as shipped, with its traffic.",
+    tables={"settings": settings_table, "setting_effects": setting_effects_table}, figures={"settings": settings},
+    notebook="virtual_cluster",
+)  # fmt: skip
+
+
+def _layers_answer(records: Records) -> Answer | None:
+    runs = virtual(records).runs
+    if runs.empty:
+        return None
+    found = summaries(records)
+    lines = sum(one["extrapolated"] is not None for one in found)
+    lost = runs[runs["status_state"] != "ok"]
+    sentence = (
+        f"{len(found) - lines} of {len(found)} cases are measured completely and {lines} are extrapolated over layers;"
+        f" {len(lost)} of {len(runs)} runs did not end well."
+    )
+    table = []
+    for model in dict.fromkeys(one["model"] for one in found):
+        rows = [one for one in found if one["model"] == model]
+        fits = [one["extrapolated"] for one in rows if one["extrapolated"] is not None]
+        # A collective's or a buffer's name without what was counted of it.
+        bent = sorted({name.rsplit(".", 1)[0] for fit in fits for name in fit["not_linear"]})
+        residual = max((fit["largest_residual_at_target"] for fit in fits), default=0.0)
+        table.append({
+            "Model": model, "Measured completely": len(rows) - len(fits), "Extrapolated": len(fits),
+            "Max residual": f"{residual:.1%}" if fits else "-",
+            "Not linear in layers": ", ".join(bent) or "-",
+            "Thresholds crossed": ", ".join(sorted({name for fit in fits for name in fit["crossed"]})) or "-",
+        })  # fmt: skip
+    notes = ["A virtual rank receives no real data: there is no loss, no accuracy, and no throughput."]
+    if lines:
+        notes.append("A figure that is not linear in layers is not extrapolated.")
+    notes += [
+        f"{len(group)} of `{model}` ended {state}, such as: {group['status_reason'].iloc[0]}."
+        for (model, state), group in lost.groupby(["model_name_or_path", "status_state"])
+    ]
+    return Answer(sentence, pd.DataFrame(table), tuple(notes))
+
+
+def lines_table(records: Records) -> pd.DataFrame:
+    """Compare extrapolations with complete models, where one ran completely and at three depths."""
+    rows = []
+    for depths in groups(records):
+        one, line = whole(depths), line_over(depths)
+        if one is not None and line is not None:
+            traffic = relative_ring_bytes(line) / relative_ring_bytes(one) - 1
+            rows.append({
+                "Model": one["model"], "Ranks": one["world_size"], "Strategy": one["strategy"],
+                "Setting": one["setting"],
+                "State, extrapolated over measured": f"{rank_state_bytes(line) / rank_state_bytes(one) - 1:+.2%}",
+                "Ring bytes (NCCL), extrapolated over measured": "-" if math.isnan(traffic) else f"{traffic:+.2%}",
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def virtual_runs_table(records: Records) -> pd.DataFrame:
+    """Return every run as it ended; a model at three depths is three runs."""
+    return pd.DataFrame(
+        {
+            "Strategy": run["strategy"],
+            "Model": run["model_name_or_path"],
+            "Precision": run["engine_precision"],
+            "Rank": f"{run['virtual_rank']} of {run['world_size']}" if pd.notna(run["virtual_rank"]) else "",
+            "Setting": setting_of(run) if isinstance(run["engine_override"], str) else "",
+            "State, GB": sum(run[f"{kind}_bytes_{place}"] for kind in STATE_KINDS for place in STATE_PLACES) / GB,
+            "Ring bytes (NCCL) per step, GB": ring_bytes_of(run["collectives"]) / GB,
+            "Host peak, GiB": run["host_peak_rss_gib"],
+            "Run, s": run["runtime_s"],
+            "Outcome": f"{run['status_state']}: {run['status_reason']}" if run["status_state"] != "ok" else "ok",
+        }
+        for run in virtual(records).runs.to_dict("records")
+    )
+
+
+LAYERS = Question(
+    "layers", "How were these virtual ranks measured, and what do they not show?", _layers_answer,
+    nothing="No run here is virtual.",
+    tables={"lines_beside_whole_models": lines_table, "virtual_runs": virtual_runs_table}, notebook="virtual_cluster",
+)  # fmt: skip

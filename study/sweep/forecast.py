@@ -1,0 +1,207 @@
+"""Forecasts of a cell: time by earlier records, memory and outcome by prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from study.config.errors import UserError
+from study.config.flags import RunConfig
+from study.config.text import format_duration
+from study.host.box import Box as Host
+from study.host.memory import GIB
+from study.predictor.hardware import ANY_DEVICE, Hardware, box_of
+from study.predictor.memory import predict_memory
+from study.predictor.request import Memory, Request, request_for, unpredicted
+from study.predictor.time import device_bytes, predict_time
+from study.records.directory import read_json
+from study.records.schema import RecordError
+from study.sweep.cell import Cell
+from study.sweep.search import Search, runs_left
+from study.sweep.suite_file import Requirements, Suite
+
+# The sweep's notes beside a record: each attempt as the sweep saw it.
+NOTES = "sweep.json"
+# For an estimate alone.
+PROBES_OF_A_SEARCH = 3
+# Seconds of the cells that ended ok, by the keys of `_alike`.
+Durations = Mapping[tuple[str, ...], list[float]]
+
+
+def earlier_durations(root: Path) -> Durations:
+    durations = defaultdict(list)
+    for file in root.glob(f"*/{NOTES}"):
+        try:
+            document = read_json(file)
+            config = RunConfig.from_dict(read_json(file.parent / "config.json"), str(file.parent))
+            last = document["attempts"][-1]
+            if last["state"] == "ok":
+                ranks = config.virtual_world_size or document["world_size"]
+                for key in _alike(config, document.get("arm", document["strategy"]), ranks):
+                    durations[key].append(float(last["wall_s"]))
+        except (RecordError, UserError, LookupError, TypeError, ValueError, AttributeError):
+            continue
+    return durations
+
+
+def _alike(config: RunConfig, arm: str, ranks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys of the runs that differ in seed and repeat alone, and of those of one task, model and strategy."""
+    return (dataclasses.replace(config, seed=0).run_id(arm, ranks),), (config.task, config.model_name_or_path, arm)
+
+
+def expected_s(cell: Cell, durations: Durations) -> float:
+    """Median of the runs that differ in seed and repeat alone, else the suite's estimate, else that of similar runs."""
+    exactly, roughly = _alike(cell.config, cell.arm, cell.ranks)
+    if exactly not in durations and cell.expected_s is not None:
+        return cell.expected_s
+    seconds = durations.get(exactly) or durations.get(roughly)
+    seconds = seconds or [each for key, several in durations.items() if len(key) == 1 for each in several]
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def left_to_run(
+    cells: Iterable[Cell | Search], root: Path, retry: bool = False
+) -> Iterator[tuple[Cell | Search, float]]:
+    """Yield the items without an answer, each with its expected seconds."""
+    durations = earlier_durations(root)
+    for item in cells:
+        if (run := next(runs_left(item, root, retry), None)) is not None:
+            yield item, expected_s(run, durations) * (PROBES_OF_A_SEARCH if isinstance(item, Search) else 1)
+
+
+def estimate(left: Sequence[tuple[Cell | Search, float]], has_searches: bool) -> str:
+    """Describe what is left, and its time; the number of a search's probes is a guess."""
+    searches = sum(isinstance(item, Search) for item, _ in left)
+    seconds = [each for _, each in left]
+    text = f"{len(left) - searches} cells to run" + (f" and {searches} searches to finish" if has_searches else "")
+    if not any(seconds):
+        return f"{text}; how long that takes is not known yet"
+    assumed = f", with {PROBES_OF_A_SEARCH} probes per search" if searches else ""
+    return f"{text}, about {format_duration(sum(seconds))} (an estimate{assumed})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    suite: Suite
+    host: Host
+    durations: Durations
+    # From --hardware, or the GPUs of this box.
+    box: Hardware | None
+
+    def _device_gib(self, cell: Cell) -> float | None:
+        """A rank's cap, or memory of one GPU of the box, or of one that the suite requires."""
+        if cell.config.device_memory_cap_gib is not None:
+            return cell.config.device_memory_cap_gib
+        if self.box is not None:
+            return self.box.device.memory_gib or None
+        return self.suite.requires.gpu_memory_gib or None
+
+    @property
+    def _host_gib(self) -> float:
+        if self.box is not None and self.box.host_gib_per_node is not None:
+            return self.box.host_gib_per_node
+        is_elsewhere = self.suite.requires.gpus > self.host.gpus
+        return self.suite.requires.host_memory_gib if is_elsewhere else self.host.host_memory_gib
+
+    def _nodes(self, cell: Cell) -> int:
+        if self.box is not None:
+            return -(-cell.world_size // self.box.gpus_per_node)
+        wanted = self.suite.requires
+        if wanted.gpus > self.host.gpus:
+            return -(-cell.world_size // (wanted.gpus_per_node or wanted.gpus))
+        return self.host.nodes_for(cell.world_size) or 1
+
+    def describe(self, cell: Cell) -> str:
+        """Return memory, time and outcome in a few words."""
+        said, request = [], self.request(cell)
+        if self.box is not None and self._nodes(cell) > self.box.nodes:
+            said.append(f"{cell.world_size} ranks need as many GPUs, of which {self.box.name} has {self.box.ranks}")
+        device, fits = self._device_gib(cell), None
+        if request is None:
+            said.append(f"no memory for {unpredicted(cell.strategy, cell.config)}")
+        else:
+            memory = predict_memory(request)
+            said.append(f"{memory.peak_allocated.value / GIB:.2f} GiB a rank" + (f" of {device:g}" if device else ""))
+            said.append(f"{memory.host_peak.value / GIB:.1f} GiB of host memory")
+            fits = self._fits(cell, memory)
+        # Records and the suite come first: a predicted step has no start, evaluation or saving.
+        if seconds := expected_s(cell, self.durations):
+            said.append(f"about {format_duration(seconds)}")
+        elif request is None or self.box is None:
+            said.append("no time without --hardware")
+        else:
+            step, steps = predict_time(request).step_s.value, cell.total_steps
+            said.append(f"{step:.3g} s a step" + (f", {format_duration(step * steps)} for {steps}" if steps else ""))
+        if fits is not None:
+            said.append("fits" if fits else "runs out of memory")
+        return "predicted: " + ", ".join(said)
+
+    def last_that_fits(self, cells: Iterable[Cell]) -> int:
+        """Return the position of the largest cell that fits a cap or a required GPU, of ever larger ones.
+
+        Without either it is the first: one that is too large may block the whole machine.
+        """
+
+        def fits(cell: Cell) -> bool:
+            request = self.request(cell) if self._device_gib(cell) else None
+            return request is not None and self._fits(cell, predict_memory(request))
+
+        return max(0, sum(1 for _ in itertools.takewhile(fits, cells)) - 1)
+
+    def _fits(self, cell: Cell, memory: Memory) -> bool:
+        device, on_host = self._device_gib(cell), memory.host_peak.value
+        if device is None:
+            on_host += cell.world_size / self._nodes(cell) * memory.peak_reserved.value
+        # A cap limits the allocator, and not the CUDA context.
+        is_cap = cell.config.device_memory_cap_gib is not None
+        on_device = memory.peak_reserved.value if is_cap else device_bytes(memory)
+        return on_host <= self._host_gib * GIB and (device is None or on_device <= device * GIB)
+
+    def too_large(self, cell: Cell) -> Memory | None:
+        """Return the memory of a cell that does not fit by the lower ends of its intervals; None if it may fit."""
+        request, device = self.request(cell), self._device_gib(cell)
+        if request is None:
+            return None
+        memory = predict_memory(request)
+        least, on_host = memory.peak_reserved.low or memory.peak_allocated.value, memory.host_parts["load"]
+        if device is None:
+            on_host = max(on_host, request.box.gpus_per_node * memory.peak_allocated.value)
+        exceeds = on_host > self._host_gib * GIB or (device is not None and least > device * GIB)
+        return memory if exceeds else None
+
+    def request(self, cell: Cell) -> Request | None:
+        """Return the request of a prediction; None where `unpredicted` gives a reason."""
+        if unpredicted(cell.strategy, cell.config):
+            return None
+        plan = cell.plan
+        # A virtual rank is alone on its box, whatever the size of its job.
+        per_node = -(-cell.world_size // self._nodes(cell))
+        # A device without memory is a process in host memory.
+        device = dataclasses.replace(ANY_DEVICE, memory_gib=self._device_gib(cell) or 0.0)
+        box = self.box or Hardware("any", device, per_node)
+        box = dataclasses.replace(box, gpus_per_node=per_node, nodes=-(-cell.ranks // per_node))
+        return request_for(
+            cell.strategy, cell.config, box, plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+        )
+
+
+def forecast_for(suite: Suite, host: Host, durations: Durations, hardware: str | None) -> Forecast:
+    name = hardware or ("this" if host.gpus else None)
+    return Forecast(suite, host, durations, None if name is None else box_of(name))
+
+
+def warnings(cells: Iterable[Cell], host: Host) -> Iterator[str]:
+    """Yield a warning for each cell that does not fit this box even by lower ends, unless it demonstrates that."""
+    this = Suite("this box", "", Requirements(gpu_memory_gib=min(host.gpu_memory_gib, default=0.0)))
+    forecast = Forecast(this, host, {}, None)
+    for cell in cells:
+        if cell.expect != "oom" and (memory := forecast.too_large(cell)):
+            yield (
+                f"warning: {cell.id} is predicted to run out of memory: a rank needs about"
+                f" {memory.peak_reserved.value / GIB:.1f} GiB, and the host {memory.host_peak.value / GIB:.1f}."
+                " Leave it out with --only, or use a smaller micro-batch"
+            )

@@ -1,0 +1,195 @@
+"""Model-parallel groups train what one rank does, and what cannot be divided is refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_virtual import assert_same_rank, virtual
+from transformers import DiffLlamaConfig, FalconConfig, MistralConfig
+
+from runs import RunFactory, assert_same_training, by_one_rank, losses, trained
+from study.config.errors import UserError
+from study.config.flags import RunConfig, resolved
+from study.config.launched import Launch
+from study.config.strategies import WITH_GROUPS, read_strategy
+from study.engine.groups import check_group
+from study.records.directory import Run
+from study.workloads.architecture import model_config
+from study.workloads.presets import TINY_POSITIONS
+
+GPT = ("--task", "gpt-wikitext")
+LLAMA = (*GPT, "--model_name_or_path", "llama-tiny")
+PARTITIONED = "activation_checkpointing.partition_activations=true"
+ZERO_WITH_GROUPS = [name for name in WITH_GROUPS if read_strategy(name).zero_stage]
+long, slow = [pytest.mark.long], [pytest.mark.long, pytest.mark.timeout(900)]
+# Quick: Llama at stages 1 and 3, stage 2 is between them; both tasks of tp.
+CASES = [
+    *(
+        pytest.param(name, ranks, (*model, "--per_device_train_batch_size", str(8 // ranks)),
+                     marks=slow if ranks == 4 else long if "2" in name or model == GPT else [])
+        for name in ZERO_WITH_GROUPS for ranks in (2, 4) for model in (GPT, LLAMA)
+    ),
+    pytest.param("ulysses_zero1", 4, (*LLAMA, "--group_size", "4"), marks=slow),
+    ("tp", 2, GPT), ("tp", 2, ("--task", "bert-imdb")), ("cp", 2, GPT),
+    pytest.param("tp", 2, LLAMA, marks=long), pytest.param("cp", 2, LLAMA, marks=long),
+    pytest.param("tp", 4, (*GPT, "--group_size", "4"), marks=long), pytest.param("cp", 4, GPT, marks=long),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
+def test_a_group_trains_what_one_rank_does(
+    run_of: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
+) -> None:
+    """On ZeRO with two micro-batches for each group; four ranks of Llama are more than its heads of keys."""
+    model = flags[1 : 4 if "--model_name_or_path" in flags else 2]
+    single, grouped = by_one_rank(run_of, *model), run_of(strategy, *flags, ranks=ranks)
+    assert_same_training(grouped, single)
+    asked = read_strategy(strategy).group
+    assert asked is not None
+    size = 4 if "--group_size" in flags else 2
+    over = 1 if strategy == "tp" else ranks // size if asked.divides == "tensors" else ranks
+    assert grouped.engine["model_parallel_group"] == {"divides": asked.divides, "ranks": size, "state_over": over}
+    assert grouped.engine["model_parameters"] == single.engine["model_parameters"]
+    if "--per_device_train_batch_size" in flags:
+        assert grouped.engine["gradient_accumulation_steps"] == 2
+
+
+def by_sgd(strategy: str, output_dir: Path) -> Run:
+    """Train without clipping, and with an optimizer that applies a gradient as it is."""
+    flags = (*LLAMA, "--max_grad_norm", "0", "--weight_decay", "0", "--learning_rate", "0.3")
+    return trained(strategy, output_dir, *flags, script="tests/probes/plain_sgd.py")
+
+
+@pytest.fixture(scope="module")
+def single_by_sgd(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return by_sgd("single", tmp_path_factory.mktemp("sgd") / "single")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=long if "3" not in name else []) for name in ZERO_WITH_GROUPS]
+)
+def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, single_by_sgd: Run, tmp_path: Path) -> None:
+    first, *_, last = losses(single_by_sgd)
+    assert first - last > 0.04, "steps must move the weights, or any gradient would do"
+    assert_same_training(by_sgd(strategy, tmp_path / strategy), single_by_sgd)
+
+
+def test_the_communication_of_groups_is_counted(run_of: RunFactory) -> None:
+    ulysses = run_of("ulysses_zero1", *LLAMA, "--per_device_train_batch_size", "4")
+    # Queries, keys, values and the output of each layer, and their gradients, in two micro-batches on two ranks.
+    counted = ulysses.traffic["collectives"]["all_to_all"]
+    assert counted["calls"] == 8 * ulysses.engine["model_layers"] * 2
+    assert counted["wire_bytes_per_rank"] == pytest.approx(counted["payload_bytes"] / 2)
+    tensors, context, sharded = (run_of(name, *GPT).traffic["collectives"] for name in ("tp", "cp", "fsdp2"))
+    # Both layers, forward and backward, after attention and after the MLP.
+    assert tensors["all_reduce"]["calls"] >= 8
+    assert context["all_gather"]["calls"] > sharded["all_gather"]["calls"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_partitioned_activations_are_gathered_once_for_each_layer(run_of: RunFactory, precision: str) -> None:
+    flags = (*LLAMA, "--gradient_checkpointing", *(() if precision == "fp32" else ("--precision", precision)))
+    whole, parts = (run_of("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
+    assert [run.engine["partitioned_activations"] for run in (whole, parts)] == [False, True]
+    if precision == "bf16":
+        # They are recomputed in 16 bits.
+        for key in ("loss", "grad_norm"):
+            assert [row[key] for row in parts.steps] == [row[key] for row in whole.steps], key
+        return
+    assert_same_training(parts, run_of("single", *LLAMA))
+    once, again = (run.traffic["collectives"]["all_gather"] for run in (whole, parts))
+    layers, hidden_bytes = 2, 8 * 32 * 256 * 4
+    assert again["calls"] - once["calls"] == layers
+    assert again["payload_bytes"] - once["payload_bytes"] == layers * hidden_bytes
+
+
+@pytest.mark.parametrize("strategy", ["tp", "cp"])
+def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
+    run_of: RunFactory, strategy: str, tmp_path: Path
+) -> None:
+    single, grouped = by_one_rank(run_of, "gpt-wikitext"), run_of(strategy, *GPT)
+    whole, own = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
+    # Tensor parallelism leaves the table of positions undivided, with norms and some biases.
+    on_all = 4 * TINY_POSITIONS * 256 if strategy == "tp" else 0
+    for kind, copies in (("params", 1), ("grads", 1), ("optimizer", 2)):
+        expected = (whole[kind]["device"] + copies * on_all) / 2
+        assert own[kind]["device"] == pytest.approx(expected, rel=2e-3)
+    assert_same_rank(virtual(strategy, tmp_path / "run"), grouped, rank=0)
+
+
+def config_of(**flags: Any) -> RunConfig:
+    asked = {"task": "gpt-wikitext", "scale": "laptop", "seq_length": 32, **flags}
+    return resolved(RunConfig.from_dict(asked, "the test"), accelerator_visible=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "named"),
+    [
+        ("zero1", {"gradient_checkpointing": True}, "under zero1 no ranks share a layer's activations"),
+        ("ulysses_zero1", {"gradient_checkpointing": True}, "under ulysses_zero1 no ranks share"),
+        ("zero1_tp", {}, "without checkpoints there is nothing to keep in parts"),
+        ("zero1_tp", {"more": ("activation_checkpointing.cpu_checkpointing=true",)}, "partition_activations alone"),
+    ],
+)
+def test_an_ineffective_setting_is_refused(strategy: str, flags: dict[str, Any], named: str) -> None:
+    config = config_of(engine_override=(PARTITIONED, *flags.pop("more", ())), **flags)
+    with pytest.raises(UserError, match=named):
+        read_strategy(strategy).check_engine_flags(config)
+
+
+LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "asked", "named"),
+    [
+        ("tp", 4, {}, "all 4 must be in it"),
+        ("tp", 2, {"peft": "lora"}, "--peft lora: tp divides tensors"),
+        ("ulysses_zero3", 2, {"optimizer": "muon", "max_grad_norm": 0.0}, "--optimizer muon: ulysses_zero3"),
+        ("tp", 2, {"checkpointing_steps": 2}, "--checkpointing_steps: tp"),
+        ("tp", 2, {"precision": "fp16"}, "--precision fp16: tp"),
+        ("tp", 3, {"group_size": 3}, "4 heads do not divide over 3 ranks"),
+        ("zero3_tp", 8, {"group_size": 4, **LLAMA_TINY}, "2 heads of keys and values do not divide over 4 ranks"),
+        ("zero3_tp", 2, {"model_name_or_path": "gpt-neo-2.7b"}, "gpt_neo has no tensor-parallel plan"),
+        ("ulysses_zero1", 6, {"task": "bert-imdb"}, "--task bert-imdb has none"),
+        ("ulysses_zero1", 6, {"seq_length": 31}, "--seq_length 31 does not divide into 2 equal parts"),
+        ("ulysses_zero1", 6, {"attn_implementation": "eager"}, "its attention is eager"),
+        ("ulysses_zero1", 6, {"model_name_or_path": "gpt-neo-2.7b"}, "its attention is eager"),
+        (
+            "ulysses_zero1", 6, {"seq_length": 48, "group_size": 3, **LLAMA_TINY},
+            "4 heads over 2 of keys and values do not divide over 3 ranks",
+        ),
+        ("cp", 2, {"attn_implementation": "eager"}, "its attention is eager"),
+        ("cp", 2, {"task": "bert-imdb"}, "divides the tokens of causal models"),
+        ("cp", 2, {"seq_length": 30}, "--seq_length 30 does not divide"),
+        # transformers has a plan for its head alone.
+        ("zero1_tp", 2, DiffLlamaConfig(hidden_size=64, num_attention_heads=4), "diffllama has no tensor-parallel"),
+        ("cp", 2, FalconConfig(hidden_size=64), "its attention is its own, which would see"),
+        ("ulysses_zero1", 2, MistralConfig(sliding_window=17), "window of 17 tokens.*use --seq_length 16 or less"),
+        ("ulysses_zero1", 2, MistralConfig(sliding_window=32), None),
+    ],
+)  # fmt: skip
+def test_what_a_group_cannot_train_is_refused(strategy: str, ranks: int, asked: Any, named: str | None) -> None:
+    """By flags, or by an architecture that would train wrong."""
+    config = config_of(**asked if isinstance(asked, dict) else {})
+    launch = Launch(read_strategy(strategy).with_group_size(config.group_size), ranks, 0, 0, ranks)
+    architecture = model_config(config) if isinstance(asked, dict) else asked
+    if named is None:
+        check_group(config, launch, architecture)
+        return
+    with pytest.raises(UserError) as refusal:
+        check_group(config, launch, architecture)
+    assert re.search(named, f"{refusal.value.problem}. {refusal.value.fix}")
+
+
+@pytest.mark.parametrize("strategy", WITH_GROUPS)
+def test_only_ulysses_at_stage_3_resumes_with_another_world_size(strategy: str) -> None:
+    config, launch = config_of(**LLAMA_TINY), Launch(read_strategy(strategy), 4, 0, 0, 4)
+    if strategy == "ulysses_zero3":
+        check_group(config, launch, model_config(config), 2)
+        return
+    with pytest.raises(UserError, match="the world size that saved it, which was 2"):
+        check_group(config, launch, model_config(config), 2)

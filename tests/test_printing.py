@@ -1,0 +1,49 @@
+"""The one printer of the commands: a row is a line in a file, wrapped at its last column on a terminal."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from study.config.printing import TextTable, print_page
+
+PAGE: list[str | TextTable] = [
+    "note " * 30,
+    TextTable(("name", "count", "reason"), [("a\x1b[31m", "12.5", "word " * 30), ("bb", "-", "")]),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(out: io.StringIO) -> list[str]:
+    print_page(PAGE, out)
+    return out.getvalue().splitlines()
+
+
+def test_in_a_file_a_note_and_a_row_are_one_line_and_figures_are_aligned_to_the_right() -> None:
+    note, header, first, second = printed(io.StringIO())
+    assert note == PAGE[0]
+    assert first.startswith("a\N{REPLACEMENT CHARACTER}[31m")
+    assert first.endswith("word word")
+    assert header.index("count") + 5 == first.index("12.5") + 4 == second.index("-") + 1
+
+
+def test_on_a_terminal_only_words_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    lines = printed(Terminal())
+    assert max(map(len, lines)) <= 60
+    assert len(lines) > 6
+    assert [line.split()[:2] for line in lines if "12.5" in line] == [["a\N{REPLACEMENT CHARACTER}[31m", "12.5"]]
+
+
+def test_rich_is_imported_where_a_table_is_printed_and_not_before() -> None:
+    code = "import sys, study.config.printing as p; p.print_page(['x']); print('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "x\nFalse\n"
