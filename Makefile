@@ -32,8 +32,7 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
-	$(BIN)/python -m pytest $(FLAGS) -n 2 --dist loadfile -m "not long and not gpu and not alone"
-	$(BIN)/python -m pytest $$(grep -lw "mark.alone" tests/test_*.py) -m "alone and not long and not gpu"
+	$(BIN)/python tools/run_tests.py $(FLAGS)
 
 # The inner loop: what starts no ranks.
 test-fast: install

@@ -17,6 +17,7 @@ import pytest
 
 from study.config.errors import UserError
 from study.config.flags import RunConfig
+from study.records import frames
 from study.records.directory import read_run
 from study.records.frames import (
     RUNS_FILE,
@@ -63,8 +64,15 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     same(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
     old = pq.read_table(tmp_path / RUNS_FILE).to_pandas().rename(columns={new: old for old, new in NEW_NAMES.items()})
-    pq.write_table(pa.Table.from_pandas(old, preserve_index=False), tmp_path / RUNS_FILE)
+    write_older(old, tmp_path)
     same(read_parquet(tmp_path), today)
+
+
+def write_older(runs: pd.DataFrame, folder: Path) -> None:
+    """Write a table of runs with its digest, as an older version with other columns did."""
+    table = pa.Table.from_pandas(runs, preserve_index=False)
+    digest = {frames._DIGEST: frames._digest(runs, folder / STEPS_FILE)}
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, **digest}), folder / RUNS_FILE)
 
 
 def test_every_figure_of_a_record_is_in_its_row(runs: Path) -> None:
@@ -232,6 +240,15 @@ def test_parquet_that_was_changed_after_the_report_was_made_is_refused(
         read_parquet(tmp_path)
 
 
+def test_parquet_that_was_written_by_another_program_is_refused(runs: Path, tmp_path: Path) -> None:
+    """Nothing there would notice a negative time or an unknown state."""
+    write_parquet(read_records(runs), tmp_path)
+    changed = pd.read_parquet(tmp_path / RUNS_FILE).assign(step_time_s_median=-1.0)
+    changed.to_parquet(tmp_path / RUNS_FILE)
+    with pytest.raises(UserError, match=f"{RUNS_FILE} has no digest"):
+        read_parquet(tmp_path)
+
+
 def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is_refused(
     runs: Path, tmp_path: Path
 ) -> None:
@@ -255,8 +272,8 @@ def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is
 
 def test_records_kept_before_a_flag_existed_are_read_as_if_it_was_not_asked(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path / "kept")
-    file = tmp_path / "kept" / "runs.parquet"
-    pd.read_parquet(file).drop(columns=["torch_compile", "tokenizer_name"]).to_parquet(file)
+    kept = pd.read_parquet(tmp_path / "kept" / RUNS_FILE).drop(columns=["torch_compile", "tokenizer_name"])
+    write_older(kept, tmp_path / "kept")
     again = read_records(tmp_path / "kept").runs
     assert list(again) == list(RUN_COLUMNS)
     assert again[["torch_compile", "tokenizer_name"]].isna().all(axis=None)

@@ -6,8 +6,8 @@
 Each case trains for 3 and for 13 steps: start, evaluation and end cancel in the difference, and ten steps remain. The
 runs have a network namespace of their own, whose loopback nobody else uses. Where none can be made, the counters are
 those of the box, and whatever else runs there is in them. Headers and acknowledgements of TCP are always in them, so
-packets are counted too. Rows that the CSV file has already are not measured again; --markdown writes summary.md beside
-it.
+packets are counted too, and so are segments that TCP sends again when a busy box answers late (at most 64 KiB each).
+Rows that the CSV file has already are not measured again; --markdown writes summary.md beside it.
 """
 
 from __future__ import annotations
@@ -62,22 +62,25 @@ def measured(strategy: str, ranks: int, accumulation: int, root: Path, forks: Fo
         if ended.state != "ok":
             return {"state": ended.state, "reason": ended.reason}
     run = read_run(root / cell.id)
-    # Bytes, and then packets.
-    counted = ((last - middle - (middle - first)) / (_STEPS[1] - _STEPS[0]) / ranks
-               for first, middle, last in zip(*counters, strict=True))  # fmt: skip
+    start, middle, end = counters
+    rank_steps = (_STEPS[1] - _STEPS[0]) * ranks
+    long_less_short = [last - 2 * between + first for first, between, last in zip(start, middle, end, strict=True)]
     return {
-        **dict(zip(("counted_bytes", "counted_packets"), counted, strict=True)),
+        "counted_bytes": long_less_short[0] / rank_steps, "counted_packets": long_less_short[1] / rank_steps,
+        # Of both runs: those of the short one make the difference smaller.
+        "repeated_segments": (end[2] - start[2]) / rank_steps,
         "gloo_bytes": run.summary["gloo_sent_bytes_per_step"], "ring_bytes": run.summary["sent_bytes_per_step"],
         "state": "ok", "own_loopback": _IN_OWN_NAMESPACE in os.environ, "torch": run.engine["torch"],
         "deepspeed": run.environment["packages"]["deepspeed"], "accelerate": run.environment["packages"]["accelerate"],
     }  # fmt: skip
 
 
-def transmitted() -> tuple[int, int]:
-    """Bytes and packets that all processes of this network namespace have sent through its loopback."""
+def transmitted() -> tuple[int, int, int]:
+    """Bytes, packets and repeated TCP segments that this network namespace has sent through its loopback."""
     lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
     counters = next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()
-    return int(counters[8]), int(counters[9])
+    names, values = (line.split() for line in Path("/proc/net/snmp").read_text("ascii").splitlines() if "Tcp:" in line)
+    return int(counters[8]), int(counters[9]), int(values[names.index("RetransSegs")])
 
 
 def take_own_loopback() -> None:

@@ -287,8 +287,9 @@ def read_parquet(folder: Path) -> Records:
     file, of_steps = folder / RUNS_FILE, folder / STEPS_FILE
     runs, notes = _read_table(file)
     steps, _ = _read_table(of_steps)
-    # Tables written before there was a digest are taken as they are.
-    if _DIGEST in notes and notes[_DIGEST] != _digest(runs, of_steps):
+    if _DIGEST not in notes:
+        raise UserError(f"{file} has no digest: `study report` did not write it, or an older version did", _fix(file))
+    if notes[_DIGEST] != _digest(runs, of_steps):
         raise UserError(f"{file} or {STEPS_FILE} was changed after the report was made", _fix(file))
     try:
         remaining = tuple(Remaining(**each) for each in json.loads(notes.get(_REMAINING, b"[]")))

@@ -1,0 +1,65 @@
+"""tools/run_tests.py: a test that fails once and passes alone costs no run, and a test that fails twice does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engines import ROOT
+
+FLAKY = """
+from pathlib import Path
+def test_flaky_{0}():
+    tried = Path(__file__).with_name("tried-{0}")
+    found = tried.exists()
+    tried.touch()
+    assert found, "only the first time"
+"""
+FAILING = "def test_failing():\n    assert 1 + 1 == 3\n"
+PASSING = "import pytest\n@pytest.mark.alone\ndef test_alone():\n    pass\n"
+
+
+def run_tests(folder: Path, *flags: str, **files: str) -> tuple[int, list[str]]:
+    """Run the tool over test files of a folder of its own; return its exit status and the lines of its output."""
+    (folder / "tests").mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  alone\n  long\n  gpu\n")
+    for name, text in files.items():
+        (folder / "tests" / f"test_{name}.py").write_text(text)
+    command = [sys.executable, str(ROOT / "tools" / "run_tests.py"), *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout.strip().splitlines()
+
+
+def test_a_flaky_test_keeps_the_run_green_and_is_named_with_its_first_failure(tmp_path: Path) -> None:
+    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), passing=PASSING)
+    assert status == 0
+    assert lines[-1].startswith(
+        "FLAKY (passed alone): tests/test_one.py::test_flaky_1: AssertionError: only the first time"
+    )
+    assert sum("1 passed" in line for line in lines) == 2
+
+
+def test_a_test_that_fails_twice_is_red_and_named_last(tmp_path: Path) -> None:
+    status, lines = run_tests(tmp_path, "--retry", one=FLAKY.format(1), two=FAILING, passing=PASSING)
+    assert status == 1
+    assert [line.split(": ")[0] for line in lines[-2:]] == ["FLAKY (passed alone)", "FAILED"]
+    assert lines[-1] == "FAILED: tests/test_two.py::test_failing: assert (1 + 1) == 3"
+
+
+@pytest.mark.parametrize(("flags", "count"), [(("--retry",), 4), ((), 1)])
+def test_a_fourth_flaky_test_is_red_and_so_is_one_without_a_second_try(
+    flags: tuple[str, ...], count: int, tmp_path: Path
+) -> None:
+    files = {f"flaky_{number}": FLAKY.format(number) for number in range(count)}
+    status, lines = run_tests(tmp_path, *flags, **files)
+    assert status == 1
+    assert lines[-1] == "4 flaky tests, more than 3" if flags else lines[-1].startswith("FAILED: tests/test_flaky_0.py")
+
+
+def test_a_file_that_does_not_import_is_red_with_its_reason(tmp_path: Path) -> None:
+    status, lines = run_tests(tmp_path, "--retry", broken="import nothing_of_that_name\n", passing=PASSING)
+    assert status != 0
+    assert "No module named 'nothing_of_that_name'" in lines[-1]
