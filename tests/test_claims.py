@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -246,11 +247,19 @@ def test_a_check_of_two_claims_does_not_say_which_is_wrong(made: Board) -> None:
         assert each.verdict not in ("supported", "contradicted")
 
 
-def test_the_command_prints_a_scoreboard_and_a_line_per_claim(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    claims = len(read_ledger().claims)
     assert main(["claims"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:7]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
-    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == len(read_ledger().claims)
+    assert lines[0].startswith(f"{claims} claims: ")
+    assert sum(int(count) for count in re.findall(r"\d+", lines[0])[1:]) == claims
+    assert [line.split()[0] for line in lines[2:9]] == ["document", "S0", "S1", "S2", "S3", "Z0", "all"]
+    assert len(lines) <= 25
+    assert main(["claims", "--details"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line[4:5].isdigit() and line[2:3] == "-"]) == claims
 
 
 def test_contradictions_name_the_other_claims_only(made: Board) -> None:

@@ -176,7 +176,25 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     assert cli.main(["status", str(suite), "--runs-dir", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
     assert all(f"why {state} (do that)" in said for state in states)
-    assert any(line.split() == ["to", "do", "1"] for line in said.splitlines())
+    assert said.splitlines()[0] == (
+        "tiny: 0 of 6 cells done, 1 interrupted, 1 failed, 1 oom, 1 timeout, 1 unsupported;"
+        f" next: study run {suite} --runs-dir {tmp_path / 'runs'}"
+    )
+
+
+def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
+    suite = write_suite(tmp_path, {"strategy": ["single", "ddp"]})
+    one, other = (tmp_path / "tiny" / cell.id for cell in cells_of(suite))
+    write_run(one.parent, "single", name=one.name)
+    RunWriter(other).close("oom", "why", "do that")
+    base = [str(suite), "--runs-dir", str(tmp_path)]
+    for command in (["status"], ["run"]):
+        assert cli.main([*command, *base]) == (1 if command == ["run"] else 0)
+        verdict = capsys.readouterr().out.splitlines()[0]
+        assert verdict == (
+            f"tiny: 1 of 2 cells done, 1 oom; next: study report {suite} --runs-dir {tmp_path};"
+            " after a fix, study run --retry runs those again"
+        )
 
 
 def test_the_expected_time_is_that_of_similar_cells_and_a_time_budget_starts_none_beyond_it(tmp_path, capsys):

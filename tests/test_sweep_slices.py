@@ -123,13 +123,14 @@ def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys
     assert "narrow:" in said
     assert "wide" not in said
     assert cli.main(["status", *base]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[:6] for row in rows[1:]] == [
+    verdict, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert verdict == f"whole: 1 of 3 cells done; next: study run {file} --runs-dir {runs}"
+    assert [row.split()[:6] for row in rows] == [
         ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
     ]  # fmt: skip
     # Where nothing is left to run, it says where all of it stands.
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
+    assert capsys.readouterr().out.splitlines()[3].split() == ["wide", "seed=2", "1", "1", "0", "0", "0s"]
     # What remains is in the report's first answer, and stays with its parquet files.
     plan = plan_suite(str(file), CPU_BOX, runs)
     records = read_runs(runs, plan.roots(), remaining_of(plan))

@@ -94,9 +94,14 @@ def run(options: argparse.Namespace) -> int:
         for check in checks:
             rows.append((check.state, check.name, check.found))
             rows += [("", "", f"-> {check.fix}")] if check.fix else []
-        needs = f"\nmissing for `study run laptop`: {', '.join(missing) or 'nothing'}"
-        print_page([TextTable(("", "", ""), rows), needs])
+        print_page([_verdict(checks, missing), "", TextTable(("", "", ""), rows)])
     return 1 if missing else 0
+
+
+def _verdict(checks: Sequence[Check], missing: Sequence[str]) -> str:
+    gpus = next(check for check in checks if check.name == "gpus")
+    ready = f"Not ready for study run laptop: missing {', '.join(missing)}" if missing else "Ready for study run laptop"
+    return f"{ready}; {'GPUs: ' + gpus.found if gpus.state == 'ok' else 'no GPU found'}"
 
 
 def needed(name: str, is_enough: bool, found: str, problem: str, fix: str) -> Check:

@@ -118,12 +118,16 @@ class Board:
             "corrections": [dataclasses.asdict(each) for each in self.ledger.corrections],
         }
 
-    def text(self) -> list[str | TextTable]:
+    def text(self, details: bool) -> list[str | TextTable]:
+        """The counts, their table by document, and with details a line for each claim."""
         verdicts = get_args(Verdict)
         counts = [[name, *(str(count[each] or "-") for each in verdicts), str(count.total())]
                   for name, count in self.counts()]  # fmt: skip
+        _, every = self.counts()[-1]
+        said = ", ".join(f"{every[each]} {each}" for each in verdicts if every[each])
         claims = [[one.claim.id, one.verdict, one.sentence] for one in self.judged]
-        return [TextTable(["document", *verdicts, "claims"], counts), TextTable(["", "", ""], claims)]
+        last = TextTable(["", "", ""], claims) if details else "--details prints each claim; docs/claims.md has all"
+        return [f"{every.total()} claims: {said}", "", TextTable(["document", *verdicts, "claims"], counts), "", last]
 
 
 def resting_on(report: str, records: Records, ledger: Ledger) -> list[tuple[JudgedClaim, tuple[ClaimFinding, ...]]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="check-table FILE")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--details", action="store_true", help="print a line for each claim")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write every verdict with its plots as one HTML page")
     table = actions.add_parser(
         "check-table", help="is a published table of models, GPUs, strategies and GB possible?", allow_abbrev=False
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             if options.json:
                 print(json.dumps(made.document(), indent=1))
             else:
-                print_page(made.text())
+                print_page(made.text(options.details))
     return 0
 
 

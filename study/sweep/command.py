@@ -8,12 +8,11 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from study.config.errors import UserError
-from study.config.printing import print_page
+from study.config.printing import TextTable, print_page
 from study.host.box import Box
 from study.host.folders import folder_argument
 from study.host.slurm import allocated_box, refuse_to_be_one_of_many_tasks
@@ -22,8 +21,7 @@ from study.sweep.execute import run_cells
 from study.sweep.forecast import Forecast, earlier_durations, estimate, forecast_for, left_to_run, warnings
 from study.sweep.plan import Plan, Slice, missing_here, plan_suite
 from study.sweep.search import Search, cell_states, new_and_tried, one_of_each_model, runs_left
-from study.sweep.tables import result_tables, series_tables, status_tables
-from study.sweep.verdict import ANSWERED
+from study.sweep.tables import result_tables, series_tables, status_tables, status_verdict
 
 RESUME = """\
 Run it again to resume. Cells that ended ok never run again; those that ended oom, timeout or unsupported run again with
@@ -57,6 +55,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
     add("--hardware", metavar="BOX", help="with --dry-run: predict for 8xH100, A100-40, this, ...")
     add("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
+    add("--details", action="store_true", help="print every cell and every column of the results")
 
 
 def duration(text: str) -> float:
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     if plan.is_series:
         passes = list(_passes(parts, options.retry))
         if not passes:
-            print_page(series_tables(plan.slices))
+            print_page([_verdict(plan, options), "", *series_tables(plan.slices)])
     not_all_was_run = False
     for title, part, cells in passes:
         if title:
@@ -95,16 +94,7 @@ def run(options: argparse.Namespace) -> int:
             print(warning, file=sys.stderr, flush=True)
         budget = None if deadline is None else max(0.0, deadline - time.monotonic())
         sweep = run_cells(cells, part.root, box, retry=options.retry, time_budget_s=budget)
-        print_page(result_tables(part.cells, part.root))
-        counts = Counter(record.state for _, record in cell_states(part.cells, part.root))
-        if len(counts) > 1:
-            said = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-            place = "" if options.runs_dir == Path("runs") else f" --runs-dir {options.runs_dir}"
-            again = f"`study status {options.suite}{place}{' --rehearse' if options.rehearse else ''}` shows why."
-            # Every call runs the other states again.
-            if counts.keys() & (ANSWERED - {"ok"}):
-                again += " What is fixed is run again with --retry."
-            print(f"\n{said}; {again}")
+        print_page([_verdict(plan, options), "", *result_tables(part.cells, part.root, options.details)])
         not_all_was_run |= sweep.stopped or sweep.refused > 0
         if sweep.left:
             break
@@ -208,5 +198,17 @@ def in_order(parts: Sequence[Slice], time_budget_s: float | None) -> Iterator[tu
 
 def status(options: argparse.Namespace) -> int:
     plan = _plan(options, allocated_box())
-    print_page(series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0]))
+    print_page([_verdict(plan, options), "", *_status_tables(plan)])
     return 0
+
+
+def _status_tables(plan: Plan) -> Iterator[TextTable]:
+    return series_tables(plan.slices) if plan.is_series else status_tables(plan.slices[0])
+
+
+def _verdict(plan: Plan, options: argparse.Namespace) -> str:
+    place = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
+    only = [word for pattern in options.only for word in ("--only", pattern)]
+    run = [options.suite, *place, *only, *["--rehearse"] * options.rehearse]
+    report = [plan.name if options.rehearse else options.suite, *place]
+    return status_verdict(plan, shlex.join(run), shlex.join(report))

@@ -26,29 +26,51 @@ _RESULT_COLUMNS = (
     "strategy", "task", "model", "world", "seed", "state", "train loss", "eval loss", "acc/ppl", "tokens/s", "step ms",
     "GPU GiB", "host GiB", "state MiB/rank", "ring MiB/step",
 )  # fmt: skip
+# With --details alone: what fits into 120 columns and a screen comes without.
+_DETAILS = {"train loss", "host GiB", "state MiB/rank", "ring MiB/step"}
+_MAX_ROWS = 18
 # Every other state is listed with its reason.
 _NEEDS_NO_REASON = ("ok", "to do")
 
 
-def result_tables(cells: Sequence[Cell | Search], root: Path) -> Iterator[TextTable]:
-    """Yield one row per cell that has a record, and the answer of each search."""
+def result_tables(cells: Sequence[Cell | Search], root: Path, details: bool) -> Iterator[str | TextTable]:
+    """Yield one row per cell that has a record, and the answer of each search; without details what a screen takes."""
     if plain := [cell for cell in cells if isinstance(cell, Cell)]:
         rows = []
         for cell in plain:
             with suppress(RecordError):
                 rows.append(_result_row(cell, read_run(root / cell.id)))
         rows.sort(key=lambda row: row[:5])
-        yield TextTable(_RESULT_COLUMNS, rows) if rows else TextTable(["no cell has a record yet"], [])
+        shown = rows if details else rows[:_MAX_ROWS]
+        places = [
+            place for place, column in enumerate(_RESULT_COLUMNS)
+            if details or (column not in _DETAILS and any(row[place] != "-" for row in shown))
+        ]  # fmt: skip
+        if shown:
+            columns = [_RESULT_COLUMNS[place] for place in places]
+            yield TextTable(columns, [[row[place] for place in places] for row in shown])
+        if len(shown) < len(rows):
+            yield f"and {len(rows) - len(shown)} more; --details prints all of them with memory and communication"
     if searches := [cell for cell in cells if isinstance(cell, Search)]:
         yield _search_table(searches, root)
 
 
+def status_verdict(plan: Plan, run_flags: str, report_flags: str) -> str:
+    """How many cells are done, how the others ended, and the command that comes next."""
+    counts = Counter(record.state for part in plan.slices for _, record in cell_states(part.cells, part.root))
+    is_left = any(any(True for _ in left_to_run(part.cells, part.root)) for part in plan.slices)
+    done, _ = counts.pop("ok", 0), counts.pop("to do", 0)
+    others = "".join(f", {count} {state}" for state, count in counts.most_common())
+    has_searches = any(part.searches for part in plan.slices)
+    cells = f"{done} runs" if has_searches else f"{done} of {sum(len(part.cells) for part in plan.slices)} cells"
+    retry = "; after a fix, study run --retry runs those again" * bool(counts and not is_left)
+    following = f"run {run_flags}" if is_left else f"report {report_flags}"
+    return f"{plan.name}: {cells} done{others}; next: study {following}{retry}"
+
+
 def status_tables(part: Slice) -> Iterator[TextTable]:
-    """Yield the number of cells per state, then each that is not ok with its reason, then the searches."""
-    states = cell_states(part.cells, part.root)
-    counts = Counter(record.state for _, record in states)
-    yield TextTable(("state", "cells"), [(state, str(count)) for state, count in sorted(counts.items())])
-    if others := _with_reasons(states):
+    """Yield each cell that is neither ok nor to do with its reason, then the searches."""
+    if others := _with_reasons(cell_states(part.cells, part.root)):
         yield TextTable(("state", "cell", "reason"), sorted(others))
     if part.searches:
         yield _search_table(part.searches, part.root)
