@@ -39,47 +39,71 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("run a suite: every cell that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
-    "prepare": Command(
-        "make what a suite's runs need: other releases in folders of their own, operators, initial weights",
-        sweep.add_timed_arguments,
-        prepare,
-    ),
-    "weights": Command(
-        "draw the initial weights of what a suite has still to run, so that no run's time pays for it",
-        sweep.add_timed_arguments,
-        sweep.weights,
-    ),
-    "status": Command("the state of each cell of a suite, and why", sweep.add_arguments, sweep.status),
-    "virtual": Command("memory and communication of one rank of N", virtual.add_arguments, virtual.run, virtual.EPILOG),
-    "predict": Command(
-        "memory, communication and step time of a strategy, without running it",
-        predict.add_arguments,
-        predict.run,
-        predict.EPILOG,
-    ),
     "advise": Command(
-        "which strategy for a model on a box",
+        "recommend a strategy and its settings for a model on given hardware",
         advise.add_arguments,
         partial(advise.run, nearest=validation.describe_nearest),
         advise.EPILOG,
     ),
-    "explain": Command("cost and effect of a user's settings", explain.add_arguments, explain.run, explain.EPILOG),
+    "predict": Command(
+        "predict memory, communication and step time of a strategy",
+        predict.add_arguments,
+        predict.run,
+        predict.EPILOG,
+    ),
+    "explain": Command(
+        "explain a DeepSpeed or Accelerate file: what each setting costs, and which have no effect",
+        explain.add_arguments,
+        explain.run,
+        explain.EPILOG,
+    ),
+    "verify": Command(
+        "test which strategies compute the gradients of DDP on this stack", verify.add_arguments, verify.run
+    ),
+    "claims": Command(
+        "judge published claims about ZeRO by arithmetic and the committed records", claims.add_arguments, claims.run
+    ),
+    "doctor": Command("list what this machine has and lacks, with the fix", doctor.add_arguments, doctor.run),
+    "run": Command("run every cell of a suite that is not done yet", sweep.add_run_arguments, sweep.run, sweep.RESUME),
+    "status": Command(
+        "count the cells of a suite that are done, and say why others are not", sweep.add_arguments, sweep.status
+    ),
     "report": Command(
-        "build the report of a suite's records", report.add_arguments, partial(report.run, resting=claims.resting)
+        "build the report of a suite from its records",
+        report.add_arguments,
+        partial(report.run, resting=claims.resting),
     ),
-    "claims": Command("verdicts on the published claims", claims.add_arguments, claims.run),
+    "virtual": Command(
+        "measure memory and communication of one rank of N, without N GPUs",
+        virtual.add_arguments,
+        virtual.run,
+        virtual.EPILOG,
+    ),
+    "prepare": Command(
+        "prepare what a suite's runs need: other DeepSpeed releases, operators, initial weights",
+        sweep.add_timed_arguments,
+        prepare,
+    ),
+    "weights": Command(
+        "create the initial weights of a suite's remaining cells, so that no run's time includes it",
+        sweep.add_timed_arguments,
+        sweep.weights,
+    ),
     "autopsy": Command(
-        "what each flaw of the published listing does to its figures", autopsy.add_arguments, autopsy.run
+        "measure what each flaw of a published listing does to its figures", autopsy.add_arguments, autopsy.run
     ),
-    "verify": Command("which strategies compute here what DDP computes", verify.add_arguments, verify.run),
-    "releases": Command("which release of DeepSpeed brought a fault", releases.add_arguments, releases.run),
-    "doctor": Command("what this box has, what it lacks, and the fix", doctor.add_arguments, doctor.run),
+    "releases": Command(
+        "find the DeepSpeed release that introduced or fixed a fault", releases.add_arguments, releases.run
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="study", description="Runs studies, and makes reports of them.", allow_abbrev=False)
+    parser = Parser(
+        prog="study",
+        description="DeepSpeed ZeRO on Accelerate: advice, predictions, measured studies, verdicts on published claims.",
+        allow_abbrev=False,
+    )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.add_arguments(subparsers.add_parser(name, help=command.help, epilog=command.epilog, allow_abbrev=False))
