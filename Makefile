@@ -54,6 +54,7 @@ quality: install
 
 # The guard of a refactoring: what the project computes, kept in runs/golden, and what differs from the last time.
 golden: install
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
 	$(BIN)/python tools/golden.py guard
 
 # The tables of the README and of docs/ from the records in reports/; then what they say of claims.

@@ -159,7 +159,7 @@ def drawn_data(figure: Any) -> list[dict[str, Any]]:
             "title": axes.get_title() or axes.get_title("left"), "x": axes.get_xlabel(), "y": axes.get_ylabel(),
             "texts": [text.get_text() for text in axes.texts],
             "lines": [[line.get_label(), *map(list, line.get_data(orig=True))] for line in axes.lines],
-            "bars": [patch.get_extents().transformed(axes.transData.inverted()).bounds for patch in axes.patches],
+            "bars": [patch.get_bbox().bounds for patch in axes.patches if hasattr(patch, "get_bbox")],
             "points": [each.get_offsets().tolist() for each in axes.collections],
             # Intervals are lines, bands are areas; the shape of a marker is neither.
             "areas": [[path.vertices.tolist() for path in each.get_paths()] for each in axes.collections
@@ -201,7 +201,7 @@ def write_engines(output: Path) -> None:
     for run in (*pairs, *asked("engines")):
         (strategy, ranks, *flags), folder = run.split(), Path.cwd() / "made" / run.replace(" ", "_")
         where = ["--output_dir", str(folder), "--nvme_path", str(folder.with_name("nvme"))]
-        ended = fork_ranks(strategy, "study/train.py", *TINY, *flags, *where, ranks=int(ranks))
+        ended = fork_ranks(strategy, "study/train.py", *TINY, *flags, *where, ranks=int(ranks), timeout=600)
         found[run] = {"status": ended.returncode}
         for file in sorted(folder.glob("*.json*")) if ended.returncode == 0 else ():
             if file.stem in ("engine", "traffic", "summary", "steps", "evals"):
