@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python tools/install.py --quiet
 
-.PHONY: install study test test-fast test-long test-gpu quality readme claims releases prediction bench clean
+.PHONY: install study test test-fast test-long test-gpu quality golden readme claims releases prediction bench clean
 
 install: .venv/installed
 
@@ -50,6 +50,11 @@ quality: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --check
+
+# The guard of a refactoring: what the project computes, kept in runs/golden, and what differs from the last time.
+golden: install
+	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
+	$(BIN)/python tools/golden.py guard
 
 # The tables of the README and of docs/ from the records in reports/; then what they say of claims.
 readme: install

@@ -101,7 +101,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="study",
-        description="DeepSpeed ZeRO on Accelerate: advice, predictions, measured studies, verdicts on published claims.",
+        description="DeepSpeed ZeRO on Accelerate: advice, predictions, studies, verdicts on published claims.",
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
