@@ -369,6 +369,18 @@ def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro
     assert "trained as" not in page_of("llama-3.1-8b", "4xA100").split("next best")[1].splitlines()[0]
 
 
+def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
+    """DDP with accumulation keeps gradients while the activations are there."""
+    question = AdviceRequest(
+        model_shape("gpt2-xl"), box_of("8xA100-40"), 1024, "bf16", gradient_checkpointing=True, global_batch=64
+    )
+    (option,) = advise(question, ["ddp"]).options
+    smaller = dataclasses.replace(option.request, micro_batch=4, accumulation=2)
+    assert (option.request.micro_batch, option.request.accumulation, option.is_sure) == (8, 1, True)
+    assert not fits(predict_memory(smaller), question.box, at_upper_end=True)
+
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "name",

@@ -207,9 +207,12 @@ def _largest_option(
 
     count = 0
     for at_upper_end in (True, False) if surely else (False,):
-        # More samples never need less memory.
+        # All of a rank's samples in one micro-batch leave no accumulated gradients, and may fit where fewer do not.
+        # Among the others more samples never need less memory.
+        if not count and fits(predicted(sizes[-1])[1], box, at_upper_end):
+            count = len(sizes)
         count = count or bisect.bisect_left(
-            sizes, True, key=lambda size: not fits(predicted(size)[1], box, at_upper_end)
+            sizes[:-1], True, key=lambda size: not fits(predicted(size)[1], box, at_upper_end)
         )
     request, memory = predicted(sizes[max(count - 1, 0)])
     unused_nvme = unswapped(request)
