@@ -60,6 +60,24 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
     }
 
 
+def release_gathered(model: Any) -> None:
+    """Free the parameters that an evaluation leaves gathered, so that the next step gathers as after any other step.
+
+    A forward pass without a backward pass leaves ZeRO-3's parameters gathered up to `stage3_max_live_parameters`, and
+    those of FSDP2's root module.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    engine, _ = _unwrap(model, None)
+    if engine is not None and engine.zero_optimization_stage() == 3:
+        # DeepSpeed's own pair around a checkpoint: what follows is as after its optimizer step.
+        engine.optimizer.checkpoint_event_prologue()
+        engine.optimizer.checkpoint_event_epilogue()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class StateWatch:
     """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
 
