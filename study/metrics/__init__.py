@@ -86,8 +86,8 @@ class Meters:
                 release_gathered(self._started[0])
             with (
                 TrafficWatch(step, self.ranks_per_machine) as traffic,
-                StateWatch(*self._started, self._device) as state,
                 ForwardWatch(self._started[0], self._device) as forward,
+                StateWatch(*self._started, self._device) as state,
             ):
                 yield
             self.traffic, self.state = traffic.report(), state.report and state.report | forward.report
