@@ -182,8 +182,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's parameter groups; none of a model under another engine."""
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = vars(module._get_fsdp_state())
+        if (find_state := getattr(module, "_get_fsdp_state", None)) is not None:
+            state = vars(find_state())
             # Earlier releases of torch have one group, or None.
             yield from state.get("_fsdp_param_groups") or filter(None, [state.get("_fsdp_param_group")])
 
