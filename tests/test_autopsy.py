@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 from study.autopsy.contrasts import (
     FILE,
@@ -21,6 +22,7 @@ from study.autopsy.contrasts import (
     effects,
     engine_was_on,
     gaps,
+    minimum_detectable_effect,
     model,
     of_cell,
     printed_ratio,
@@ -125,6 +127,16 @@ def test_planted_effects_are_found_and_those_of_the_order_are_not_blamed_on_it()
     # The shares lead from the listing to both orders corrected.
     assert made.printed().mean() + sum(shares.values()) == pytest.approx(made.corrected().mean())
     assert made.printed() == pytest.approx(of_cell(synthetic(planted), LOSS.name, "factorial", PRINTED))
+
+
+def test_the_minimum_detectable_effect_is_found_in_four_of_five_studies() -> None:
+    noise = dict(zip(SEEDS, stats.norm.ppf((np.arange(len(SEEDS)) + 0.5) / len(SEEDS)) * 0.02, strict=True))
+    found = minimum_detectable_effect(synthetic(lambda _, seed: noise[seed]), LOSS)
+    n = len(SEEDS)
+    # A difference of two means of four cells, in each seed.
+    error = np.std(list(noise.values()), ddof=1) * math.sqrt(2 / 4) / math.sqrt(n)
+    power = 1 - stats.nct.cdf(stats.t.ppf(0.975, n - 1), n - 1, found / error)
+    assert power == pytest.approx(0.8, abs=0.03)
 
 
 def test_a_seed_that_lacks_a_cell_is_in_no_effect() -> None:

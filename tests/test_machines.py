@@ -226,6 +226,17 @@ def test_variables_left_over_from_another_launch_are_refused(shell: dict[str, st
         assert f"unset {' '.join(shell)}" in refusal.value.fix
 
 
+def test_a_launch_with_cpu_is_refused_without_a_variable_to_unset() -> None:
+    """As `accelerate launch --cpu` exports it to the one process that it starts."""
+    exported = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}
+    with pytest.raises(UserError, match="the launch asks for --cpu") as refusal:
+        this_launch(exported, shell={"HOME": "/root"})
+    assert "unset" not in refusal.value.fix
+    with pytest.raises(UserError, match="ACCELERATE_USE_CPU is set") as refusal:
+        this_launch(exported, shell={"ACCELERATE_USE_CPU": "1"})
+    assert refusal.value.fix == "run: unset ACCELERATE_USE_CPU"
+
+
 @pytest.mark.parametrize(
     "left", [{"RANK": "1"}, {"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "7" * 5000}]
 )

@@ -550,6 +550,23 @@ def test_zero1_has_whole_gradients_until_backward_ends_and_zero2_has_them_in_its
     assert zero2["buffer_bytes"]["reduce_bucket.device"] == 500_000_000 * FP32
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "zero1", "zero2", "zero3"])
+def test_gradients_of_a_step_with_accumulation_are_the_most_after_any_micro_batch(
+    strategy: str, tmp_path: Path
+) -> None:
+    """FSDP2 has whole gradients until the last of four, and its own shards alone before the step."""
+    trained(strategy, tmp_path / "run", "--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
+    (record,) = read_records(tmp_path).runs.assign(suite="").itertuples()
+    assert record.gradient_accumulation_steps == 4
+    (grads,) = (one for one in compared_of(record) if one.figure == "grads, device")
+    assert grads.measured == grads.predicted
+    whole = FP32 * record.model_parameters
+    if strategy in ("fsdp2", "ddp", "zero1"):
+        assert grads.measured == whole
+    else:
+        assert 0.5 * whole <= grads.measured < 0.51 * whole
+
+
 def test_ddp_has_a_second_copy_of_the_gradients_in_its_buckets() -> None:
     document = probe("ddp")[0]
     assert document["state"]["buffer_bytes"] == {"ddp_reducer_buckets.device": document["elements"] * FP32}

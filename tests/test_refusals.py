@@ -217,7 +217,7 @@ OWN_MODEL = ("--task", "gpt-wikitext", "--seq_length", "32", "--model_name_or_pa
 # What lies there, the flags, what the problem must name, and what the fix must.
 REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...], str]] = [
     (nothing, ("--nonsense", "1"), ("--nonsense",), "--help"),
-    (nothing, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--global_batch_size 32"),
+    (nothing, ("--global_batch_size", "64", "--train_samples", "32"), ("64", "32"), "--train_samples 64"),
     (nothing, ("--model_name_or_path", "bert-tinny"), ("bert-tinny",), "bert-tiny"),
     (nothing, ("--model_name_or_path", "nobody/nothing"), ("nobody/nothing", "hub"), "local folder"),
     (nothing, ("--data", "hub"), ("--data hub", "stanfordnlp/imdb"), "--data builtin"),

@@ -249,8 +249,11 @@ def test_a_report_of_a_suite_that_has_not_all_run_says_so(tmp_path):
     for cell in plan_cells(read_suite(file), this_box()):
         assert isinstance(cell, Cell)
         write_run(tmp_path / "runs" / "tiny", cell.strategy, name=cell.id)
-        said.append(command._not_begun(str(file), tmp_path / "runs"))
+        said.append(command._facts_of_suite(str(file), tmp_path / "runs"))
     assert said == [["1 of 2 runs have no record yet"], []]
+    write_run(tmp_path / "runs" / "tiny", name="of-another-suite")
+    (said_of_others,) = command._facts_of_suite(str(file), tmp_path / "runs")
+    assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in said_of_others
 
 
 def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):

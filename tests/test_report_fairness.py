@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pandas as pd
 import pytest
 
@@ -165,7 +166,7 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
         "study/train.py",
         "study/engine/setup.py",
         "accelerate_configs/deepspeed/zero3.json",
-        "study/report/page.py",
+        "study/advisor/explain.py",
     )
     found = []
     for place in ("nothing", *places):
@@ -174,6 +175,15 @@ def test_the_code_that_trains_has_a_digest_and_reports_are_not_in_it(
         found.append(environment.code_sha256())
     assert len({*found[:4]}) == 4
     assert found[4] == found[3]
+
+
+def test_the_digest_is_of_the_rooms_that_a_run_imports() -> None:
+    graph = grimp.build_graph("study", cache_dir=None)
+    trainers = ("study.train", "study.baselines.hf_trainer", "study.baselines.bare_loop")
+    modules = {module for trainer in trainers for module in (trainer, *graph.find_upstream_modules(trainer))}
+    rooms_of_a_run = {module.split(".")[1] for module in modules - {"study"}}
+    rooms = {room.split(".")[1] for room in graph.find_children("study")}
+    assert {name.removesuffix(".py") for name in environment._NOT_RUN} == rooms - rooms_of_a_run
 
 
 @pytest.mark.parametrize("case", COMMITS)
@@ -222,7 +232,16 @@ def test_without_plain_training_the_first_strategy_is_the_baseline(tmp_path: Pat
     strategies = ("zero3", "zero3_cpu", "zero3_nvme")
     write(tmp_path, *strategies)
     assert labels(tmp_path, "baseline") == dict.fromkeys(strategies, "zero3")
-    assert baseline_arm(read_records(tmp_path).runs) == "zero3"
+    records = read_records(tmp_path)
+    assert baseline_arm(records.runs) == "zero3"
+    # Plain training alone is called the baseline.
+    assert TABLES["runtime"](records)[["Time, x baseline", "In words"]].iloc[0].tolist() == [
+        "1 (reference)",
+        "reference",
+    ]
+    assert TABLES["loss"](records)["Equivalent"].iloc[0] == "reference"
+    write(tmp_path, "ddp")
+    assert TABLES["runtime"](read_records(tmp_path))["In words"].iloc[0] == "baseline"
 
 
 def test_a_baseline_that_failed_is_none(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_a_significant_difference_in_time_is_named_with_its_interval(seeds: dict
     assert re.search(r"Residual SD of like runs: [\d.]+ % \(\d+ degrees of freedom\)\. With 4 seeds", notes(time))
 
 
-def test_the_minimum_detectable_effect_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
+def test_the_least_significant_difference_and_the_seeds_needed_are_by_the_t_test_s_power(tmp_path: Path) -> None:
     for seed, factor in ((1, 0.94), (2, 1.0), (3, 1.06), (4, 1.0)):
         write(tmp_path, {"ddp": factor, "zero2": 2 - factor, "zero0": 1.0}, (seed,))
     found, spread = answers_of(tmp_path), noise(read_records(tmp_path).runs, "step_time_s_median")
@@ -312,7 +312,8 @@ def test_the_minimum_detectable_effect_and_the_seeds_needed_are_by_the_t_test_s_
     assert found["advice"].table["Seeds to find a 5 % difference of two"].tolist() == [str(needed)]
     # Bonferroni's level for the two tests against the baseline.
     beyond = stats.t.ppf(1 - 0.05 / 2 / 2, 4 / (1 / 3 + 1 / spread.df))
-    (least,) = re.findall(r"a difference of ([\d.]+) %", notes(found["time"]))
+    told = r"the least significant difference is ([\d.]+) %, which is found half of the time"
+    (least,) = re.findall(told, notes(found["time"]))
     assert float(least) == pytest.approx(100 * math.expm1(beyond * spread.share * math.sqrt(2 / 4)), rel=0.02)
 
 

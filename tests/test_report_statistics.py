@@ -131,7 +131,7 @@ def test_noise_needs_something_that_ran_again() -> None:
     for found in (noise(again, TIME), repeat_noise(again, TIME)):
         assert found is not None
         assert (found.share, found.df) == (pytest.approx(math.sqrt(0.5)), 1)
-        assert found.resolves(2) is None
+        assert found.least_significant_difference(2) is None
     other = frame([("ddp", 1, 1, 1.0), ("ddp", 1, 2, 5.0)], confounded=["", "threads per rank: 2, baseline 1"])
     assert noise(other, TIME) is None
 
@@ -212,11 +212,11 @@ def test_a_difference_is_named_only_where_it_is_significant_and_nothing_is_confo
         assert (few.p, few.words) == (None, f"not significant ({words})")
 
 
-def test_what_noise_does_not_resolve_is_seldom_significant_and_twice_that_often_is() -> None:
+def test_half_the_least_significant_difference_is_seldom_significant_and_twice_that_often_is() -> None:
     rng, seeds = np.random.default_rng(9), 4
     found = noise(as_runs(drawn(rng, 400)), TIME)
     assert found is not None
-    smallest = found.resolves(seeds, len(AGAINST_THE_FIRST))
+    smallest = found.least_significant_difference(seeds, len(AGAINST_THE_FIRST))
     assert smallest is not None
     for times, (least, most) in ((0.5, (0.0, 0.2)), (1, (0.3, 0.7)), (2, (0.9, 1.0))):
         effect = np.array([0.0] * 12 + [math.log1p(times * smallest)])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from damage import Trap
 from runs import FP32_RELATIVE, losses, train, trained
 from study.config.errors import RunFailed, UserError
-from study.config.flags import RunConfig
+from study.config.flags import RunConfig, parse_command_line
 from study.config.launched import Launch
 from study.config.strategies import read_strategy
 from study.host.memory import GIB
@@ -229,6 +229,46 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
         assert reason in read_status(folder)["reason"]
         (checkpoint / "optimizer.bin").write_bytes(whole)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "fix"),
+    [
+        (("--gradient_checkpointing",), "use --no-gradient_checkpointing"),
+        (("--per_device_train_batch_size", "2"), "leave --per_device_train_batch_size out"),
+        (("--engine_override", "zero_optimization.overlap_comm=false"), "leave --engine_override out"),
+        (("--learning_rate", "0.1"), "use --learning_rate 0.004"),
+    ],
+)
+def test_a_changed_flag_is_refused_with_what_a_command_line_takes(
+    changed: tuple[str, ...], fix: str, saved: SaveAt, tmp_path: Path
+) -> None:
+    _, checkpoint = saved("zero3", 2)
+    manifest = read_json(checkpoint / "checkpoint.json")
+    own = {key: getattr(parse_command_line(changed), key) for key in (changed[0].removeprefix("--"),)}
+    config = RunConfig.from_dict(manifest["config"] | own | {"resume_from_checkpoint": str(checkpoint)}, "this test")
+    with pytest.raises(UserError) as refusal:
+        find_checkpoint(config, Launch(read_strategy("zero3"), 2, 0, 0, 2), checkpoint)
+    assert refusal.value.fix == f"{fix}, or start anew"
+    flags = fix.removeprefix("use ").split() if fix.startswith("use ") else []
+    assert parse_command_line(flags) == RunConfig(
+        **{changed[0][2:]: manifest["config"][changed[0][2:]]} if flags else {}
+    )
+
+
+def test_a_run_that_will_save_no_checkpoint_says_so_and_clears_what_a_killed_save_left(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "single", name="run")
+    for name in ("step_0000003/model.safetensors", "step_0000004/pytorch_model/zero_states.pt",
+                 "step_0000005/notes.txt", "step_0000006/checkpoint.json"):  # fmt: skip
+        file = run / "checkpoints" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("partial")
+    result = train("single", run, *GPT, "--overwrite_output_dir", "--checkpointing_steps", "100", ranks=1)
+    assert result.returncode == 0, result.stderr
+    assert "notice: --checkpointing_steps 100 saves no checkpoint in the 8 steps of this run" in result.stderr
+    # Others' files, and what is complete, are left alone.
+    left = {file.relative_to(run / "checkpoints").as_posix() for file in (run / "checkpoints").rglob("*")}
+    assert left == {"step_0000005", "step_0000005/notes.txt", "step_0000006", "step_0000006/checkpoint.json"}
 
 
 def test_latest_is_the_newest_of_the_checkpoints_that_led_to_the_rows(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
-from runs import trained
+from runs import train, trained
 from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolved
@@ -37,6 +37,7 @@ from study.config.strategies import (
 from study.host.memory import locked_bytes
 from study.predictor.hardware import ANY_DEVICE, box_of_ranks
 from study.predictor.request import request_for
+from study.records.directory import read_run
 from study.run.checks import check_swaps, enlarge_swap_buffers
 
 DIRECTORY = ROOT / "accelerate_configs"
@@ -313,6 +314,7 @@ def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None
         ("fsdp_config", "fsdp_activation_checkpointing", True),
         ("fsdp_config", "fsdp_auto_wrap_policy", "NO_WRAP"),
         ("fsdp_config", "fsdp_offload_params", True),
+        ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", "GPT2MLP"),
         ("deepspeed_config", "zero3_init_flag", False),
         ("parallelism_config", "parallelism_config_dp_replicate_size", 4),
     ],
@@ -330,6 +332,37 @@ def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
     launched = printed_json(fork_ranks(f"{tmp_path}/{shipped}", "tests/probes/this_launch.py", ranks=1))
     name = launched[0]["strategy"]["name"]
     assert re.fullmatch(shipped if section is None else rf"{shipped}-custom-[0-9a-f]{{8}}", name)
+
+
+def with_classes(folder: Path, classes: str) -> str:
+    """A copy of fsdp2.yaml with the classes to wrap."""
+    document = read_yaml(DIRECTORY / "fsdp2.yaml")
+    document["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = classes
+    (folder / "mine.yaml").write_text(yaml.safe_dump(document))
+    return f"{folder}/mine"
+
+
+def test_the_classes_to_wrap_of_an_own_file_are_wrapped_and_in_the_record(tmp_path: Path) -> None:
+    flags = ("--task", "gpt-wikitext")
+    run = trained(with_classes(tmp_path, "GPT2MLP, GPT2Attention"), tmp_path / "run", *flags, ranks=2)
+    assert re.fullmatch(r"fsdp2-custom-[0-9a-f]{8}", run.engine["strategy"])
+    assert run.engine["own_settings"]["fsdp_transformer_layer_cls_to_wrap"] == ["GPT2Attention", "GPT2MLP"]
+    plain = trained("fsdp2", tmp_path / "plain", *flags, ranks=2)
+    groups = [each.traffic["collectives"]["reduce_scatter"]["calls"] for each in (run, plain)]
+    layers = plain.engine["model_layers"]
+    # Two for each layer instead of one.
+    assert groups[0] - groups[1] == layers
+    for before, after in zip(plain.steps, run.steps, strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("named", ["GPT2MPL", "GPT2Model"])
+def test_classes_to_wrap_that_the_model_cannot_have_end_the_run(named: str, tmp_path: Path) -> None:
+    result = train(with_classes(tmp_path, named), tmp_path / "run", "--task", "gpt-wikitext")
+    status = read_run(tmp_path / "run").status
+    assert (result.returncode, status["state"]) == (1, "failed")
+    assert f"GPT2LMHeadModel has no module {named}" in status["reason"]
+    assert status["hint"] == "use GPT2Block, or leave it out"
 
 
 def test_a_strategy_whose_shipped_file_was_changed_is_refused_by_name(

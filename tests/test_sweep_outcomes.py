@@ -17,7 +17,7 @@ from study.config.errors import CannotBeHeld, Unsupported, UserError, refusal_fr
 from study.host.box import this_box
 from study.host.memory import HOST_MEMORY_VARIABLE, OomCounts, host_memory, oom_counts
 from study.records.lock import Held
-from study.records.outcome import FreeMemory, ending_of, ending_of_text
+from study.records.outcome import FreeMemory, Terminated, ending_of, ending_of_text
 from study.sweep.plan import missing_here
 from study.sweep.suite_file import Requirements, Suite
 from study.sweep.verdict import ExitEvidence, judge, last_lines
@@ -44,7 +44,9 @@ Last error:
 Error while creating shared memory segment /dev/shm/nccl-VPyhzw (size 9637888), error: No space left on device (28)
 """
 SINGLE_KILLED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIGKILL: 9>.\n"
-SIGTERM_BY_LAUNCHER = "interrupted", "ended by SIGTERM: a launcher sends it when another rank has died", "run it again"
+SIGTERM_BY_LAUNCHER = (
+    "interrupted", "ended by SIGTERM: from outside, or by the launcher because another rank died", "run it again"
+)  # fmt: skip
 
 
 def evidence(said=None, ended=True, **changed):
@@ -120,6 +122,7 @@ def test_the_evidence_decides_how_a_run_ended(given, state, says):
         (ValueError("CUDA out of memory"), "failed", "ValueError"),
         (ImportError(f"no name 'log' in 'x' ({sys.prefix}/lib/x.py)"), "failed", "no name 'log' in 'x' (lib/"),
         (OSError(28, "No space left on device"), "failed", FULL),
+        (Terminated(), *SIGTERM_BY_LAUNCHER[:2]),
         # Libraries' words on a full tmpfs.
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "failed", FULL),
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), "failed", FULL),

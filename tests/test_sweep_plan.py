@@ -19,15 +19,16 @@ from study import cli
 from study.config.errors import UserError
 from study.config.flags import parse_command_line, resolved
 from study.config.strategies import STUDIED_STRATEGIES
-from study.host.box import Box
+from study.host.box import Box, this_box
 from study.metrics.profiling import check_profiled_steps
 from study.sweep.cell import launch_command
 from study.sweep.command import duration
 from study.sweep.forecast import left_to_run
 from study.sweep.plan import missing_here, plan_cells, plan_suite
-from study.sweep.search import Search
+from study.sweep.search import Search, runs_of
 from study.sweep.suite_file import find_suite, read_suite, rehearsed
 from sweeps import ROOT, TINY, shipped, write_suite
+from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
 SHIPPED = [name for name, suite in shipped().items() if not suite.slices]
@@ -350,6 +351,23 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
         assert words[1:3] == ["launch", "--config_file"]
         assert "study/train.py" in words
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("grid", [{}, {"search": {"largest_micro_batch": {"from": 1, "to": 4}}}])
+def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_path, capsys, grid):
+    fixed = {key: value for key, value in TINY.items() if key != "global_batch_size" or not grid}
+    file = write_suite(tmp_path, {"strategy": ["single", "ddp"]}, fixed, **grid)
+    runs = tmp_path / "runs"
+    for item in plan_cells(read_suite(file), this_box()):
+        for cell in runs_of(item):
+            write_run(runs / "tiny", cell.strategy, name=cell.id)
+    assert cli.main(["run", str(file), "--runs-dir", str(runs), "--only", "*-ddp-*"]) == 0
+    assert "no cell of this suite asks" not in capsys.readouterr().err
+    write_run(runs / "tiny", name="of-another-suite")
+    assert cli.main(["run", str(file), "--runs-dir", str(runs), "--only", "*-ddp-*"]) == 0
+    assert (
+        "notice: runs in the folder tiny that no cell of this suite asks for: 1, such as of" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

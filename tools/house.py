@@ -25,7 +25,7 @@ BUDGETS = {
     "records": 2_800,
     "host": 1_500,
     "workloads": 1_950,
-    "metrics": 1_600,
+    "metrics": 1_650,
     "predictor": 4_300,
     "engine": 1_600,
     "sweep": 2_700,

@@ -31,7 +31,7 @@ from study.autopsy.design import (
 from study.autopsy.run import SESSIONS
 from study.config.errors import UserError
 from study.records.directory import read_json
-from study.records.statistics import CONFIDENCE, Equivalence, Interval, equivalence, holm, interval, t_quantile
+from study.records.statistics import CONFIDENCE, POWER, Equivalence, Interval, equivalence, holm, interval, t_quantile
 
 FILE = "arms.parquet"
 # Columns of a session, next to those of its arms.
@@ -221,8 +221,8 @@ def engine_equivalence(arms: pd.DataFrame, response: Response) -> Equivalence:
     return equivalence(values.tolist(), np.ones(len(values)).tolist(), margin_of(arms, response))
 
 
-def detectable(arms: pd.DataFrame, response: Response) -> float:
-    """Return the minimum detectable effect of these seeds, by the SD of two equal arms.
+def minimum_detectable_effect(arms: pd.DataFrame, response: Response) -> float:
+    """Return the effect that these seeds find with a power of 80 %, by the SD of two equal arms.
 
     An effect is a difference of two means of four cells, in each seed.
     """
@@ -230,7 +230,7 @@ def detectable(arms: pd.DataFrame, response: Response) -> float:
     if len(equal) < 2:
         return math.nan
     deviation, n = float(np.std(equal, ddof=1)), len(equal)
-    t = t_quantile((1 + CONFIDENCE) / 2, n - 1) + t_quantile(0.8, n - 1)
+    t = t_quantile((1 + CONFIDENCE) / 2, n - 1) + t_quantile(POWER, n - 1)
     return float(t * deviation * math.sqrt(2 / 4 / n))
 
 

@@ -15,13 +15,13 @@ from study.autopsy.contrasts import (
     FILE,
     Effect,
     corrected_ratio,
-    detectable,
     effects,
     engine_equivalence,
     engine_was_on,
     gaps,
     is_as_printed,
     measured_responses,
+    minimum_detectable_effect,
     model,
     of_cell,
     printed_ratio,
@@ -146,7 +146,7 @@ def _findings(arms: pd.DataFrame, found: dict[str, list[Effect]]) -> list[str]:
         f" {memory.partition('_')[0]}'s peak memory.",
         f"Two equal arms differ by {equal['eval_loss']} in evaluation loss and by {equal['whole_s']} on the clock: the"
         f" minimum detectable effect on it, found in four of five studies, is"
-        f" {percent(detectable(arms, responses['whole_s']))}.",
+        f" {percent(minimum_detectable_effect(arms, responses['whole_s']))}.",
         f"{right} of {len(verdicts) - left_open} signs expected before the first session came out, {wrong} did not, and"
         f" {undecided} are not decided.",
     ]

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import math
+import shlex
 import types
 import typing
 from collections.abc import Collection, Sequence
@@ -138,8 +139,6 @@ def _check_text(flag: str, value: str) -> None:
     if value == "":
         # As of a variable that is not set; as a path it would be the working directory.
         raise UserError(f"--{flag} is empty", "give it a value, or leave it out")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise UserError(f"--{flag} {value!r} is not UTF-8, as a record must be", "use another name")
     if not value.isprintable():
         raise UserError(f"--{flag} {value!r} holds what cannot be printed on a line", "use another name")
 
@@ -270,9 +269,11 @@ class RunConfig:
         """Optimizer steps of this run; an incomplete last batch of an epoch is dropped."""
         steps_per_epoch = train_samples // self.global_batch_size
         if steps_per_epoch == 0:
+            fix = f"use --global_batch_size {train_samples} or less, or more data"
+            if train_samples == self.train_samples:
+                fix = f"use --train_samples {self.global_batch_size} or more"
             raise UserError(
-                f"--global_batch_size {self.global_batch_size} is more than the {train_samples} training samples",
-                f"use --global_batch_size {train_samples} or less, or more --train_samples",
+                f"--global_batch_size {self.global_batch_size} is more than the {train_samples} training samples", fix
             )
         return self.max_steps or self.num_train_epochs * steps_per_epoch
 
@@ -402,6 +403,16 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         if field.name in _OLD_NAMES:
             hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
             parser.add_argument(f"--{_OLD_NAMES[field.name]}", dest=field.name, **hidden)
+
+
+def command_line_of(flag: str, value: Any) -> str:
+    """Return in words how a command line gives a flag this value."""
+    if isinstance(value, bool):
+        return f"use --{flag}" if value else f"use --no-{flag}"
+    if value is None or value == []:
+        return f"leave --{flag} out"
+    values = value if isinstance(value, list) else [value]
+    return f"use {' '.join(f'--{flag} {shlex.quote(str(each))}' for each in values)}"
 
 
 def config_from_flags(options: argparse.Namespace) -> RunConfig:

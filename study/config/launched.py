@@ -135,6 +135,7 @@ def shell_environment() -> dict[str, str]:
 
 def _refuse_what_no_launcher_set(environment: Mapping[str, str], shell: Mapping[str, str]) -> None:
     """Left over in a shell, such a variable would let another strategy train than the launched file says."""
+    before = shell
     # One for each process that torch's launcher starts.
     own, inherited = (said.get("TORCHELASTIC_ERROR_FILE") for said in (environment, shell))
     if "TORCHELASTIC_RUN_ID" not in environment or (own is not None and own == inherited):
@@ -145,6 +146,9 @@ def _refuse_what_no_launcher_set(environment: Mapping[str, str], shell: Mapping[
     left += sorted(name for name in shell if _SAID_BY_THE_FILE.fullmatch(name))
     if shell.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t"):
         # `single` would train on the CPU while the GPU is idle, and its record would name the GPU.
+        # `accelerate launch` exports a precision, and this variable of its own flag or file.
+        if "ACCELERATE_MIXED_PRECISION" in environment and "ACCELERATE_USE_CPU" not in before:
+            raise UserError("the launch asks for --cpu or use_cpu", "leave it out, or hide GPUs: CUDA_VISIBLE_DEVICES=")
         left.append("ACCELERATE_USE_CPU")
     if left:
         raise UserError(

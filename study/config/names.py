@@ -22,8 +22,7 @@ SHIPPED = {name: row.digest for name, row in REGISTRY.items() if row.digest}
 # The flags of a run decide these, whatever the file says.
 BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 _SET_BY_FLAGS = BATCH_KEYS | {"gradient_clipping"}
-# What changes an FSDP2 run, and Accelerate's default. The classes to wrap and where a gather is prefetched are not
-# among them: the first the trainer sets itself, the second FSDP2 does not have.
+# What changes an FSDP2 run, and Accelerate's default. FSDP2 does not have a place where a gather is prefetched.
 _FSDP_DEFAULTS = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
@@ -64,6 +63,10 @@ def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
+    # By the name of the variable, or of the key in the file. Without either the trainer wraps the blocks of the model.
+    classes = exported.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or exported.get("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
+    if asked["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and classes:
+        asked["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = sorted(name.strip() for name in classes.split(","))
     sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
     if "cp_size" in sizes:
         sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")

@@ -220,9 +220,16 @@ def _prepare_for_fsdp2(accelerator: Accelerator, model: PreTrainedModel) -> None
     # Accelerate gives the input embedding a shard group of its own, and fails where a block around it has one too.
     embedding = model.get_input_embeddings()
     around_embedding = {type(module).__name__ for module in model.modules() if embedding in module.modules()}
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = [
-        name for name in model._no_split_modules or [] if name not in around_embedding
-    ]
+    possible = {type(module).__name__ for module in model.modules()} - around_embedding
+    blocks = [name for name in model._no_split_modules or [] if name not in around_embedding]
+    plugin = accelerator.state.fsdp_plugin
+    own = [name.strip() for name in plugin.transformer_cls_names_to_wrap or []]
+    if wrong := [name for name in own if name not in possible]:
+        raise UserError(
+            f"fsdp_transformer_layer_cls_to_wrap: {type(model).__name__} has no module {wrong[0]} beside its embedding",
+            f"use {' or '.join(blocks) or 'a module of the model'}, or leave it out",
+        )
+    plugin.transformer_cls_names_to_wrap = own or blocks
     if accelerator.native_amp:
         # Under DDP Accelerate runs the forward pass under autocast. Under FSDP2 it does not, and still reports "bf16".
         forward = model.forward

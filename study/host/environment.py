@@ -103,8 +103,8 @@ PACKAGES = (
     "zero-study", "torch", "deepspeed", "accelerate", "transformers", "datasets", "evaluate", "tokenizers",
     "peft", "safetensors", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-# Rooms of the package that are not part of a run.
-_NOT_RUN = ("report", "sweep", "suites", "doctor", "claims", "autopsy", "releases", "validation", "cli.py")
+# Rooms of the package that no run imports.
+_NOT_RUN = ("advisor", "autopsy", "claims", "cli.py", "releases", "report", "sweep", "virtual")
 
 
 def describe_environment() -> dict[str, Any]:
@@ -136,7 +136,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def code_sha256() -> str:
-    """Digest of the code that decides how a run trains and is measured: not of reports."""
+    """Digest of the code that decides how a run trains and is measured: of the rooms that a run imports."""
     digest = hashlib.sha256()
     for file in sorted((REPOSITORY / "study").rglob("*.py")) + sorted(STRATEGY_DIRECTORY.rglob("*.*")):
         place = file.relative_to(REPOSITORY)

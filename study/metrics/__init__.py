@@ -25,7 +25,7 @@ from study.metrics.clock import LEAST_WARMUP_STEPS, EnergyMeter, HostCost, StepC
 from study.metrics.inventory import ForwardWatch
 from study.metrics.memory import MemoryMeter, Phase
 from study.metrics.profiling import PROFILER_WARMUP_STEPS, StepProfiler
-from study.metrics.state import StateWatch
+from study.metrics.state import StateWatch, release_gathered
 from study.metrics.traffic import TrafficWatch
 
 
@@ -58,6 +58,7 @@ class Meters:
         self.state: dict[str, Any] | None = None
         self._started: tuple[Any, Any] | None = None
         self._first_step = True
+        self._follows_evaluation = False
 
     def start(self, model: Any, optimizer: Any) -> None:
         """Call after accelerator.prepare, right before the first step."""
@@ -81,10 +82,12 @@ class Meters:
         if step == self.watched_step and step not in self.profiled_steps:
             self.clock.exclude_next_step()
             assert self._started is not None, "start() comes before the first step"
+            if self._follows_evaluation:
+                release_gathered(self._started[0])
             with (
                 TrafficWatch(step, self.ranks_per_machine) as traffic,
-                StateWatch(*self._started, self._device) as state,
                 ForwardWatch(self._started[0], self._device) as forward,
+                StateWatch(*self._started, self._device) as state,
             ):
                 yield
             self.traffic, self.state = traffic.report(), state.report and state.report | forward.report
@@ -93,6 +96,7 @@ class Meters:
                 self.watched_step = step + 1
         else:
             yield
+        self._follows_evaluation = False
         self.clock.step_done(step)
         self.memory.step_done()
         if self._first_step:
@@ -109,6 +113,7 @@ class Meters:
         self.clock.pause()
         with self.memory.phase(phase):
             yield
+        self._follows_evaluation = phase == "eval"
         self.clock.resume_cold()
 
     @contextlib.contextmanager

@@ -179,6 +179,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's parameter groups; none of a model under another engine."""
+    for module in model.modules():
+        if (find_state := getattr(module, "_get_fsdp_state", None)) is not None:
+            state = vars(find_state())
+            # Earlier releases of torch have one group, or None.
+            yield from state.get("_fsdp_param_groups") or filter(None, [state.get("_fsdp_param_group")])
+
+
 def dtensor_type() -> Any:
     """Return DTensor without importing it, which takes half a second: if nothing has imported it, no tensor is one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())

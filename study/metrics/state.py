@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from study.host.stacks import unverified_pair
-from study.metrics.inventory import Inventory, gradients_of, tensors_in
+from study.metrics.inventory import Inventory, fsdp_groups, gradients_of, tensors_in
 from study.records.schema import STATE_KINDS, STATE_PLACES
 
 
@@ -60,19 +60,36 @@ def model_state_bytes(model: Any, optimizer: Any, device: torch.device, *, scan:
     }
 
 
+def release_gathered(model: Any) -> None:
+    """Free the parameters that an evaluation leaves gathered, so that the next step gathers as after any other step.
+
+    A forward pass without a backward pass leaves ZeRO-3's parameters gathered up to `stage3_max_live_parameters`, and
+    those of FSDP2's root module.
+    """
+    engine, _ = _unwrap(model, None)
+    if engine is not None and engine.zero_optimization_stage() == 3:
+        # DeepSpeed's own pair around a checkpoint: what follows is as after its optimizer step.
+        engine.optimizer.checkpoint_event_prologue()
+        engine.optimizer.checkpoint_event_epilogue()
+    for group in fsdp_groups(model):
+        group.reshard()
+
+
 class StateWatch:
     """`with StateWatch(model, optimizer, device) as watch:` around one optimizer step; then `watch.report`.
 
     Gradients live from backward to the optimizer step only, and a DeepSpeed engine steps inside
-    `accelerator.backward`, so the state is read where the step begins. ZeRO-1 has every whole gradient until backward
-    has ended and only then keeps its own partition: gradients are read at that instant too, and the larger figure
-    counts. Optimizer state is read again after the step, since the first step creates it. There is no report where no
-    optimizer step happened, as when a loss scaler skips one.
+    `accelerator.backward`, so the state is read where the step begins. Two engines have more gradients before that:
+    ZeRO-1 has every whole gradient until backward has ended, and FSDP2 until the last micro-batch. Gradients are read
+    after the backward pass of each micro-batch too, and the largest figure counts. Optimizer state is read again after
+    the step, since the first step creates it. There is no report where no optimizer step happened, as when a loss
+    scaler skips one.
     """
 
     def __init__(self, model: Any, optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._hooks = contextlib.ExitStack()
+        self._has_begun = False
         self._after_backward: dict[str, Any] | None = None
         self._before_step: dict[str, Any] | None = None
         # The attribute that another release of the engine lacks; then there is no report.
@@ -83,6 +100,10 @@ class StateWatch:
         engine, base = _unwrap(self._model, self._optimizer)
         if engine is not None:
             self._hooks.enter_context(_before_call(engine, "allreduce_gradients", self._read_after_backward))
+        else:
+            # Where the next micro-batch begins, before FSDP gathers the root for it.
+            hook = self._model.register_forward_pre_hook(self._read_between_micro_batches, prepend=True)
+            self._hooks.callback(hook.remove)
         if isinstance(base, torch.optim.Optimizer):
             hook = base.register_step_pre_hook(lambda *_: self._read_state())
             self._hooks.callback(hook.remove)
@@ -108,8 +129,16 @@ class StateWatch:
             report["buffer_bytes"] = _larger(report["buffer_bytes"], earlier["buffer_bytes"])
         self.report = report
 
+    def _read_between_micro_batches(self, *_: Any) -> None:
+        if self._has_begun:
+            self._read_after_backward()
+        self._has_begun = True
+
     def _read_after_backward(self) -> None:
-        self._after_backward = self._read(scan=False)
+        earlier, self._after_backward = self._after_backward, self._read(scan=False)
+        if earlier and (now := self._after_backward):
+            now["state_bytes"]["grads"] = _larger(now["state_bytes"]["grads"], earlier["state_bytes"]["grads"])
+            now["buffer_bytes"] = _larger(now["buffer_bytes"], earlier["buffer_bytes"])
 
     def _read_state(self) -> None:
         if self._before_step is None:  # ZeRO-3 and parameter groups may step the base optimizer several times
@@ -131,6 +160,11 @@ def _claim_plain(inventory: Inventory, model: nn.Module, optimizer: torch.optim.
     """Claim a bare module, DDP, FSDP2 (DTensors count by their local shard) or DeepSpeed's stage 0 in fp32."""
     inventory.claim("params", "parameters", list(model.parameters()))
     inventory.claim("grads", "gradients", [parameter.grad for parameter in model.parameters()])
+    params = [
+        param for group in fsdp_groups(model) for param in group.fsdp_params if hasattr(param, "_unsharded_param")
+    ]
+    unreduced = [[param._unsharded_param.grad, param.unsharded_accumulated_grad] for param in params]
+    inventory.claim("grads", "unreduced", unreduced)
     inventory.claim("optimizer", "states", list(optimizer.state.values()))
     if isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view:
         # The C++ reducer has a second copy of every gradient in buckets that Python cannot reach.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from study.predictor.request import FP32_BYTES, Request, same_for_any_micro_batch
 from study.predictor.shape import BEFORE, ModelShape, Parameter
-from study.predictor.state import flat_elements, own_shards, shard_elements, sub_groups
+from study.predictor.state import accumulated_bytes, flat_elements, own_shards, shard_elements, sub_groups
 
 # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE: stage 0 reduces so many numbers at once.
 STAGE0_BUCKET = 500_000_000
@@ -68,14 +68,6 @@ def _with_tied(request: Request, snapshots: Iterator[Snapshot]) -> Iterator[Snap
         if snapshot.param is embedding:
             extra, waits = (2 * size if snapshot.arrival else 0.0), False
         yield snapshot if snapshot.step or not extra else snapshot._replace(grads=snapshot.grads + extra)
-
-
-def accumulated_bytes(request: Request) -> float:
-    """Unpartitioned gradients between two micro-batches: Accelerate turns FSDP2's reduction off until the last one."""
-    if request.accumulation == 1:
-        return 0.0
-    width = 2 if request.fsdp_gathers_16_bits else request.weight_bytes
-    return float(request.shape.trained_parameters * width)
 
 
 def _torch_step(request: Request, elements: float, buffers: float) -> Snapshot:

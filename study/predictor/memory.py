@@ -9,14 +9,13 @@ from study.host.memory import GIB, LARGEST_KEPT_BYTES, LIBRARIES_BYTES
 from study.predictor.activations import Activations, activations_of
 from study.predictor.buckets import (
     Snapshot,
-    accumulated_bytes,
     has_tied_gradients,
     snapshots_of,
     standing_bucket,
 )
 from study.predictor.gathers import Gathers, calls_of, gathers_of
 from study.predictor.request import FP32_BYTES, Estimate, Memory, Request, same_for_any_micro_batch
-from study.predictor.state import persistent_params, shard_elements, state_of, sub_groups, unswapped
+from study.predictor.state import accumulated_bytes, persistent_params, shard_elements, state_of, sub_groups, unswapped
 from study.predictor.time import estimate
 
 # LIBRARIES_BYTES where torch is built for CPUs: resident memory after three steps of a model of 16 by 1, measured

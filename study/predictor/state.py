@@ -24,7 +24,7 @@ STEP_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Bytes of one rank by kind and place. Gradients: as they are when the backward pass has ended."""
+    """Bytes of one rank by kind and place. Gradients: the most after a backward pass of the step."""
 
     params_device: float
     grads_device: float
@@ -53,11 +53,19 @@ class State:
 def state_of(request: Request, *, waiting: bool = True) -> State:
     """Return the state, with or without gradients that wait for their reduction after the backward pass."""
     if request.strategy.zero_stage in (None, 0):
-        return _unsharded(request)
+        return _unsharded(request, waiting)
     return (_stage3 if request.settings.stage == 3 else _stage12)(request, waiting)
 
 
-def _unsharded(request: Request) -> State:
+def accumulated_bytes(request: Request) -> float:
+    """Unpartitioned gradients between two micro-batches: Accelerate turns FSDP2's reduction off until the last one."""
+    if request.accumulation == 1:
+        return 0.0
+    width = 2 if request.fsdp_gathers_16_bits else request.weight_bytes
+    return float(request.shape.trained_parameters * width)
+
+
+def _unsharded(request: Request, waiting: bool) -> State:
     """single, DDP, FSDP2 (each tensor cut along its rows) and DeepSpeed's stage 0."""
     shape, weight, ranks = request.shape, request.weight_bytes, request.box.ranks
     held, trained = shape.parameters, shape.trained_parameters
@@ -70,7 +78,8 @@ def _unsharded(request: Request) -> State:
         )
     master = 0 if weight == FP32_BYTES or request.pure else FP32_BYTES
     optimizer = trained * (master + request.moments_bytes) + STEP_BYTES * len(shape.trained_params)
-    return State(held * weight, trained * weight, optimizer)
+    unreduced = accumulated_bytes(request) if request.strategy.is_fsdp and waiting else 0.0
+    return State(held * weight, max(trained * weight, unreduced), optimizer)
 
 
 def _stage12(request: Request, waiting: bool) -> State:

@@ -144,8 +144,9 @@ def ending_of(error: BaseException, alone: bool = False, free: FreeMemory | None
     if isinstance(error, KeyboardInterrupt):
         return Ending("interrupted", "stopped from the keyboard", AGAIN)
     if isinstance(error, Terminated):
-        sender = "from outside" if alone else "a launcher sends it when another rank has died"
-        return Ending("interrupted", f"ended by SIGTERM: {sender}", AGAIN)
+        # A signal does not say who sent it.
+        or_launcher = "" if alone else ", or by the launcher because another rank died"
+        return Ending("interrupted", f"ended by SIGTERM: from outside{or_launcher}", AGAIN)
     # Python names the folder of a module, and a record is for others too.
     named = f"{type(error).__name__}: {first_line(error).replace(sys.prefix + os.sep, '')[:500]}"
     # Pinned host memory, cuBLAS and NCCL report what ran out as plain RuntimeErrors; torch's own type says it all.

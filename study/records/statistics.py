@@ -146,8 +146,8 @@ class Noise:
     share: float
     df: int
 
-    def resolves(self, samples: int, comparisons: int = 1) -> float | None:
-        """Return the difference that is significant in half of such comparisons with so many seeds."""
+    def least_significant_difference(self, samples: int, comparisons: int = 1) -> float | None:
+        """Return the smallest significant measured difference; a true one of its size is found half of the time."""
         if samples < SMALLEST_SAMPLE:
             return None
         # As `differences` tests them, where all strategies are equally noisy.
@@ -307,7 +307,7 @@ LOSS_MARGIN = 0.0012
 # How far apart neighbouring bf16 numbers are. Two engines compute logits that differ by one such step, which is no
 # difference in training.
 BF16_SPACING = 2.0**-8
-_POWER = 0.8
+POWER = 0.8
 _MOST_SEEDS = 10_000
 
 
@@ -361,7 +361,7 @@ def seeds_needed(claim: float, spread: float) -> int | None:
     if spread == 0:
         return 2
     choices = range(2, _MOST_SEEDS + 1)
-    place = bisect.bisect_left(choices, _POWER, key=functools.partial(_power, claim / spread))
+    place = bisect.bisect_left(choices, POWER, key=functools.partial(_power, claim / spread))
     return choices[place] if place < len(choices) else None
 
 

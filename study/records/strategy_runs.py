@@ -13,7 +13,7 @@ import pandas as pd
 from study.records.fairness import baseline_arm
 from study.records.schema import STATE_KINDS, STATE_PLACES
 from study.records.statistics import Interval, differences, middle, paired_ratio
-from study.records.workloads import texts_of
+from study.records.workloads import BASELINES, texts_of
 
 NAN = float("nan")
 Row = dict[str, Any]
@@ -34,6 +34,11 @@ class StrategyRuns:
     @property
     def is_baseline(self) -> bool:
         return self.name == self.baseline
+
+    @property
+    def role(self) -> str:
+        """What a table calls the strategy that others are compared with: without plain training it is no baseline."""
+        return "baseline" if self.value("strategy") in BASELINES else "reference"
 
     def is_fair(self, confound: str = "confounded") -> bool:
         """It ended well at least once, and no such run breaks an invariant."""
@@ -90,7 +95,7 @@ class StrategyRuns:
 
     def against(self, figure: str) -> str:
         """Return the paired ratio to the baseline, as a cell."""
-        return "1 (baseline)" if self.is_baseline else ratio_text(self.ratio(figure))
+        return f"1 ({self.role})" if self.is_baseline else ratio_text(self.ratio(figure))
 
     def row(self, figures: Row, confound: str = "confounded") -> Row:
         return {

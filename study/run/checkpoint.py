@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ _FILE_OF_A_CHECKPOINT = re.compile(
     r"(steps|evals)\.jsonl|model(_\d+)?\.safetensors|scaler\.pt|random_states_\d+\.pkl"
     r"|(pytorch_model(_fsdp)?|optimizer|scheduler|sampler)(_\d+)?\.bin"
     r"|latest|zero_to_(fp32|torch)\.py|pytorch_model/\w+_states\.pt"
-    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata|\w+\.distcp)"
+    r"|(pytorch_model_fsdp|optimizer)_\d+/(\.metadata(\.tmp)?|\w+\.distcp)"
 )
 
 
@@ -100,6 +101,17 @@ def clear_checkpoint(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
     for name in _files_of(folder):
         (folder / name).unlink()
+
+
+def remove_incomplete_checkpoints(output_dir: Path) -> None:
+    """Remove what a save left that was killed: a checkpoint without its manifest."""
+    for folder in (output_dir / CHECKPOINTS).glob("step_*"):
+        if not (folder / MANIFEST).exists():
+            clear_checkpoint(folder)
+            for place in (*sorted((place for place in folder.rglob("*") if place.is_dir()), reverse=True), folder):
+                # Where a user's own file is.
+                with suppress(OSError):
+                    place.rmdir()
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:

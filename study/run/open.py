@@ -105,6 +105,7 @@ class OpenRun:
         from study.host.environment import describe_environment
         from study.host.folders import swap_folder
         from study.metrics.profiling import check_profiled_steps
+        from study.run.checkpoint import remove_incomplete_checkpoints
         from study.run.resume import check_continues
 
         config, launch, console = self.config, self.launch, self.console
@@ -138,6 +139,15 @@ class OpenRun:
             self.record = RunWriter(self.output_dir, rows_from=self.checkpoint[0] if self.checkpoint else None)
             self.record.write("config.json", config.to_dict())
             self.record.write("environment.json", environment)
+            remove_incomplete_checkpoints(self.output_dir)
+            every, done = config.checkpointing_steps, self.first_step
+            if every and self.total_steps // every == done // every:
+                left = (
+                    f"the {self.total_steps} steps of this run"
+                    if not done
+                    else f"steps {done + 1} to {self.total_steps}"
+                )
+                console.say(f"notice: --checkpointing_steps {every} saves no checkpoint in {left}")
         if launch.strategy.uses_nvme:
             self.swap_folder = self._stack.enter_context(swap_folder(folder_named(config.nvme_path)))
 

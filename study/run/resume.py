@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.config.errors import RunFailed, UserError
-from study.config.flags import RunConfig
+from study.config.flags import RunConfig, command_line_of
 from study.config.launched import Launch
 from study.host.environment import describe_environment
 from study.host.folders import swap_folder
@@ -92,8 +92,8 @@ def find_checkpoint(config: RunConfig, launch: Launch, output_dir: Path) -> tupl
     for key, value in config.to_dict().items():
         if key not in _FREE_KEYS and value != saved.get(key):
             raise UserError(
-                f"the checkpoint was saved with --{key} {saved.get(key)}, this run has {value}",
-                f"use --{key} {saved.get(key)}, or start anew",
+                f"the checkpoint was saved with {key} {saved.get(key)}, this run has {value}",
+                f"{command_line_of(key, saved.get(key))}, or start anew",
             )
     saved_by = manifest["world_size"]
     if config.optimizer == "muon" and launch.strategy.zero_stage and saved_by != launch.world_size:

@@ -85,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
         passes = list(_passes(parts, options.retry))
         if not passes:
             print_page([_verdict(plan, options), "", *series_tables(plan.slices)])
+    for part in {part.root: part for part in parts}.values():
+        if others := part.runs_of_others():
+            print(f"notice: {others}", file=sys.stderr)
     not_all_was_run = False
     for title, part, cells in passes:
         if title:

@@ -23,7 +23,7 @@ from study.host.box import Box
 from study.host.memory import HOST_MEMORY_VARIABLE
 from study.sweep.cell import Cell, Trainer
 from study.sweep.forecast import Forecast
-from study.sweep.search import Search, example_of
+from study.sweep.search import Search, example_of, runs_of
 from study.sweep.suite_file import (
     ACCUMULATION,
     CELL_KEYS,
@@ -54,6 +54,8 @@ class Slice:
     only: tuple[str, ...]
     cells: list[Cell | Search]
     root: Path
+    # All cells of the suite, also those that `only` leaves out.
+    planned: list[Cell | Search]
 
     @property
     def title(self) -> str:
@@ -62,6 +64,17 @@ class Slice:
     @property
     def searches(self) -> list[Search]:
         return [cell for cell in self.cells if isinstance(cell, Search)]
+
+    def runs_of_others(self) -> str | None:
+        """Name runs in its folder that are no cell of the suite: another suite or another version of it made them."""
+        own = {run.id for item in self.planned for run in runs_of(item)}
+        others = sorted({file.parent.name for file in self.root.glob("*/status.json")} - own)
+        if not others:
+            return None
+        return (
+            f"runs in the folder {self.root.name} that no cell of this suite asks for: {len(others)}, such as"
+            f" {others[0]}; its report covers them too. Of two suites named {self.suite.name} give one another name"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +109,7 @@ def plan_suite(name: str, box: Box, runs_dir: Path, only: Sequence[str] = (), *,
         cells = [cell for cell in chosen if (member.name, cell.id) not in seen]
         seen |= {(member.name, cell.id) for cell in cells}
         if cells := chosen_of(cells, only):
-            slices.append(Slice(member, part.only, cells, (runs_dir / member.name).absolute()))
+            slices.append(Slice(member, part.only, cells, (runs_dir / member.name).absolute(), planned[member.name]))
     if not slices:
         raise _matches_nothing(f"--only {' --only '.join(only)}", suite.name, next(iter(planned.values())))
     return Plan(suite.name, is_series, slices)

@@ -172,10 +172,12 @@ def example_of(item: Cell | Search) -> Cell:
     return item.first if isinstance(item, Search) else item
 
 
+def runs_of(item: Cell | Search) -> list[Cell]:
+    return [item.probe_of(place) for place in range(len(item.rungs))] if isinstance(item, Search) else [item]
+
+
 def one_of_each_model(item: Cell | Search) -> list[Cell]:
-    if isinstance(item, Search) and item.axis == "largest_model":
-        return [item.probe_of(place) for place in range(len(item.rungs))]
-    return [example_of(item)]
+    return runs_of(item) if isinstance(item, Search) and item.axis == "largest_model" else [example_of(item)]
 
 
 def runs_left(item: Cell | Search, root: Path, retry: bool = False) -> Iterator[Cell]:

@@ -92,9 +92,12 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         rows += meters.flush()
-        if step == 2:
-            with meters.interruption("eval"):
+        if step == WATCHED_STEP - 1:
+            with meters.interruption("eval"), torch.no_grad():
                 torch.ones(8 * 2**20)
+                model.eval()
+                model(tokens)
+                model.train()
     meters.finish()
     report = {
         "rank": accelerator.process_index,

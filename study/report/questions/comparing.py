@@ -149,7 +149,7 @@ class Comparison:
 
 
 def noise_notes(found: Workloads, figure: str) -> tuple[str, ...]:
-    """Return the noise of like runs and the minimum detectable effect; once where all workloads have the same."""
+    """Return the noise of like runs and the least significant difference; once where all workloads have the same."""
     notes: dict[str, list[str]] = {}
     for workload, of_it in found.items():
         notes.setdefault(noise_note(of_it, figure), []).append(workload)
@@ -163,10 +163,11 @@ def noise_note(of_it: Sequence[StrategyRuns], figure: str) -> str:
         return "One run of each strategy: the noise is not known, so no difference in time is significant."
     words = f"Residual SD of like runs: {percent(floor.share)} ({floor.df} degrees of freedom)."
     tested = sum(arm.is_fair() and seeds.get(arm.name, 0) >= SMALLEST_SAMPLE for arm in of_it)
-    smallest = floor.resolves(int(seeds.max()), tested - 1)
+    smallest = floor.least_significant_difference(int(seeds.max()), tested - 1)
     if smallest is None:
         return f"{words} Fewer than three seeds: no test."
-    return f"{words} With {int(seeds.max())} seeds, a difference of {percent(smallest)} is found half of the time."
+    least = f"the least significant difference is {percent(smallest)}, which is found half of the time"
+    return f"{words} With {int(seeds.max())} seeds, {least}."
 
 
 def without_offload(found: Workloads) -> dict[str, list[StrategyRuns]]:

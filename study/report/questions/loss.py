@@ -203,7 +203,7 @@ def loss_table(records: Records) -> pd.DataFrame:
     steps = steps_by_run(real(records))
 
     def figures(arm: StrategyRuns) -> Row:
-        largest, verdict = StepDifference(), "baseline" if arm.is_baseline else "no baseline"
+        largest, verdict = StepDifference(), arm.role if arm.is_baseline else "no baseline"
         if arm.baseline is not None and not arm.is_baseline:
             verdict = _test(arm).text()
             if not has_dropout(arm.ended):

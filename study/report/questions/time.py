@@ -81,7 +81,7 @@ def runtime_table(records: Records) -> pd.DataFrame:
         runs, difference = arm.ended, times.of(arm)
         words = "no run to pair with" if difference is None else difference.words
         if arm.baseline is None or arm.is_baseline:
-            words = "baseline" if arm.is_baseline else "no baseline"
+            words = arm.role if arm.is_baseline else "no baseline"
         elif not arm.is_fair():
             words = "not judged"
         # The model's FLOPs per second over what the device reached in plain matrix products.

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
             f"run: study run {name}, or name their place with --runs-dir",
         )
-    facts = _not_begun(options.suite, runs_dir) if has_runs and not plan else []
+    facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
         say(f"notice: {fact}")
     # `timeout` ends it without a partial report.
@@ -106,15 +106,16 @@ def name_and_plan(suite: str, runs_dir: Path) -> tuple[str, Plan | None]:
     return read.name, plan_suite(suite, this_box(), runs_dir) if read.slices else None
 
 
-def _not_begun(suite: str, runs_dir: Path) -> list[str]:
-    """Return how many runs of a suite have not begun, where some have."""
+def _facts_of_suite(suite: str, runs_dir: Path) -> list[str]:
+    """Return how many runs of a suite have not begun, where some have, and which ones no cell of it asked for."""
     try:
         parts = plan_suite(suite, this_box(), runs_dir).slices
     except UserError:
         return []
     states = [record.state for part in parts for _, record in cell_states(part.cells, part.root)]
     left = states.count("to do")
-    return [f"{left} of {len(states)} runs have no record yet"] if 0 < left < len(states) else []
+    facts = [f"{left} of {len(states)} runs have no record yet"] if 0 < left < len(states) else []
+    return facts + [others for part in parts if (others := part.runs_of_others())]
 
 
 def _folder_of_parquet(name: str, output: Path) -> Path | None:
