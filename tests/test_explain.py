@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engines import ROOT
+from engines import ROOT, launch, printed_json
 from study.advisor.explain import (
     Explanation,
     answers,
@@ -465,6 +465,27 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
         is_all_gathered = gathered_elements(case) + persistent_elements(case) >= case.shape.parameters
         assert is_all_gathered == (name != "released")
     assert sent["kept"] == sent["no distance"] == sent["none live"] < 0.7 * sent["released"]
+
+
+def test_no_more_elements_are_gathered_than_the_model_has(tmp_path: Path) -> None:
+    case = case_of(tmp_path, zero(3), ranks=8)
+    (cost,) = (cost for cost in costs(case) if cost.key.endswith("max_reuse_distance"))
+    # All of GPT-2 but 121,344 elements that are never partitioned; the tied embedding is one tensor.
+    assert cost.says.startswith("124,318,464 elements are gathered at once")
+    assert cost.device == (124_318_464 + 51_904_512) * 2
+    assert "gathers 124,318,464 elements at once, 99.9% of the model" in answers(case)[0].because[1]
+
+
+def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
+    settings = {"max_live_parameters": 400_000, "max_reuse_distance": 0, "prefetch_bucket_size": 100_000}
+    shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
+    changed = {f"stage3_{name}": value for name, value in settings.items()}
+    case = case_of(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
+    flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_steps", "0", "--output_dir", str(tmp_path / "run")]
+    overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
+    ended = launch("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
+    for rank in printed_json(ended):
+        assert rank["most"] == gathered_elements(case) + persistent_elements(case) < case.shape.parameters
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 
 def gathered_elements(case: ConfigCase) -> int:
-    """The most elements of stage 3's parameters that are gathered at once, with the buffers for them."""
-    return gathers_of(case.request).most
+    """Return the most elements of stage 3's sharded parameters that are gathered at once."""
+    return gathers_of(case.request).gathered_at_once
 
 
 def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
@@ -210,10 +210,13 @@ def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     yield _cost(case, "stage3_param_persistence_threshold", says, kept * weight * (1 - 1 / case.ranks))
     gathered = gathered_elements(case)
     least = gathered_elements(case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0))
-    says = f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon"
+    says = (
+        f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon; the"
+        " figure has the buffers that they are copied out of, too"
+    )
     if least < gathered:
-        says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    yield _cost(case, "stage3_max_reuse_distance", says, gathered * weight)
+        says += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
+    yield _cost(case, "stage3_max_reuse_distance", says, gathers_of(case.request).most * weight)
     if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
         says = f"each {group:,.0f} ranks have a second copy of all weights"
         yield _cost(case, "zero_hpz_partition_size", says, elements * weight / group)
@@ -312,9 +315,9 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
     elements, bucket = third.shape.parameters, third.zero["reduce_bucket_size"]
     if gathered := gathered_elements(third):
         yield (
-            f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.0%} of the model, with the buffers"
-            " they are copied from: prefetching goes ahead up to stage3_max_live_parameters, and"
-            " stage3_max_reuse_distance keeps what is reused"
+            f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
+            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is"
+            f" reused; with their buffers that is {gib(gathers_of(third.request).most * third.weight)}"
         )
     largest = third.largest.elements
     if bucket >= elements:
