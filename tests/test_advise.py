@@ -41,7 +41,7 @@ from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.predictor import time as intervals
 from study.predictor.hardware import box_of
 from study.predictor.memory import predict_memory
-from study.predictor.request import Estimate
+from study.predictor.request import Estimate, request_for
 from study.predictor.shape import model_shape, with_adapters
 from study.predictor.time import device_bytes, fits, predict_time, slowest_offload, usable_bytes
 from study.records.directory import read_run
@@ -196,6 +196,35 @@ def test_the_command_for_this_study_trains_what_was_advised(tmp_path: Path) -> N
     assert write_files(best, tmp_path, "drive", SIZES).of_study is None
     chunked = best_of(dataclasses.replace(TINY, chunked_loss=True), "zero2")
     assert write_files(chunked, tmp_path / "chunked", "drive", "gpt2-xl").of_study is None
+
+
+@pytest.mark.parametrize(
+    ("model", "box", "precision", "rank"),
+    [("gpt2", "4xA100", "bf16", None), ("gpt2-xl", "2xL4", "fp32", None), ("gpt2-large", "RTX4090", "bf16", None),
+     ("bert-large-uncased", "4xV100", "fp16", None), ("gpt2-xl", "2x8xA100-40", "bf16", 16)],
+)  # fmt: skip
+def test_a_printed_command_needs_the_memory_that_was_advised(
+    model: str, box: str, precision: str, rank: int | None, tmp_path: Path
+) -> None:
+    shape = model_shape(model) if rank is None else with_adapters(model_shape(model), rank)
+    question = AdviceRequest(shape, box_of(box), 512, precision, attention="eager", global_batch=64)
+    advised = [option for option in advise(question).options if option.fits]
+    commands = {option.name: write_files(option, tmp_path, "drive", model) for option in advised}
+    # Under FSDP this study gathers fp32, and Accelerate 16 bits for a program of the user's.
+    without = {name for name, files in commands.items() if files.of_study is None}
+    assert without == (set() if precision == "fp32" else {"fsdp2", "hsdp"} & commands.keys())
+    for option in advised:
+        asked, files = option.request, commands[option.name]
+        if files.of_study is None:
+            continue
+        config = resolved(parse_command_line(files.of_study.partition("study/train.py ")[2].split()), True)
+        plan = config.batch_plan(asked.box.ranks)
+        sizes = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+        request = request_for(option.name, config, asked.box, *sizes)
+        if files.deepspeed is not None:
+            strategy = dataclasses.replace(request.strategy, deepspeed=json.loads(files.deepspeed.read_text()))
+            request = dataclasses.replace(request, strategy=strategy)
+        assert predict_memory(request).peak_reserved == option.memory.peak_reserved, option.name
 
 
 def _at_speed(option: Option, tokens_per_s: float, error: float | None) -> Option:
@@ -378,6 +407,8 @@ def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
     has_replicas = name in WITH_REPLICAS
     question = dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8) if has_replicas else TINY
+    if name in ("fsdp2", "hsdp"):
+        question = dataclasses.replace(question, precision="fp32")
     option = advise(question, [name]).option(name)
     assert option is not None
     assert option.request.micro_batch == 2

@@ -221,6 +221,8 @@ def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
     yield f"  {files.command}    ({workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
+    elif request.fsdp_gathers_16_bits:
+        yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
 
 
 def _count_text(parameters: int) -> str:
@@ -276,9 +278,12 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
 
 
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
-    """This study's trainer has no chunked loss, and takes no model that is nothing but sizes or their file."""
+    """Return the command that trains this with study/train.py; None where that would train something else.
+
+    It has no chunked loss, loads no model that is nothing but sizes or their file, and gathers fp32 under FSDP.
+    """
     preset = find_preset(model)
-    if request.chunked_loss or "=" in model or Path(model).expanduser().is_file():
+    if request.chunked_loss or request.fsdp_gathers_16_bits or "=" in model or Path(model).expanduser().is_file():
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
     flags = ["--task", task, "--model_name_or_path", model]
@@ -286,6 +291,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     flags += ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
+    # A model's own dropout keeps masks, which the advice does not count.
+    flags += ["--attn_implementation", request.attention, "--dropout", "0"]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
     if request.shape.lora_rank:
         flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]
