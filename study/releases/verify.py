@@ -108,8 +108,13 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
     needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
-    if lacking := [name for name in needed if stack[name] is None]:
-        raise UserError(f"not installed here: {', '.join(lacking)}", "run: pip install -e '.[train]'")
+    # The others are this study's own, and none of what is compared.
+    if lacking := [name for name in (*needed, "datasets", "evaluate", "filelock") if package_version(name) is None]:
+        # `.[train]` would put its own releases in place of those that are to be tested.
+        fix = f"install {' and '.join(lacking)} next to the releases that are to be tested"
+        if not any(stack.values()):
+            fix = "install the releases that are to be tested, or those of this study: pip install -e '.[train]'"
+        raise UserError(f"not installed here: {', '.join(lacking)}", fix)
     cache_directory()
     with contextlib.ExitStack() as held:
         try:
