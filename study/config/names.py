@@ -64,6 +64,12 @@ def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
+    elif not asked["FSDP_MIN_NUM_PARAMS"].isdecimal():
+        # Accelerate's own default, 100000000.0, fails too.
+        raise UserError(
+            "the launched Accelerate file has fsdp_auto_wrap_policy: SIZE_BASED_WRAP and no whole fsdp_min_num_params",
+            "set fsdp_min_num_params: 100000000, or use TRANSFORMER_BASED_WRAP",
+        )
     sizes: dict[str, Any] = _only({"dp_replicate_size", "dp_shard_size", "cp_size"}, mesh, "an FSDP file")
     if "cp_size" in sizes:
         sizes["cp_comm_strategy"] = exported.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
