@@ -257,13 +257,13 @@ def test_an_offload_says_what_it_needs_where_the_box_does_not_say_what_it_has() 
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
     assert told["single"] == []
-    assert told["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; --host-memory says what there is"]
+    assert told["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"]
     assert told["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
     assert told["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
     assert page_of("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
     known = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
     for option in advise(known, ["zero2_cpu", "zero3_nvme"]).options:
-        assert not any("--host-memory" in line for line in unchecked(option))
+        assert not any("--host_memory" in line for line in unchecked(option))
 
 
 def test_slower_nvme_is_a_slower_step() -> None:
@@ -288,7 +288,7 @@ def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypat
 
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
-    nothing = document_of("advise", "gpt-1t", "T4", "--host-memory", "16")
+    nothing = document_of("advise", "gpt-1t", "T4", "--host_memory", "16")
     assert nothing["recommended"] is None
     assert not any(row["fits"] for row in nothing["strategies"])
     assert all("GiB" in row["why"] for row in nothing["strategies"])
@@ -302,10 +302,10 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
     assert chunked.is_sure
     assert chunked.tokens_per_s == pytest.approx(22424, rel=1e-3)
-    page = page_of("gpt-13b", "2xT4", "--host-memory", "16", status=1)
+    page = page_of("gpt-13b", "2xT4", "--host_memory", "16", status=1)
     short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
-    assert f"take {short[1]} " in page_of("gpt-13b", "2xT4", "--host-memory", str(int(short[2]) + 8))
+    assert f"take {short[1]} " in page_of("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
     box = box_of("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
     advice = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
@@ -473,7 +473,7 @@ def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:
         (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
         ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
         ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
-        ("gpt2", "H100", ("--price-per-gpu-hour", "free"), "number above 0"),
+        ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
         ("gpt2", "H100", ("--lora_rank", "8"), "add --peft lora"),
         ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
         ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),

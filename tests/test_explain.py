@@ -275,7 +275,7 @@ def test_a_distributed_type_is_taken_as_the_launcher_takes_it(tmp_path: Path) ->
     alone: dict[str, Any] = {"distributed_type": "NO", "num_processes": 4}
     case = case_of(tmp_path, alone, ranks=1)
     assert (case.ranks, list(found(case))) == (1, ["ignored num_processes"])
-    with pytest.raises(UserError, match="starts one process, and --world-size says 4"):
+    with pytest.raises(UserError, match="starts one process, and --world_size says 4"):
         case_of(tmp_path, alone, ranks=4)
     plain = predict_memory(case_of(tmp_path, {"distributed_type": "MULTI_GPU"}).request)
     for kind in sorted(set(DistributedType.__members__) - {"NO", "DEEPSPEED", "FSDP"}):
@@ -436,7 +436,7 @@ def test_accumulation_that_the_file_leaves_open_is_named_and_asked_for(tmp_path:
     ("settings", "work", "key", "says"),
     [
         ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(accumulation=8), ACCUMULATION, "4, and --accumulation says 8"),
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(micro_batch=2), MICRO_BATCH, "1, and --micro-batch says 2"),
+        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(micro_batch=2), MICRO_BATCH, "1, and --micro_batch says 2"),
         ({MICRO_BATCH: None, "train_batch_size": 8}, Workload(accumulation=4), ACCUMULATION,
          "1, and --accumulation says 4"),
     ],
@@ -476,9 +476,9 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
     }.items():
         case = case_of(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
         overrides = [word for key, value in changed.items() for word in ("--engine_override", f"{ZERO}.{key}={value}")]
-        command = ["study.cli", "virtual", "--strategy", "zero3", "--world-size", "4", "--model_name_or_path",
+        command = ["study.cli", "virtual", "--strategy", "zero3", "--world_size", "4", "--model_name_or_path",
                    "gpt-tiny", "--precision", "bf16", "--seq_length", "16", "--max_steps", "3",
-                   "--per_device_train_batch_size", "1", "--json", "--runs-dir", str(tmp_path / name)]  # fmt: skip
+                   "--per_device_train_batch_size", "1", "--json", "--runs_dir", str(tmp_path / name)]  # fmt: skip
         # The rank is real, and its peers are not there.
         ended = subprocess.run(
             [sys.executable, "-m", *command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -763,7 +763,7 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({ZERO: {"stage": 2}, "optimizer": {"type": "AdamW\x1b[31m\x07"}}))
-    command = ["explain", str(file), "gpt2", "--world-size"]
+    command = ["explain", str(file), "gpt2", "--world_size"]
     assert main([*command, "2"]) == 1
     page = capsys.readouterr()
     assert "\x1b" not in page.out + page.err

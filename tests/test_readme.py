@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import runpy
@@ -18,7 +17,7 @@ from study.advisor.predict_command import precision_under
 from study.claims.board import board
 from study.claims.page import rewritten as rewritten_claims
 from study.cli import COMMANDS
-from study.config.flags import parse_command_line, resolved
+from study.config.flags import Parser, parse_command_line, resolved
 from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import box_of
@@ -197,7 +196,7 @@ def test_every_command_of_a_page_is_taken(page: str) -> None:
             assert arguments[0] in targets, words
         elif Path(program).name == "study" or arguments[:2] == ["-m", "study.cli"]:
             name, *flags = arguments if Path(program).name == "study" else arguments[2:]
-            parser = argparse.ArgumentParser()
+            parser = Parser()
             COMMANDS[name].add_arguments(parser)
             asked = parser.parse_args(flags) if flags else None
             if asked is not None and hasattr(asked, "suite"):

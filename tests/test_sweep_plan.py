@@ -342,7 +342,7 @@ def test_the_docs_say_what_each_rented_suite_takes_as_it_estimates_it(tmp_path):
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "all"})
-    assert cli.main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]) == 0
+    assert cli.main(["run", str(file), "--runs_dir", str(tmp_path / "runs"), "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(STUDIED_STRATEGIES)
     for line in lines:
@@ -355,7 +355,7 @@ def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, caps
 @pytest.mark.parametrize(
     "arguments",
     [
-        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time-budget", "soon"],
+        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time_budget", "soon"],
         ["run", "laptop", "--only", "nothing-like-this"], ["status", "laptop", "--flag"],
     ],
 )  # fmt: skip
@@ -409,7 +409,7 @@ def test_a_damaged_record_has_no_time_and_a_narrow_terminal_is_written_to(tmp_pa
     (damaged / "config.json").write_text("{}")
     attempt = {"state": "ok", "wall_s": "long"}
     (damaged / "sweep.json").write_text(json.dumps({"strategy": "ddp", "world_size": 2, "attempts": [attempt]}))
-    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry-run", "--runs-dir", str(tmp_path / "语")]
+    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry_run", "--runs_dir", str(tmp_path / "语")]
     narrow = os.environ | {"PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(command, cwd=ROOT, env=narrow, capture_output=True, encoding="latin-1")
     assert done.returncode == 0, done.stderr

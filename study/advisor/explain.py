@@ -17,7 +17,7 @@ from study.predictor.gathers import gathers_of
 from study.predictor.hardware import whole
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, Memory
-from study.predictor.shape import model_shape, sequence_length
+from study.predictor.shape import USUAL_LENGTH, model_shape, sequence_length
 from study.predictor.state import persistent_params, sub_groups
 
 EPILOG = """\
@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
     add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
-    add("--world-size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
+    add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision where the file leaves it open")
-    add("--micro-batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
+    add("--micro_batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
-    length = "tokens of a sample; by default 1024, or the model's maximum"
-    add("--seq-length", type=_COUNT, metavar="T", help=length)
-    add("--gradient-checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
+    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
+    add("--seq_length", type=_COUNT, metavar="T", help=length)
+    add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
-    length = sequence_length(shape, options.seq_length, 1024)
+    length = sequence_length(shape, options.seq_length)
     work = Workload(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
     )

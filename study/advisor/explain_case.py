@@ -12,7 +12,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, LARGEST_JOB, Hardware, box_of_ranks
 from study.predictor.request import Request, sizes_of_width
-from study.predictor.shape import ModelShape, Tensor
+from study.predictor.shape import USUAL_LENGTH, ModelShape, Tensor
 from study.predictor.state import State, state_of
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -24,7 +24,7 @@ SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID
 class Workload:
     """Sizes and precision that the program decides, and not its settings file."""
 
-    sequence_length: int = 1024
+    sequence_length: int = USUAL_LENGTH
     # Where the file leaves them to the program; None: one.
     micro_batch: int | None = None
     accumulation: int | None = None
@@ -97,15 +97,15 @@ def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload
     if file.distributed_type == "NO":
         # simple_launcher of Accelerate's launch.py.
         if ranks is not None and ranks > 1:
-            problem = f"{file.name} says distributed_type: NO, which starts one process, and --world-size says {ranks}"
-            raise UserError(problem, "leave --world-size out, or set MULTI_GPU in the file")
+            problem = f"{file.name} says distributed_type: NO, which starts one process, and --world_size says {ranks}"
+            raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
         if file.num_processes is not None and file.num_processes > 1:
             says = f"distributed_type: NO starts one process, not {file.num_processes}"
             findings.append(Finding("ignored", "num_processes", says))
         ranks = 1
     ranks = ranks or file.num_processes
     if ranks is None:
-        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
+        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world_size N")
     if ranks > LARGEST_JOB:
         raise UserError(f"{ranks:,} ranks", f"give at most {LARGEST_JOB:,}")
     zero: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
         if top.get(ACCUMULATION) is None:
             steps = 1
         micro = max(int(whole // sharing // (steps or work.accumulation or 1)), 1)
-    for flag, value, key, number in (("--micro-batch", work.micro_batch, MICRO_BATCH, micro),
+    for flag, value, key, number in (("--micro_batch", work.micro_batch, MICRO_BATCH, micro),
                                      ("--accumulation", work.accumulation, ACCUMULATION, steps)):  # fmt: skip
         if None not in (value, number) and value != number:
             fix = f'leave {flag} out, or make {key} "auto"'

@@ -91,10 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="STRATEGY", help="these strategies, in every precision that they have")
     add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="these precisions; all by default")
     ranks = "ranks; one for each GPU by default, or two without"
-    add("--world-size", type=lambda text: whole(text, 999, "number of ranks"), metavar="N", help=ranks)
+    add("--world_size", type=lambda text: whole(text, 999, "number of ranks"), metavar="N", help=ranks)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     kept = "keep the records there, and resume from them; else they are removed"
-    add("--runs-dir", type=folder_argument, metavar="DIR", help=kept)
+    add("--runs_dir", type=folder_argument, metavar="DIR", help=kept)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -121,12 +121,12 @@ def run(options: argparse.Namespace) -> int:
             root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         except OSError as error:
             problem = f"there is no room for records ({error.strerror})"
-            raise UserError(problem, "name a folder with --runs-dir") from None
+            raise UserError(problem, "name a folder with --runs_dir") from None
         box = this_box()
         _refuse_another_stack(root, stack, box)
         ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
         if box.gpus and ranks > box.gpus:
-            raise UserError(f"--world-size {ranks}, and this box has {box}", f"use {box.gpus} or less")
+            raise UserError(f"--world_size {ranks}, and this box has {box}", f"use {box.gpus} or less")
         matrix = Matrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
