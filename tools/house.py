@@ -21,7 +21,7 @@ import grimp
 PACKAGE = "study"
 # Lines of Python. Raise one in a commit of its own line that says why; lower it where a room became smaller.
 BUDGETS = {
-    "config": 1_600,
+    "config": 1_610,
     "records": 2_800,
     "host": 1_500,
     "workloads": 1_950,
@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_650,
     "virtual": 900,
     "releases": 1_250,
-    "advisor": 2_800,
+    "advisor": 2_860,
     "report": 4_900,
     "autopsy": 1_700,
     "claims": 2_100,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 150,
     "cli": 150,
     "__init__": 50,
-    "tests": 21_050,
+    "tests": 21_310,
 }
 
 
