@@ -68,7 +68,7 @@ claims: install
 # docs/releases.md from the records in reports/releases, the bare control and study/releases/causes.yaml. The report is
 # made first where runs are named: make releases RUNS=runs
 releases: install
-	$(if $(RUNS),$(BIN)/study report releases --runs-dir $(RUNS))
+	$(if $(RUNS),$(BIN)/study report releases --runs_dir $(RUNS))
 	$(BIN)/python -m study.report.pages.releases
 
 # Constants of time, then every prediction held against its measurement: reports/prediction, and the intervals shown.

@@ -78,7 +78,7 @@ def cells_of(name: str) -> list[Cell]:
 
 
 def start(suite: Path, runs: Path, *arguments: str, **popen: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs-dir", str(runs), *arguments]
+    command = [sys.executable, "-m", "study.cli", "run", str(suite), "--runs_dir", str(runs), *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **popen
     )

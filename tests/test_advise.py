@@ -41,7 +41,7 @@ from study.config.strategies import WITH_REPLICAS, read_strategy, read_yaml
 from study.predictor import time as intervals
 from study.predictor.hardware import box_of
 from study.predictor.memory import predict_memory
-from study.predictor.request import Estimate
+from study.predictor.request import Estimate, request_for
 from study.predictor.shape import model_shape, with_adapters
 from study.predictor.time import device_bytes, fits, predict_time, slowest_offload, usable_bytes
 from study.records.directory import read_run
@@ -198,6 +198,35 @@ def test_the_command_for_this_study_trains_what_was_advised(tmp_path: Path) -> N
     assert write_files(chunked, tmp_path / "chunked", "drive", "gpt2-xl").of_study is None
 
 
+@pytest.mark.parametrize(
+    ("model", "box", "precision", "rank"),
+    [("gpt2", "4xA100", "bf16", None), ("gpt2-xl", "2xL4", "fp32", None), ("gpt2-large", "RTX4090", "bf16", None),
+     ("bert-large-uncased", "4xV100", "fp16", None), ("gpt2-xl", "2x8xA100-40", "bf16", 16)],
+)  # fmt: skip
+def test_a_printed_command_needs_the_memory_that_was_advised(
+    model: str, box: str, precision: str, rank: int | None, tmp_path: Path
+) -> None:
+    shape = model_shape(model) if rank is None else with_adapters(model_shape(model), rank)
+    question = AdviceRequest(shape, box_of(box), 512, precision, attention="eager", global_batch=64)
+    advised = [option for option in advise(question).options if option.fits]
+    commands = {option.name: write_files(option, tmp_path, "drive", model) for option in advised}
+    # Under FSDP this study gathers fp32, and Accelerate 16 bits for a program of the user's.
+    without = {name for name, files in commands.items() if files.of_study is None}
+    assert without == (set() if precision == "fp32" else {"fsdp2", "hsdp"} & commands.keys())
+    for option in advised:
+        asked, files = option.request, commands[option.name]
+        if files.of_study is None:
+            continue
+        config = resolved(parse_command_line(files.of_study.partition("study/train.py ")[2].split()), True)
+        plan = config.batch_plan(asked.box.ranks)
+        sizes = plan.per_device_train_batch_size, plan.gradient_accumulation_steps
+        request = request_for(option.name, config, asked.box, *sizes)
+        if files.deepspeed is not None:
+            strategy = dataclasses.replace(request.strategy, deepspeed=json.loads(files.deepspeed.read_text()))
+            request = dataclasses.replace(request, strategy=strategy)
+        assert predict_memory(request).peak_reserved == option.memory.peak_reserved, option.name
+
+
 def _at_speed(option: Option, tokens_per_s: float, error: float | None) -> Option:
     """The same option, as if its time were another."""
     assert option.time is not None
@@ -228,13 +257,13 @@ def test_an_offload_says_what_it_needs_where_the_box_does_not_say_what_it_has() 
     assert offload is not None
     needed = f"{offload.memory.host_peak.value / 2**30:.0f}"
     assert told["single"] == []
-    assert told["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; --host-memory says what there is"]
+    assert told["zero2_cpu"] == [f"not checked: it needs {needed} GiB of host memory; --host_memory says what there is"]
     assert told["zero3_nvme"][1:] == ["NVMe is taken to read 3.5 and write 5 GB/s (--nvme_gb_per_s)"]
     assert told["zero2_cpu"][0] in how_sure(Advice(advice.question, (offload,)))
     assert page_of("gpt2-xl", "T4").count("set OMP_NUM_THREADS") == 1
     known = dataclasses.replace(advice.question, box=dataclasses.replace(box, host_gib_per_node=64.0))
     for option in advise(known, ["zero2_cpu", "zero3_nvme"]).options:
-        assert not any("--host-memory" in line for line in unchecked(option))
+        assert not any("--host_memory" in line for line in unchecked(option))
 
 
 def test_slower_nvme_is_a_slower_step() -> None:
@@ -259,7 +288,7 @@ def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypat
 
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
-    nothing = document_of("advise", "gpt-1t", "T4", "--host-memory", "16")
+    nothing = document_of("advise", "gpt-1t", "T4", "--host_memory", "16")
     assert nothing["recommended"] is None
     assert not any(row["fits"] for row in nothing["strategies"])
     assert all("GiB" in row["why"] for row in nothing["strategies"])
@@ -273,10 +302,10 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     chunked = best_of(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 65536, "bf16", chunked_loss=True), "zero3")
     assert chunked.is_sure
     assert chunked.tokens_per_s == pytest.approx(22424, rel=1e-3)
-    page = page_of("gpt-13b", "2xT4", "--host-memory", "16", status=1)
+    page = page_of("gpt-13b", "2xT4", "--host_memory", "16", status=1)
     short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
-    assert f"take {short[1]} " in page_of("gpt-13b", "2xT4", "--host-memory", str(int(short[2]) + 8))
+    assert f"take {short[1]} " in page_of("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
     box = box_of("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
     advice = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
@@ -380,7 +409,6 @@ def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_f
     assert not fits(predict_memory(smaller), question.box, at_upper_end=True)
 
 
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "name",
@@ -390,6 +418,8 @@ def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_f
 def test_its_files_are_launched_as_they_are_and_train_with_the_fitted_settings(name: str, tmp_path: Path) -> None:
     has_replicas = name in WITH_REPLICAS
     question = dataclasses.replace(TINY, box=box_of("2x2xL4"), global_batch=8) if has_replicas else TINY
+    if name in ("fsdp2", "hsdp"):
+        question = dataclasses.replace(question, precision="fp32")
     option = advise(question, [name]).option(name)
     assert option is not None
     assert option.request.micro_batch == 2
@@ -454,7 +484,7 @@ def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:
         (LLAMA_8B[:-1] + "5", "H100", (), "5 key heads do not divide 32 heads"),
         ("gpt2", "H100", ("--seq_length", "1025"), "gpt2 has 1024 positions"),
         ("gpt2", "8xH100", ("--global_batch_size", "12"), "use 16"),
-        ("gpt2", "H100", ("--price-per-gpu-hour", "free"), "number above 0"),
+        ("gpt2", "H100", ("--price_per_gpu_hour", "free"), "number above 0"),
         ("gpt2", "H100", ("--lora_rank", "8"), "add --peft lora"),
         ("gpt2", "H100", ("--optimizer", "muon"), "`study virtual --optimizer muon"),
         ("gpt2", "H100", ("--nvme_gb_per_s", "3,nan"), "two numbers above 0"),

@@ -30,7 +30,7 @@ def write_records(root: Path, bad: set[str], strategy: str = "zero2", repeat: in
 
 
 def bisected(root: Path, strategy: str, first: str, last: str, *flags: str) -> int:
-    command = ["releases", "bisect", strategy, "--between", first, last, "--runs-dir", str(root)]
+    command = ["releases", "bisect", strategy, "--between", first, last, "--runs_dir", str(root)]
     return cli.main([*command, *flags])
 
 
@@ -85,7 +85,7 @@ def test_a_release_with_a_known_race_is_not_good_since_it_was_equal_once(tmp_pat
     ],
 )
 def test_a_wrong_request_is_refused_in_one_line(tmp_path, capsys, flags, problem):
-    assert cli.main(["releases", "bisect", *flags, "--runs-dir", str(tmp_path)]) == 2
+    assert cli.main(["releases", "bisect", *flags, "--runs_dir", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert problem in said
     assert said.count("\n") == 1

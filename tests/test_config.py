@@ -13,6 +13,7 @@ import pytest
 import yaml
 from transformers import SchedulerType
 
+from study.cli import COMMANDS, main
 from study.config import flags as config_module
 from study.config.errors import UserError
 from study.config.flags import RunConfig, parse_command_line, resolved
@@ -346,3 +347,30 @@ def _attributes_of(tree: ast.AST, owners: set[str]) -> set[str]:
             if owner in owners:
                 found.add(node.attr)
     return found
+
+
+def test_a_flag_is_accepted_with_hyphens_and_listed_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    hyphens, underscores = (
+        parse_command_line(words) for words in (
+            ["--max-steps", "3", "--no-gradient-checkpointing", "--engine-override=a-b.c-d=1"],
+            ["--max_steps", "3", "--no-gradient_checkpointing", "--engine_override=a-b.c-d=1"],
+        )
+    )  # fmt: skip
+    assert hyphens == underscores
+    assert hyphens.engine_override == ("a-b.c-d=1",)
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        flags = re.findall(r"--[a-z][a-z_-]+", capsys.readouterr().out.partition("options:")[2])
+        assert not [flag for flag in flags if "-" in flag[2:].removeprefix("no-")], name
+
+
+def test_no_sentence_ends_with_two_full_stops_and_no_docstring_is_one() -> None:
+    """The command line puts a full stop behind each problem and each fix."""
+    for file in (ROOT / "study").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if getattr(call.func, "id", "") in ("UserError", "Unsupported", "RunFailed"):
+                texts = [part for part in call.args if isinstance(part, ast.Constant)]
+                assert not [text.value for text in texts if str(text.value).endswith(".")], file
+        assert ast.get_docstring(tree) != ".", file

@@ -140,6 +140,11 @@ def test_a_drive_is_measured_and_nothing_stays_on_it(normal: subprocess.Complete
     # Memory copies run at that and more, and so does whatever was not really written.
     assert all(0 < rate < 100 for rate in rates)
     assert "O_DIRECT" in bandwidth["found"]
+    # The process that measures has no name there, so that nothing is left of one that is killed.
+    command = [sys.executable, "-m", "study.advisor.doctor_probe", "--measure_in", str(drive)]
+    probe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert "asynchronous I/O" in probe.stdout, probe.stderr
+    assert list(drive.iterdir()) == []
 
 
 # A run looks for ninja beside this Python, too.

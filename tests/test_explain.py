@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engines import ROOT
+from engines import ROOT, launch, printed_json
 from study.advisor.explain import (
     Explanation,
     answers,
@@ -231,6 +231,9 @@ SHARDING = "noted fsdp_sharding_strategy"
              "ignored fsdp_reshard"],
             "2.90 GiB more",
         ),
+        (fsdp(fsdp_version=1), "gpt2", 4, BY_VERSION_2, "1: bytes here"),
+        (fsdp(), "gpt2", 4, BY_VERSION_2, "1, the default: bytes here"),
+        (fsdp(fsdp_version=3), "gpt2", 4, ["refused fsdp_version"], "versions 1 and 2, and no 3"),
         (fsdp(fsdp_sharding_strategy="NO_SHARD"), "gpt2", 4, [SHARDING], "plain data parallelism"),
         (fsdp(fsdp_sharding_strategy=2), "gpt2", 4, [*BY_VERSION_2, SHARDING], "weights stay unsharded"),
         (fsdp(fsdp_sharding_strategy="HYBRID_SHARD"), "gpt2", 4, [*BY_VERSION_2, SHARDING], "ranks of a machine"),
@@ -261,6 +264,27 @@ def test_accelerates_fsdp2_drops_and_refuses_what_is_said_of_it() -> None:
     with pytest.raises(ValueError, match="not yet implemented in FSDP2"):
         FullyShardedDataParallelPlugin(fsdp_version=2, forward_prefetch=True)
     assert FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE").backward_prefetch is None
+    # As the launcher hands its default on.
+    with pytest.raises(KeyError, match="TRUE"):
+        FullyShardedDataParallelPlugin(fsdp_version=3, reshard_after_forward="true")
+
+
+def test_a_distributed_type_is_taken_as_the_launcher_takes_it(tmp_path: Path) -> None:
+    from accelerate.utils import DistributedType
+
+    alone: dict[str, Any] = {"distributed_type": "NO", "num_processes": 4}
+    case = case_of(tmp_path, alone, ranks=1)
+    assert (case.ranks, list(found(case))) == (1, ["ignored num_processes"])
+    with pytest.raises(UserError, match="starts one process, and --world_size says 4"):
+        case_of(tmp_path, alone, ranks=4)
+    plain = predict_memory(case_of(tmp_path, {"distributed_type": "MULTI_GPU"}).request)
+    for kind in sorted(set(DistributedType.__members__) - {"NO", "DEEPSPEED", "FSDP"}):
+        document = {"distributed_type": kind}
+        if kind in ("XLA", "MEGATRON_LM"):
+            with pytest.raises(UserError, match="which is not modelled"):
+                case_of(tmp_path, document)
+        else:
+            assert predict_memory(case_of(tmp_path, document).request) == plain
 
 
 def test_replicas_of_a_mesh_shard_the_state_over_their_own_ranks(tmp_path: Path) -> None:
@@ -330,6 +354,14 @@ print("SAYS", json.dumps({name: getattr(zero, name) for name in names}
                          | {"persistent": sum(each.ds_numel for each in engine.optimizer.persistent_parameters),
                             "sub_groups": len(engine.optimizer.fp16_groups),
                             "bucket": sum(each.buffer.numel() for each in engine.optimizer.ipg_buckets.values())}))
+"""
+_PLACE_OF_THE_OPTIMIZER = """
+engine, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+ids = torch.zeros(1, 4, dtype=torch.long)
+engine.backward(engine(input_ids=ids, labels=ids).loss)
+engine.step()
+print("SAYS", json.dumps([type(engine.optimizer.optimizer).__name__,
+                          engine.optimizer.single_partition_of_fp32_groups[0].device.type]))
 """
 _WEIGHTS_THAT_ARE_LEFT = """
 left = [weakref.ref(parameter.untyped_storage()) for parameter in model.parameters()]
@@ -404,7 +436,7 @@ def test_accumulation_that_the_file_leaves_open_is_named_and_asked_for(tmp_path:
     ("settings", "work", "key", "says"),
     [
         ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(accumulation=8), ACCUMULATION, "4, and --accumulation says 8"),
-        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(micro_batch=2), MICRO_BATCH, "1, and --micro-batch says 2"),
+        ({MICRO_BATCH: 1, ACCUMULATION: 4}, Workload(micro_batch=2), MICRO_BATCH, "1, and --micro_batch says 2"),
         ({MICRO_BATCH: None, "train_batch_size": 8}, Workload(accumulation=4), ACCUMULATION,
          "1, and --accumulation says 4"),
     ],
@@ -444,9 +476,9 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
     }.items():
         case = case_of(tmp_path, {**PLAIN, ZERO: shipped | changed}, "gpt-tiny")
         overrides = [word for key, value in changed.items() for word in ("--engine_override", f"{ZERO}.{key}={value}")]
-        command = ["study.cli", "virtual", "--strategy", "zero3", "--world-size", "4", "--model_name_or_path",
+        command = ["study.cli", "virtual", "--strategy", "zero3", "--world_size", "4", "--model_name_or_path",
                    "gpt-tiny", "--precision", "bf16", "--seq_length", "16", "--max_steps", "3",
-                   "--per_device_train_batch_size", "1", "--json", "--runs-dir", str(tmp_path / name)]  # fmt: skip
+                   "--per_device_train_batch_size", "1", "--json", "--runs_dir", str(tmp_path / name)]  # fmt: skip
         # The rank is real, and its peers are not there.
         ended = subprocess.run(
             [sys.executable, "-m", *command, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -465,6 +497,27 @@ def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: 
         is_all_gathered = gathered_elements(case) + persistent_elements(case) >= case.shape.parameters
         assert is_all_gathered == (name != "released")
     assert sent["kept"] == sent["no distance"] == sent["none live"] < 0.7 * sent["released"]
+
+
+def test_no_more_elements_are_gathered_than_the_model_has(tmp_path: Path) -> None:
+    case = case_of(tmp_path, zero(3), ranks=8)
+    (cost,) = (cost for cost in costs(case) if cost.key.endswith("max_reuse_distance"))
+    # All of GPT-2 but 121,344 elements that are never partitioned; the tied embedding is one tensor.
+    assert cost.says.startswith("124,318,464 elements are gathered at once")
+    assert cost.device == (124_318_464 + 51_904_512) * 2
+    assert "gathers 124,318,464 elements at once, 99.9% of the model" in answers(case)[0].because[1]
+
+
+def test_the_elements_that_are_gathered_at_once_are_the_engines(tmp_path: Path) -> None:
+    settings = {"max_live_parameters": 400_000, "max_reuse_distance": 0, "prefetch_bucket_size": 100_000}
+    shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
+    changed = {f"stage3_{name}": value for name, value in settings.items()}
+    case = case_of(tmp_path, {"train_micro_batch_size_per_gpu": 8, ZERO: shipped | changed}, "gpt-tiny", 2)
+    flags = ["--task", "gpt-wikitext", "--max_steps", "3", "--eval_steps", "0", "--output_dir", str(tmp_path / "run")]
+    overrides = [f"--engine_override={ZERO}.{key}={value}" for key, value in changed.items()]
+    ended = launch("zero3", "tests/probes/gathered_at_once.py", *flags, *overrides)
+    for rank in printed_json(ended):
+        assert rank["most"] == gathered_elements(case) + persistent_elements(case) < case.shape.parameters
 
 
 @pytest.mark.parametrize(
@@ -537,7 +590,6 @@ NESTED = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in ra
         ("a.yaml", "distributed_type: NO\nnum_proceses: 2\n", "num_proceses is not a setting"),
         ("a.yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: none.json}\n", "no file"),
         ("a.yaml", json.dumps(mesh(dp_replicate=2, dp_shard=0)), "dp_shard_size: 0"),
-        ("a.json", "[" * 100_000, "not readable as JSON"),
         ("a.json", '{"bf16": true}', "bf16 is True"),
     ],
 )  # fmt: skip
@@ -547,6 +599,28 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
         resolve(read_user_file(str(tmp_path / name)), model_shape("gpt2"), 2, Workload())
     assert says in refusal.value.problem
     assert "\n" not in str(refusal.value)
+
+
+def test_comments_are_read_where_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    file, outer = tmp_path / "ds.json", tmp_path / "outer.yaml"
+    file.write_text('{"train_batch_size": 8, # samples\n "zero_optimization": {"stage": 2 /* gradients */}}')
+    assert DeepSpeedConfig(str(file)).zero_config.stage == 2
+    own = read_user_file(str(file))
+    assert own.deepspeed == {"train_batch_size": 8, ZERO: {"stage": 2}}
+    assert [(finding.kind, "is Hjson" in finding.says) for finding in own.findings] == [("noted", True)]
+    with pytest.raises(json.JSONDecodeError):
+        HfDeepSpeedConfig(str(file))
+    section = {"deepspeed_config_file": str(file)}
+    outer.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
+    assert [finding.kind for finding in read_user_file(str(outer)).findings] == ["refused"]
+    # The base installation is without it.
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(UserError, match="not readable as JSON") as refusal:
+        read_user_file(str(file))
+    assert "pip install hjson" in refusal.value.fix
 
 
 def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
@@ -570,10 +644,9 @@ def test_a_file_that_another_one_names_is_looked_for_where_accelerate_does(
     assert read_user_file(str(own)).launcher == "accelerate"
 
 
-def test_a_folder_a_pipe_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+def test_a_folder_and_a_misspelt_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
-    for name, says in (("", "is a folder"), ("pipe", "not a plain file"), ("mnie.json", "there is no file")):
+    for name, says in (("", "is a folder"), ("mnie.json", "there is no file")):
         with pytest.raises(UserError, match=says) as refusal:
             read_user_file(str(tmp_path / name))
     assert "mine.json" in refusal.value.fix
@@ -602,6 +675,78 @@ def test_a_global_batch_is_divided_as_the_engine_divides_it(
     assert (engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps) == (micro_batch, accumulation)
 
 
+_BATCH_OF_THE_ENGINE = """
+import json, sys, torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+import deepspeed
+deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False)
+from deepspeed.runtime.config import DeepSpeedConfig
+for settings in json.loads(sys.argv[1]):
+    sizes = [settings.get(key + "_parallel_size") for key in ("data", "sequence")]
+    try:
+        # As deepspeed.initialize does.
+        names = ("data_parallel", "sequence_parallel")
+        mesh = deepspeed.comm.initialize_mesh_device(tuple(sizes), names) if all(sizes) else None
+        config = DeepSpeedConfig(settings, mesh_device=mesh)
+        print("SAYS", config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
+    except Exception as error:
+        print("SAYS", type(error).__name__)
+"""
+
+
+def test_ranks_that_share_samples_do_not_divide_the_batch(tmp_path: Path) -> None:
+    documents: list[dict[str, Any]] = [
+        {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 8},
+        {"sequence_parallel_size": 4, "train_batch_size": 8, ACCUMULATION: 2},
+        {"sequence_parallel_size": 4, "data_parallel_size": 4, "train_batch_size": 8},
+        {"sequence_parallel_size": 3, "train_batch_size": 8},
+        {"sequence_parallel_size": 4, "data_parallel_size": 2, "train_batch_size": 9},
+    ]
+    command = [sys.executable, "-c", _BATCH_OF_THE_ENGINE, json.dumps(documents)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    says = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAYS")]
+    assert [len(each) for each in says] == [2, 2, 1, 2, 1], done.stderr[-2000:]
+    for document, engine in zip(documents, says, strict=True):
+        case = case_of(tmp_path, {**document, ZERO: {"stage": 2}}, ranks=8)
+        is_refused = any(finding.startswith("refused") for finding in found(case))
+        assert is_refused == (len(engine) == 1), document
+        if not is_refused:
+            assert [case.request.micro_batch, case.request.accumulation] == [int(float(word)) for word in engine]
+
+
+def test_what_no_figure_counts_is_named(tmp_path: Path) -> None:
+    """Every such setting of known_settings.yaml, where it is on, and not where it is off."""
+    keys = [(place, key, entry) for place in ("top", ZERO, f"{ZERO}.offload_optimizer")
+            for key, entry in KNOWN[place].items() if "not_modelled" in entry]  # fmt: skip
+    names = {key for _, key, _ in keys}
+    assert {"compile", "expert_parallel", "sequence_parallel_size", "hybrid_engine", "pipeline", "zenflow",
+            "zero_quantized_weights", "zero_quantized_gradients", "tensor_parallel"} <= names  # fmt: skip
+    for place, key, entry in keys:
+        on = {entry["switch"]: True} if "switch" in entry else 2 if key.endswith(("size", "threshold")) else True
+        off = {entry["switch"]: False} if "switch" in entry else entry.get("default")
+        for value, is_on in ((on, True), (off, False)):
+            document = zero(entry.get("stages", [3])[0])
+            section = document if place == "top" else document[ZERO]
+            if place.endswith("offload_optimizer"):
+                section = section.setdefault("offload_optimizer", {"device": "cpu"})
+            section[key] = value
+            name = f"noted {key if section is document else f'{place}.{key}'.removeprefix(f'{ZERO}.')}"
+            says = found(case_of(tmp_path, document)).get(name, "")
+            assert says.endswith("not modelled: the figures are without it") == is_on, (name, value)
+
+
+def test_an_optimizer_that_stage_2_was_to_send_to_nvme_is_in_host_memory(tmp_path: Path) -> None:
+    def accelerate(device: str) -> dict[str, Any]:
+        section = {"zero_stage": 2, "offload_optimizer_device": device}
+        return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+
+    memories = [predict_memory(case_of(tmp_path, accelerate(device), ranks=8).request) for device in ("cpu", "nvme")]
+    assert memories[0] == memories[1]
+    settings = {**PLAIN, ZERO: {"stage": 2, "offload_optimizer": {"device": "nvme"}}, "gradient_clipping": 1.0}
+    assert engine_says(tmp_path, settings, _PLACE_OF_THE_OPTIMIZER) == [["DeepSpeedCPUAdam", "cpu"]]
+
+
 def test_the_precision_that_auto_and_fp8_become_is_named(tmp_path: Path) -> None:
     """The file of Hugging Face's documents names fp16 alone."""
     plain = {key: value for key, value in PLAIN.items() if key != "bf16"}
@@ -618,7 +763,7 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
 ) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({ZERO: {"stage": 2}, "optimizer": {"type": "AdamW\x1b[31m\x07"}}))
-    command = ["explain", str(file), "gpt2", "--world-size"]
+    command = ["explain", str(file), "gpt2", "--world_size"]
     assert main([*command, "2"]) == 1
     page = capsys.readouterr()
     assert "\x1b" not in page.out + page.err

@@ -21,7 +21,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_suite(tmp_path, {"strategy": ["ddp", "zero3_cpu"], "model_name_or_path": ["gpt-tiny", "gpt2"]})
-    arguments = ["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]
+    arguments = ["run", str(file), "--runs_dir", str(tmp_path), "--dry_run"]
     assert main(arguments) == 0
     here = capsys.readouterr().out.splitlines()
     assert len(here) == 4
@@ -36,7 +36,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
     assert main([*arguments, "--hardware", "T4"]) == 0
     for line in capsys.readouterr().out.splitlines():
         assert "  # predicted: 2 ranks need as many GPUs, of which T4 has 1, " in line
-    for wrong, says in ([*arguments[:-1], "--hardware", "T4"], "add --dry-run"), (
+    for wrong, says in ([*arguments[:-1], "--hardware", "T4"], "add --dry_run"), (
         [*arguments, "--hardware", "T5"], "did you mean T4",
     ):  # fmt: skip
         assert main(wrong) == 2
@@ -73,7 +73,7 @@ def test_what_has_no_prediction_is_named_and_replicas_have_one(
 ) -> None:
     plain = {"strategy": ["hsdp", "zero3_hpz", "tp"], "world_size": [4]}
     file = write_suite(tmp_path, plain, {**TINY, "model_name_or_path": "gpt-tiny"})
-    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+    assert main(["run", str(file), "--runs_dir", str(tmp_path), "--dry_run"]) == 0
     said = [line.split("  # predicted: ")[1] for line in capsys.readouterr().out.splitlines()]
     assert len(said) == 3
     assert sum(line.startswith("no memory for tp, whose ranks share") for line in said) == 1
@@ -83,12 +83,12 @@ def test_what_has_no_prediction_is_named_and_replicas_have_one(
     for rank in (8, 300):
         lora = {"strategy": ["ddp"], "peft": ["none", "lora"]}
         file = write_suite(tmp_path, lora, tiny | {"lora_rank": rank})
-        assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+        assert main(["run", str(file), "--runs_dir", str(tmp_path), "--dry_run"]) == 0
         said = re.findall(r"predicted: ([\d.]+) GiB a rank", capsys.readouterr().out)
         assert len(said) == 2
         assert (float(said[1]) < float(said[0])) == (rank == 8)
     file = write_suite(tmp_path, {"strategy": ["ddp"]}, tiny | {"optimizer": "muon", "max_grad_norm": 0})
-    assert main(["run", str(file), "--runs-dir", str(tmp_path), "--dry-run"]) == 0
+    assert main(["run", str(file), "--runs_dir", str(tmp_path), "--dry_run"]) == 0
     assert "predicted: no memory for muon" in capsys.readouterr().out
 
 
@@ -96,10 +96,10 @@ def test_a_sweep_warns_of_what_cannot_fit_before_it_begins(tmp_path: Path, capsy
     fixed = {**TINY, "model_name_or_path": "gpt-175b"}
     file = write_suite(tmp_path, {"strategy": ["single", "zero3"]}, fixed)
     # No time for any cell: the warnings come all the same.
-    assert main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--time-budget", "0s"]) == 0
+    assert main(["run", str(file), "--runs_dir", str(tmp_path / "runs"), "--time_budget", "0s"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(said) == 2
     assert all("is predicted to run out of memory: a rank needs about" in line for line in said)
     expected = write_suite(tmp_path, {"strategy": ["single"]}, {**fixed, "expect": "oom"})
-    assert main(["run", str(expected), "--runs-dir", str(tmp_path / "runs"), "--time-budget", "0s"]) == 0
+    assert main(["run", str(expected), "--runs_dir", str(tmp_path / "runs"), "--time_budget", "0s"]) == 0
     assert "warning: " not in capsys.readouterr().err

@@ -81,8 +81,8 @@ def test_a_cell_that_is_there_to_run_out_of_memory_is_no_failure_and_a_dry_run_s
     file = write_suite(tmp_path, {"strategy": ["single", "ddp"]}, overrides=[
         {"where": {"strategy": "single"}, "fixed": {"expect": "oom"}},
     ])  # fmt: skip
-    arguments = [str(file), "--runs-dir", str(tmp_path / "runs")]
-    assert main(["run", *arguments, "--dry-run"]) == 0
+    arguments = [str(file), "--runs_dir", str(tmp_path / "runs")]
+    assert main(["run", *arguments, "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for line in lines:
         assert line.endswith("# expected to run out of memory") == ("single.yaml" in line)

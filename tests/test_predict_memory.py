@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers.activations import ACT2CLS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from study.cli import main
 from study.config.errors import UserError
@@ -23,6 +25,8 @@ from study.host.memory import GIB
 from study.predictor import records as own
 from study.predictor.activations import activations_of
 from study.predictor.communication import payload_of
+from study.predictor.families import FAMILIES as MODELLED
+from study.predictor.families import OTHER_FAMILIES
 from study.predictor.gathers import gathers_of
 from study.predictor.hardware import box_of
 from study.predictor.memory import pinned_bytes, points_of, predict_memory
@@ -284,7 +288,10 @@ def test_a_smaller_bucket_a_shorter_reuse_and_offload_each_lower_the_peak():
         (["--model_name_or_path", "gpt-7b"], "did you mean gpt-7.5b"),
         (["--model_name_or_path", "layers=2,hiden=64,heads=2,vocabulary=100"], "did you mean hidden"),
         (["--model_name_or_path", "layers=2,hidden=64"], "heads, vocabulary"),
-        (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,type=qwen9"], "qwen3 or qwen2? known: bert"),
+        (
+            ["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,type=qwen9"],
+            "modelled. To fix it: use one",
+        ),
         (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,type=mamba"], "key_value_heads=8,head_dim"),
         (["--model_name_or_path", "layers=2,hidden=64,heads=2,vocabulary=9,head_dim=8,type=gpt2"], "leave head_dim"),
         (["--model_name_or_path", "someone/some-model"], "--hub"),
@@ -334,6 +341,29 @@ def test_a_config_without_a_field_or_with_a_value_that_no_model_has_is_refused(t
     arguments = ["predict", "--model_name_or_path", str(tmp_path), "--hardware", "8xH100", "--strategy", "zero2"]
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "mistralai/Mixtral-8x7B-v0.1", "qwen3_moe", "qwen3-30b-a3b", "t5", "gemma-3-4b"]
+)
+def test_no_model_of_another_architecture_is_suggested(name, capsys, tmp_path):
+    arguments = ["predict", "--hardware", "8xH100", "--strategy", "zero2", "--model_name_or_path"]
+    assert main([*arguments, name]) == 2
+    said = capsys.readouterr().err
+    assert f"{name!r} is of a family that is not modelled. To fix it: name a model of bert, gpt2, " in said
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name.lower()}))
+    assert main([*arguments, str(tmp_path)]) == 2
+    said += capsys.readouterr().err
+    assert f"the family {name.lower()!r} is not modelled. To fix it: use one of bert, gpt2, " in said
+    assert "did you mean" not in said
+
+
+def test_the_families_that_are_not_modelled_are_those_of_transformers():
+    plain = {re.sub("[^a-z0-9]", "", kind): kind for kind in CONFIG_MAPPING_NAMES}
+    for beginning in OTHER_FAMILIES:
+        assert any(kind.startswith(beginning) for kind in plain), beginning
+        assert not any(re.sub("[^a-z0-9]", "", kind).startswith(beginning) for kind in MODELLED), beginning
+        assert not any(re.sub("[^a-z0-9]", "", preset).startswith(beginning) for preset in PRESETS), beginning
 
 
 def test_the_activations_that_a_config_may_name_are_those_of_transformers():

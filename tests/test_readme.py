@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import runpy
@@ -14,11 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from study.advisor.predict_command import precision_under
 from study.claims.board import board
 from study.claims.page import rewritten as rewritten_claims
 from study.cli import COMMANDS
-from study.config.flags import parse_command_line, resolved
-from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES
+from study.config.flags import Parser, parse_command_line, resolved
+from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
+from study.predictor.communication import sent_bytes
+from study.predictor.hardware import box_of
+from study.predictor.request import Request
+from study.predictor.shape import model_shape
 from study.predictor.time import slowest_offload
 from study.records.frames import read_parquet
 from study.records.rows import STATE_COLUMNS
@@ -104,8 +108,20 @@ def test_what_more_micro_batches_send_is_as_recorded() -> None:
                    & (runs["gradient_accumulation_steps"] == 4)]  # fmt: skip
     sent = of_four.drop_duplicates("strategy").set_index("strategy")["collectives"].map(ring_bytes_of)
     times = {name: f"{sent[name] / sent['ddp']:.1f}" for name in ("zero1", "zero2", "zero3")}
-    said = "`zero1` sends {zero1} times what `ddp` sends, `zero2` {zero2} and `zero3` {zero3}"
-    assert "With four micro-batches a step " + said.format(**times) in " ".join(read("README.md").split())
+    assert {*of_four["model_name_or_path"], *of_four["world_size"]} == {"gpt-tiny", 2}
+    said = "`zero1` sends {zero1} times what `ddp` sends, `zero2` {zero2} and `zero3` {zero3}, in ring bytes"
+    scope, text = "With four micro-batches a step of a tiny GPT in fp32 on 2 ranks", " ".join(read("README.md").split())
+    assert f"{scope} {said.format(**times)}" in text
+
+    def predicted(name: str) -> float:
+        strategy, shape = read_strategy(name), model_shape("llama-3.1-8b")
+        precision = precision_under(strategy, "bf16")
+        return sent_bytes(Request(shape, strategy, box_of("4xA100"), 2048, 1, 4, precision, False, "sdpa"))
+
+    ddp = predicted("ddp")
+    times = {name: f"{predicted(name) / ddp:.2f}" for name in ("zero1", "zero2", "zero3")}
+    said = "the prediction is {zero1}, {zero2} and {zero3} times the {ddp:.0f} GB of `ddp`"
+    assert said.format(**times, ddp=ddp / 1e9) in text
 
 
 def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
@@ -180,7 +196,7 @@ def test_every_command_of_a_page_is_taken(page: str) -> None:
             assert arguments[0] in targets, words
         elif Path(program).name == "study" or arguments[:2] == ["-m", "study.cli"]:
             name, *flags = arguments if Path(program).name == "study" else arguments[2:]
-            parser = argparse.ArgumentParser()
+            parser = Parser()
             COMMANDS[name].add_arguments(parser)
             asked = parser.parse_args(flags) if flags else None
             if asked is not None and hasattr(asked, "suite"):

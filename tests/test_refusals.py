@@ -498,14 +498,14 @@ def test_help_reaches_the_terminal(tmp_path: Path) -> None:
     [
         (["run", "x" * 300], "no suite is called"),
         (["status", "x" * 300], "no suite is called"),
-        (["run", "laptop", "--runs-dir", ""], "--runs-dir: is empty"),
-        (["status", "laptop", "--runs-dir", "/dev/null"], "--runs-dir: /dev/null is not a folder"),
+        (["run", "laptop", "--runs_dir", ""], "--runs_dir: is empty"),
+        (["status", "laptop", "--runs_dir", "/dev/null"], "--runs_dir: /dev/null is not a folder"),
         (["report", "laptop", "--output", ""], "--output: is empty"),
-        (["report", "laptop", "--runs-dir", NOBODY], "nobody's home"),
+        (["report", "laptop", "--runs_dir", NOBODY], "nobody's home"),
         (["report", "laptop", "--output", "x\udcff"], "cannot be printed"),
         (["report", ".."], "no suite is called"),
-        (["virtual", "--strategy", "zero3", "--world-size", "4", "--data", NOBODY], "nobody's home"),
-        (["virtual", "--strategy", "zero3", "--world-size", "9" * 5000], "--world-size"),
+        (["virtual", "--strategy", "zero3", "--world_size", "4", "--data", NOBODY], "nobody's home"),
+        (["virtual", "--strategy", "zero3", "--world_size", "9" * 5000], "--world_size"),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
@@ -527,7 +527,7 @@ def test_an_empty_suite_is_told_what_a_suite_says(tmp_path: Path, capsys: pytest
 
 
 def test_a_time_budget_has_no_upper_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "laptop", "--dry-run", "--time-budget", "9" * 400 + "m"]) == 0
+    assert main(["run", "laptop", "--dry_run", "--time_budget", "9" * 400 + "m"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_a_run_goes_on_where_nobody_reads_what_it_says(streams: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("command", "status"), [("status laptop", 0), ("run laptop --dry-run", 0), ("weights paper_table1", 1)]
+    ("command", "status"), [("status laptop", 0), ("run laptop --dry_run", 0), ("weights paper_table1", 1)]
 )
 def test_a_reader_that_has_read_enough_is_no_error_of_what_only_shows(command: str, status: int) -> None:
     """What starts runs has not told how they ended."""

@@ -89,8 +89,8 @@ def test_records_are_never_taken_from_elsewhere_than_where_they_were_said_to_be(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "reports" / "laptop", tmp_path / "reports" / "laptop")
     before = contents(tmp_path)
-    assert cli.main(["report", "laptop", "--runs-dir", "typo"]) == 2
-    assert "--runs-dir typo has no records of laptop" in capsys.readouterr().err
+    assert cli.main(["report", "laptop", "--runs_dir", "typo"]) == 2
+    assert "--runs_dir typo has no records of laptop" in capsys.readouterr().err
     assert contents(tmp_path) == before
 
 
@@ -106,7 +106,7 @@ def test_a_report_that_holds_the_only_records_of_runs_is_not_replaced_unless_ask
     assert cli.main(["report", "mine"]) == 2
     assert "1 runs of the report in reports/mine are not below runs" in capsys.readouterr().err
     assert contents(tmp_path / "reports" / "mine") == before
-    assert cli.main(["report", "mine", "--drop-missing"]) == 0
+    assert cli.main(["report", "mine", "--drop_missing"]) == 0
     assert list(read_parquet(tmp_path / "reports" / "mine").runs["run"]) == [second.name]
 
 

@@ -188,7 +188,7 @@ def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, run_o
     fixed: dict[str, Any] = {name.removeprefix("--"): yaml.safe_load(value) for name, value in flags}
     fixed |= {"task": "gpt-wikitext", "time_limit_s": 300}
     suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "zero3"]}, fixed), tmp_path / "runs"
-    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs_dir", str(runs))
     assert job.ended() == "COMPLETED", job.said()
     found = records(runs)
     for strategy in ("ddp", "zero3"):
@@ -212,7 +212,7 @@ def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, run_o
 def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Slurm, tmp_path: Path) -> None:
     # In this order; the second has the first node to itself.
     suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "single"]}), tmp_path / "runs"
-    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs_dir", str(runs))
     wait_until(lambda: len(ranks_of(runs)) == 2)
     (tmp_path / "other").mkdir()
     script = tmp_path / "other.sh"
@@ -243,7 +243,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     runs = tmp_path / "runs"
     short = [{"where": {"seed": 1}, "fixed": {"time_limit_s": 8}}]
     suite = write_suite(tmp_path, {"strategy": "ddp", "seed": [1, 2]}, ENDLESS, overrides=short)
-    job = slurm.submit(tmp_path, "--", str(suite), "--runs-dir", str(runs))
+    job = slurm.submit(tmp_path, "--", str(suite), "--runs_dir", str(runs))
     wait_until(lambda: "timeout after" in job.said())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
     assert read_status(first)["reason"] == "ended after its 8 s"
@@ -267,7 +267,7 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     suite = write_suite(tmp_path, {"strategy": "ddp"}, ENDLESS)
     before = limit.read_text()
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec python -m study.cli run {suite} --runs-dir {runs}\n")
+    script.write_text(f"#!/bin/bash\ncd {ROOT}\nexec python -m study.cli run {suite} --runs_dir {runs}\n")
     job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
     try:
         # The second node's rank has begun, and needs more while it imports torch. The first version of cgroups refuses
@@ -296,9 +296,9 @@ def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_lists_its_nodes
     script.write_text(f"""#!/bin/bash
 cd {ROOT}
 {study} doctor --json > {tmp_path}/doctor.json
-{study} run {suite} --runs-dir {slurm.seen_by_the_first_node_alone}; echo "status $?"
-srun --ntasks=2 {study} run {suite} --runs-dir {tmp_path}/runs
-{study} run {suite} --runs-dir {tmp_path}/runs --dry-run
+{study} run {suite} --runs_dir {slurm.seen_by_the_first_node_alone}; echo "status $?"
+srun --ntasks=2 {study} run {suite} --runs_dir {tmp_path}/runs
+{study} run {suite} --runs_dir {tmp_path}/runs --dry_run
 """)
     job = slurm.submit(tmp_path, "--nodes=2", "--ntasks-per-node=1", "--", script=script)
     assert job.ended() == "COMPLETED", job.said()
@@ -320,7 +320,7 @@ def test_tasks_of_an_array_fill_one_folder_at_the_same_time(slurm: Slurm, tmp_pa
     runs = tmp_path / "runs"
     suite = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2]}, {**TINY, "max_steps": 100})
     flags = ("--array=1-2", "--nodes=1", f"--output={tmp_path}/%a.out")
-    job = slurm.submit(tmp_path, *flags, "--", str(suite), "--runs-dir", str(runs), "--only", "seed=%a")
+    job = slurm.submit(tmp_path, *flags, "--", str(suite), "--runs_dir", str(runs), "--only", "seed=%a")
     wait_until(lambda: len(list((runs / "tiny").glob("*/.zero-study-run.lock"))) == 2)
     assert len(processes_of(runs / "tiny")) >= 4
     wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job.id, "-t", "PD,R,CG").strip())

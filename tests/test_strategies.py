@@ -433,6 +433,16 @@ HSDP = {
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "full_shard"},
             "fsdp_reshard_after_forward",
         ),
+        (
+            # As `accelerate launch` exports a file with SIZE_BASED_WRAP that leaves the size to it.
+            {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+                "FSDP_MIN_NUM_PARAMS": "100000000.0",
+            },
+            "no whole fsdp_min_num_params",
+        ),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
         (HSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1"}, "parallelism_config of one replica"),
         (HSDP | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "dp_shard_size: -1"),

@@ -130,7 +130,7 @@ def test_no_variable_of_another_launch_reaches_a_run(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_pasted_command_of_the_dry_run_makes_the_same_run(swept, tmp_path, capsys):
     suite, runs, _ = swept
-    assert cli.main(["run", str(suite), "--runs-dir", str(tmp_path), "--only", "*-single-*", "--dry-run"]) == 0
+    assert cli.main(["run", str(suite), "--runs_dir", str(tmp_path), "--only", "*-single-*", "--dry_run"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(line, shell=True, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=300)
@@ -173,12 +173,12 @@ def test_interrupted_and_failed_cells_run_again_and_status_shows_why(tmp_path, c
     assert not any(cell_state(folder).is_answered(retry=True) for folder in folders)
     assert CellState("ok").is_answered(retry=True)
 
-    assert cli.main(["status", str(suite), "--runs-dir", str(tmp_path / "runs")]) == 0
+    assert cli.main(["status", str(suite), "--runs_dir", str(tmp_path / "runs")]) == 0
     said = capsys.readouterr().out
     assert all(f"why {state} (do that)" in said for state in states)
     assert said.splitlines()[0] == (
         "tiny: 0 of 6 cells done, 1 interrupted, 1 failed, 1 oom, 1 timeout, 1 unsupported;"
-        f" next: study run {suite} --runs-dir {tmp_path / 'runs'}"
+        f" next: study run {suite} --runs_dir {tmp_path / 'runs'}"
     )
 
 
@@ -187,12 +187,12 @@ def test_the_verdict_of_a_suite_names_the_next_command(tmp_path, capsys):
     one, other = (tmp_path / "tiny" / cell.id for cell in cells_of(suite))
     write_run(one.parent, "single", name=one.name)
     RunWriter(other).close("oom", "why", "do that")
-    base = [str(suite), "--runs-dir", str(tmp_path)]
+    base = [str(suite), "--runs_dir", str(tmp_path)]
     for command in (["status"], ["run"]):
         assert cli.main([*command, *base]) == (1 if command == ["run"] else 0)
         verdict = capsys.readouterr().out.splitlines()[0]
         assert verdict == (
-            f"tiny: 1 of 2 cells done, 1 oom; next: study report {suite} --runs-dir {tmp_path};"
+            f"tiny: 1 of 2 cells done, 1 oom; next: study report {suite} --runs_dir {tmp_path};"
             " after a fix, study run --retry runs those again"
         )
 
@@ -271,10 +271,10 @@ def test_a_gpu_s_matrix_products_are_timed_for_models_of_full_size_alone(tmp_pat
 
 def test_a_runs_dir_that_cannot_be_written_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    arguments = ["run", str(write_suite(tmp_path, {"strategy": "single"})), "--runs-dir", str(tmp_path / "file")]
+    arguments = ["run", str(write_suite(tmp_path, {"strategy": "single"})), "--runs_dir", str(tmp_path / "file")]
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    assert (said.count("\n"), "--runs-dir" in said) == (1, True)
+    assert (said.count("\n"), "--runs_dir" in said) == (1, True)
 
 
 # The clock of the box is set back during a sweep: the records are older than the sweep.
@@ -305,7 +305,7 @@ def output_of_terminal(command: Sequence[str]) -> str:
 
 def test_on_a_terminal_the_display_shows_the_cell_its_step_and_what_is_left(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "single"}, {**TINY, "max_steps": 100, "logging_steps": 1})
-    command = [sys.executable, "-c", CLOCK_SET_BACK, "run", str(suite), "--runs-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-c", CLOCK_SET_BACK, "run", str(suite), "--runs_dir", str(tmp_path / "runs")]
     text = output_of_terminal(command)
     assert all(words in text for words in ("0 done, 0 failed, 1 left", "starting"))
     assert re.search(r"step \d+/100.*0:\d\d:\d\d.*0:\d\d:\d\d", text), "the time so far, and what remains"
@@ -320,7 +320,7 @@ def test_status_imports_nothing_heavy(tmp_path):
     suite = write_suite(tmp_path, {"strategy": "all"})
     code = (
         "import sys, json; from study import cli\n"
-        f"assert cli.main(['status', {str(suite)!r}, '--runs-dir', {str(tmp_path)!r}]) == 0\n"
+        f"assert cli.main(['status', {str(suite)!r}, '--runs_dir', {str(tmp_path)!r}]) == 0\n"
         "print(json.dumps([name for name in ('torch', 'numpy', 'transformers', 'pandas') if name in sys.modules]))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -343,7 +343,7 @@ def test_the_docs_say_what_each_rented_suite_takes_as_it_estimates_it(tmp_path):
 
 def test_a_dry_run_prints_one_command_per_cell_and_writes_nothing(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "all"})
-    assert cli.main(["run", str(file), "--runs-dir", str(tmp_path / "runs"), "--dry-run"]) == 0
+    assert cli.main(["run", str(file), "--runs_dir", str(tmp_path / "runs"), "--dry_run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(STUDIED_STRATEGIES)
     for line in lines:
@@ -361,10 +361,10 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
     for item in plan_cells(read_suite(file), this_box()):
         for cell in runs_of(item):
             write_run(runs / "tiny", cell.strategy, name=cell.id)
-    assert cli.main(["run", str(file), "--runs-dir", str(runs), "--only", "*-ddp-*"]) == 0
+    assert cli.main(["run", str(file), "--runs_dir", str(runs), "--only", "*-ddp-*"]) == 0
     assert "no cell of this suite asks" not in capsys.readouterr().err
     write_run(runs / "tiny", name="of-another-suite")
-    assert cli.main(["run", str(file), "--runs-dir", str(runs), "--only", "*-ddp-*"]) == 0
+    assert cli.main(["run", str(file), "--runs_dir", str(runs), "--only", "*-ddp-*"]) == 0
     assert (
         "notice: runs in the folder tiny that no cell of this suite asks for: 1, such as of" in capsys.readouterr().err
     )
@@ -373,7 +373,7 @@ def test_runs_of_another_suite_in_the_folder_of_the_same_name_are_reported(tmp_p
 @pytest.mark.parametrize(
     "arguments",
     [
-        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time-budget", "soon"],
+        [], ["walk"], ["run"], ["run", "no-such-suite"], ["run", "laptop", "--time_budget", "soon"],
         ["run", "laptop", "--only", "nothing-like-this"], ["status", "laptop", "--flag"],
     ],
 )  # fmt: skip
@@ -427,7 +427,7 @@ def test_a_damaged_record_has_no_time_and_a_narrow_terminal_is_written_to(tmp_pa
     (damaged / "config.json").write_text("{}")
     attempt = {"state": "ok", "wall_s": "long"}
     (damaged / "sweep.json").write_text(json.dumps({"strategy": "ddp", "world_size": 2, "attempts": [attempt]}))
-    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry-run", "--runs-dir", str(tmp_path / "语")]
+    command = [sys.executable, "-m", "study.cli", "run", "laptop", "--dry_run", "--runs_dir", str(tmp_path / "语")]
     narrow = os.environ | {"PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(command, cwd=ROOT, env=narrow, capture_output=True, encoding="latin-1")
     assert done.returncode == 0, done.stderr

@@ -140,13 +140,13 @@ def test_there_is_a_search_for_every_combination_and_only_chooses_among_them(tmp
 def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is_not_more(tmp_path, capsys):
     file = write_suite(tmp_path, {"strategy": "zero2"}, UNSIZED, **LADDER)
     search, root = search_of(file), tmp_path / "runs" / "tiny"
-    where = [str(file), "--runs-dir", str(tmp_path / "runs")]
+    where = [str(file), "--runs_dir", str(tmp_path / "runs")]
 
     def lines(*arguments: str) -> list[str]:
         assert cli.main([arguments[0], *where, *arguments[1:]]) == 0
         return capsys.readouterr().out.splitlines()
 
-    note, command = lines("run", "--dry-run")
+    note, command = lines("run", "--dry_run")
     assert note == f"# {search.id} searches 1 to 512: its next probe, which decides those after it"
     words = shlex.split(command)
     assert words[words.index("--per_device_train_batch_size") + 1] == "1"
@@ -156,7 +156,7 @@ def test_the_dry_run_and_the_status_show_the_next_probe_the_answer_and_why_it_is
     end_probe(search, root, 1, "oom", "the cgroup's memory limit was reached")
     said = lines("status")[-1]
     assert all(words in said for words in ("found", "none, 1 is too large", "1: the cgroup's memory limit was reached"))
-    assert lines("run", "--dry-run") == [f"# {search.id} is answered: none, 1 is too large"]
+    assert lines("run", "--dry_run") == [f"# {search.id} is answered: none, 1 is too large"]
 
 
 def test_retry_repeats_the_record_that_sets_the_limit_and_every_call_a_failed_probe(tmp_path):
@@ -270,7 +270,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_goes_on_from_t
 @pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
 def test_a_rented_suite_runs_from_end_to_end_with_tiny_models(tmp_path, name):
     """Suites of a box that is paid by the minute, with the commands that run there."""
-    arguments = ["run", name, "--runs-dir", str(tmp_path), "--rehearse"]
+    arguments = ["run", name, "--runs_dir", str(tmp_path), "--rehearse"]
     result = subprocess.run(
         [sys.executable, "-m", "study.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000
     )

@@ -87,11 +87,11 @@ def test_a_wrong_series_is_refused_with_its_place(tmp_path, slices, says):
 
 def test_what_this_box_cannot_run_is_left_out_and_refused_where_nothing_is_left(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST, requires={"gpus": 1, "gpu_memory_gib": 8})
-    series = ["run", str(file), "--runs-dir", str(tmp_path / "runs")]
+    series = ["run", str(file), "--runs_dir", str(tmp_path / "runs")]
     assert cli.main([*series, "--only", "seed=2"]) == 2
     assert "wide needs 1 GPU, and this box shows 0" in capsys.readouterr().err
     # No time for a cell: what is looked at is which slices there are.
-    assert cli.main([*series, "--time-budget", "0"]) == 0
+    assert cli.main([*series, "--time_budget", "0"]) == 0
     said = capsys.readouterr().err
     assert "notice: wide needs 1 GPU, and this box shows 0: left out" in said
     assert "narrow:" in said
@@ -103,7 +103,7 @@ def test_a_slice_needs_what_its_own_cells_need_and_a_plan_is_made_for_the_box_th
     file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
     assert [part.only for part in _runnable(plan_suite(str(file), box, tmp_path), box)] == [("world_size=1",)]
     assert "notice: wide needs 2 GPUs, and this box shows 1: left out" in capsys.readouterr().err
-    # Elsewhere `--dry-run` and the list of what remains would otherwise name other runs than that box has.
+    # Elsewhere `--dry_run` and the list of what remains would otherwise name other runs than that box has.
     file = write_series(tmp_path, [{"suite": "wide"}], requires={"gpus": 4}, fixed={**TINY, "strategy": "zero3"})
     cells: list[Any] = [cell for part in plan_suite(str(file), CPU_BOX, tmp_path).slices for cell in part.cells]
     assert {cell.ranks for cell in cells} == {4}
@@ -112,19 +112,19 @@ def test_a_slice_needs_what_its_own_cells_need_and_a_plan_is_made_for_the_box_th
 def test_a_series_runs_until_its_time_is_over_and_goes_on_there(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     runs = tmp_path / "runs"
-    base = [str(file), "--runs-dir", str(runs)]
+    base = [str(file), "--runs_dir", str(runs)]
     assert cli.main(["run", *base, "--only", "seed=2"]) == 0
     (first,) = runs.glob("*/*/status.json")
     assert first.parent.parent.name == "wide"
     # Nothing of what is left fits into no time; what is done is not begun again, nor does it stop the others.
     capsys.readouterr()
-    assert cli.main(["run", *base, "--time-budget", "0"]) == 0
+    assert cli.main(["run", *base, "--time_budget", "0"]) == 0
     said = capsys.readouterr().err
     assert "narrow:" in said
     assert "wide" not in said
     assert cli.main(["status", *base]) == 0
     verdict, _, _, *rows = capsys.readouterr().out.splitlines()
-    assert verdict == f"whole: 1 of 3 cells done; next: study run {file} --runs-dir {runs}"
+    assert verdict == f"whole: 1 of 3 cells done; next: study run {file} --runs_dir {runs}"
     assert [row.split()[:6] for row in rows] == [
         ["wide", "seed=2", "1", "1", "0", "0"], ["narrow", "-", "1", "0", "0", "1"], ["wide", "-", "1", "0", "0", "1"]
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_was_interrupted_comes_after_all_that_was_never_tried(tmp_path, cap
     file = write_series(tmp_path, SEED_FIRST)
     (hung,) = plan_suite(str(file), CPU_BOX, tmp_path, ["seed=2"]).slices
     write_run(hung.root, name=hung.cells[0].id, state="interrupted", gpu=False)
-    started = ["run", str(file), "--runs-dir", str(tmp_path), "--time-budget", "0"]
+    started = ["run", str(file), "--runs_dir", str(tmp_path), "--time_budget", "0"]
     cli.main(started)
     assert "narrow:" in capsys.readouterr().err
     cli.main([*started, "--only", "seed=2"])
@@ -183,7 +183,7 @@ def test_records_of_a_series_are_found_where_a_user_keeps_them(tmp_path, monkeyp
 def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_path, capsys):
     file = write_series(tmp_path, SEED_FIRST)
     output = tmp_path / "report"
-    arguments = ["report", str(file), "--runs-dir", str(tmp_path / "runs"), "--output", str(output)]
+    arguments = ["report", str(file), "--runs_dir", str(tmp_path / "runs"), "--output", str(output)]
     assert cli.main(arguments) == 0
     for text in ((output / "index.html").read_text(), (output / "summary.md").read_text()):
         assert "None of it is measured yet: 3 runs and searches remain" in text
@@ -199,11 +199,11 @@ def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_p
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
     fixed = {**TINY, "strategy": "single", "expected_s": 60}
     file = write_series(tmp_path, SEED_FIRST, fixed=fixed)
-    arguments = ["weights", str(file), "--runs-dir", str(tmp_path / "runs")]
-    assert cli.main([*arguments, "--time-budget", "30s"]) == 0
+    arguments = ["weights", str(file), "--runs_dir", str(tmp_path / "runs")]
+    assert cli.main([*arguments, "--time_budget", "30s"]) == 0
     assert "no cell that whole would run now starts from weights" in capfd.readouterr().out
     # `narrow` has no estimate, and the last slice does not fit.
-    assert cli.main([*arguments, "--time-budget", "90s"]) == 0
+    assert cli.main([*arguments, "--time_budget", "90s"]) == 0
     folders = (folder.name for folder in (tmp_path / "cache" / "initial_weights").iterdir() if folder.is_dir())
     assert sorted(re.sub(r"-[0-9a-f]{12}$", "", name) for name in folders) == [
         "gpt-wikitext-gpt-tiny-1layers-random-seed1", "gpt-wikitext-gpt-tiny-random-seed2"

@@ -274,7 +274,7 @@ sys.stdin.read()
 
 def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and_goes_on(tmp_path):
     suite, runs = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2, 3]}, TINY), tmp_path / "runs"
-    commands = run(suite, runs, "--dry-run").stdout.splitlines()
+    commands = run(suite, runs, "--dry_run").stdout.splitlines()
     cells = [words for line in commands if "--output_dir" in (words := shlex.split(line))]
     noted, held, free = [ROOT / words[words.index("--output_dir") + 1] for words in cells]
     put_photo(noted)
@@ -288,7 +288,7 @@ def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and
     finally:
         holder.communicate()
     assert contents(noted) == {"photo.jpg": PHOTO}
-    assert f"{noted} holds files, and none is a run's (move them away, or name another --runs-dir)" in result.stderr
+    assert f"{noted} holds files, and none is a run's (move them away, or name another --runs_dir)" in result.stderr
     assert [path.name for path in held.iterdir()] == [".zero-study-run.lock"]
     assert f"another run is at work in {held}: pid {holder.pid} on" in result.stderr
     assert read_run(free).state == "ok"

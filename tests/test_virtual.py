@@ -176,8 +176,8 @@ def test_the_third_step_sends_what_every_later_one_does(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_three_depths_make_a_line_and_the_json_is_one_document_that_says_so(tmp_path: Path) -> None:
     result = study(
-        "--strategy", "zero2", "--world-size", "8", *GPT, "--model_name_or_path", "gpt-tiny-12layers", "--layers-fit",
-        "3,4,6", "--precision", "bf16", "--runs-dir", str(tmp_path), "--json", "--seq_length", "16",
+        "--strategy", "zero2", "--world_size", "8", *GPT, "--model_name_or_path", "gpt-tiny-12layers", "--layers_fit",
+        "3,4,6", "--precision", "bf16", "--runs_dir", str(tmp_path), "--json", "--seq_length", "16",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
@@ -205,8 +205,8 @@ def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     result = study(
-        "--strategy", "ddp,zero3_nvme", "--world-size", "2", "--nvme_path", str(file / "drive"), "--json",
-        "--runs-dir", str(tmp_path / "runs"),
+        "--strategy", "ddp,zero3_nvme", "--world_size", "2", "--nvme_path", str(file / "drive"), "--json",
+        "--runs_dir", str(tmp_path / "runs"),
     )  # fmt: skip
     assert result.returncode == 1
     document = json.loads(result.stdout)
@@ -218,8 +218,8 @@ def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "study.cli", "virtual", "--strategy", "zero0", "--world-size", "2", "--max_steps",
-               "100000", "--runs-dir", str(tmp_path)]  # fmt: skip
+    command = [sys.executable, "-m", "study.cli", "virtual", "--strategy", "zero0", "--world_size", "2", "--max_steps",
+               "100000", "--runs_dir", str(tmp_path)]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # A suite that runs in the background has it ignored, and hands that on.
@@ -240,12 +240,12 @@ def test_ctrl_c_is_one_line_and_ends_the_rank(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_held_is_one_line_that_names_the_extrapolation(tmp_path: Path) -> None:
     result = study(
-        "--strategy", "ddp", "--world-size", "2", *GPT, "--model_name_or_path", "gpt-1t", "--runs-dir", str(tmp_path)
+        "--strategy", "ddp", "--world_size", "2", *GPT, "--model_name_or_path", "gpt-1t", "--runs_dir", str(tmp_path)
     )
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert "one rank of ddp on 2 needs about" in line
-    assert "--layers-fit" in line
+    assert "--layers_fit" in line
 
 
 @pytest.mark.long
@@ -255,8 +255,8 @@ def test_depths_beyond_a_threshold_are_taken_where_they_fit(tmp_path: Path, monk
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "1.52")
     settings = [f"zero_optimization.stage3_max_{name}=4170000" for name in ("live_parameters", "reuse_distance")]
     result = study(
-        "--strategy", "zero3", "--world-size", "16", "--model_name_or_path", "gpt-tiny-36layers", "--precision", "bf16",
-        *(f"--engine_override={setting}" for setting in settings), "--runs-dir", str(tmp_path), "--json", timeout=800,
+        "--strategy", "zero3", "--world_size", "16", "--model_name_or_path", "gpt-tiny-36layers", "--precision", "bf16",
+        *(f"--engine_override={setting}" for setting in settings), "--runs_dir", str(tmp_path), "--json", timeout=800,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "again over 6 to 8 layers" in result.stderr
@@ -290,8 +290,8 @@ def test_the_papers_7_5_b_on_64_ranks_has_the_papers_state(
 ) -> None:
     """Stage 3 measured, and stages 1 and 2 by extrapolation."""
     result = study(
-        "--strategy", strategy, "--world-size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",
-        "--seq_length", "16", *(["--layers-fit", depths] if depths else []), "--runs-dir", str(tmp_path), "--json",
+        "--strategy", strategy, "--world_size", "64", *GPT, "--model_name_or_path", "gpt-7.5b", "--precision", "bf16",
+        "--seq_length", "16", *(["--layers_fit", depths] if depths else []), "--runs_dir", str(tmp_path), "--json",
         timeout=1700,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr

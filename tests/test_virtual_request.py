@@ -24,15 +24,15 @@ from study.workloads.architecture import shape_of
 from study.workloads.presets import find_preset
 
 NO_GPU = Box((), 16)
-ZERO3 = ("--strategy", "zero3", "--world-size", "4")
+ZERO3 = ("--strategy", "zero3", "--world_size", "4")
 OVERRIDE = ("--engine_override", "zero_optimization.reduce_bucket_size=5000000")
 
 REFUSALS = {
-    "one rank": (("--strategy", "zero3", "--world-size", "1"), "--world-size 1 is out of range"),
-    "too many": (("--strategy", "zero3", "--world-size", "1025"), "--world-size 1025 is out of range"),
+    "one rank": (("--strategy", "zero3", "--world_size", "1"), "--world_size 1 is out of range"),
+    "too many": (("--strategy", "zero3", "--world_size", "1025"), "--world_size 1025 is out of range"),
     "no such rank": ((*ZERO3, "--rank", "4"), "--rank 4 is none of 4"),
-    "single": (("--strategy", "single", "--world-size", "4"), "single is one rank alone"),
-    "no such strategy": (("--strategy", "zero4", "--world-size", "4"), "no strategy is called 'zero4'"),
+    "single": (("--strategy", "single", "--world_size", "4"), "single is one rank alone"),
+    "no such strategy": (("--strategy", "zero4", "--world_size", "4"), "no strategy is called 'zero4'"),
     "unknown flag": ((*ZERO3, "--nonsense", "1"), "--nonsense"),
     "the rank by its other name": ((*ZERO3, "--virtual_rank", "1"), "--virtual_rank"),
     "flags behind a dash": ((*ZERO3, "--", "--output_dir", "x"), "--output_dir"),
@@ -40,25 +40,25 @@ REFUSALS = {
     "tracker": ((*ZERO3, "--report_to", "tensorboard"), "no losses to report"),
     "evaluation": ((*ZERO3, "--eval_steps", "1"), "--eval_steps 1: a virtual run has no losses to judge"),
     "two steps": ((*ZERO3, "--max_steps", "2"), "a virtual run of 2 steps would watch one that is not like"),
-    "depths": ((*ZERO3, "--layers-fit", "3,2,4"), "does not rise"),
+    "depths": ((*ZERO3, "--layers_fit", "3,2,4"), "does not rise"),
     "a depth that would be silence for hours": (
-        (*ZERO3, "--model_name_or_path", "gpt-tiny", "--layers-fit", "1,2,99999999999"),
+        (*ZERO3, "--model_name_or_path", "gpt-tiny", "--layers_fit", "1,2,99999999999"),
         "99999999999 layers of gpt-tiny are out of range",
     ),
     "a model of that depth": (
         (*ZERO3, "--model_name_or_path", "gpt-neo-2.7b-99999999layers"), "99999999 layers of gpt-neo-2.7b are out",
     ),
-    "a depth of more digits than Python reads": ((*ZERO3, "--layers-fit", f"1,2,{'9' * 5000}"), "is not three depths"),
+    "a depth of more digits than Python reads": ((*ZERO3, "--layers_fit", f"1,2,{'9' * 5000}"), "is not three depths"),
     "no model": ((*ZERO3, "--model_name_or_path", ""), "--model_name_or_path is empty"),
-    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers-fit", "1,2,3"), "has one depth"),
+    "a preset's namesake": ((*ZERO3, "--model_name_or_path", "foo/gpt-tiny", "--layers_fit", "1,2,3"), "has one depth"),
     "no layers": (
-        (*ZERO3, "--model_name_or_path", "gpt-tiny-0layers", "--layers-fit", "1,2,3"), "unknown model 'gpt-tiny-0",
+        (*ZERO3, "--model_name_or_path", "gpt-tiny-0layers", "--layers_fit", "1,2,3"), "unknown model 'gpt-tiny-0",
     ),
     "a setting of another engine": (
-        ("--strategy", "zero0,ddp", "--world-size", "4", *OVERRIDE), "--engine_override sets DeepSpeed keys, and ddp",
+        ("--strategy", "zero0,ddp", "--world_size", "4", *OVERRIDE), "--engine_override sets DeepSpeed keys, and ddp",
     ),
     "a precision of another engine": (
-        ("--strategy", "zero0,fsdp2", "--world-size", "4", "--precision", "bf16-engine"), "and fsdp2 runs without it",
+        ("--strategy", "zero0,fsdp2", "--world_size", "4", "--precision", "bf16-engine"), "and fsdp2 runs without it",
     ),
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def test_a_misuse_is_one_line_before_anything_runs(
     arguments: tuple[tuple[str, ...], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked, says = arguments
-    assert main(["virtual", *asked, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert main(["virtual", *asked, "--runs_dir", str(tmp_path / "runs")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
@@ -81,7 +81,7 @@ def test_a_file_where_lines_are_kept_is_refused_before_the_depths_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "extrapolated").touch()
-    assert main(["virtual", *ZERO3, "--layers-fit", "1,2,3", "--runs-dir", str(tmp_path)]) == 2
+    assert main(["virtual", *ZERO3, "--layers_fit", "1,2,3", "--runs_dir", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{tmp_path / 'extrapolated'} cannot be a folder" in line
 

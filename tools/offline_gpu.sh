@@ -57,7 +57,7 @@ if [ "$suite" = first ]; then
     # Without an engine first: whether torch and its launcher work here at all.
     python3 -m study.cli run one_gpu_bert --rehearse --only '*-single-*' --only precision=bf16
     python3 -m study.cli run one_gpu_bert --rehearse --only '*-zero3*' --only precision=bf16
-    python3 -m study.cli verify --runs-dir runs/verify --only zero1 zero3 zero2_cpu --precision bf16
+    python3 -m study.cli verify --runs_dir runs/verify --only zero1 zero3 zero2_cpu --precision bf16
     pack
     # Compiled and profiled: what nothing before this has used.
     python3 -m study.cli run speed_gpt2_xl --rehearse --only strategy=zero1 --only profile_steps=3
@@ -71,11 +71,11 @@ else
   for_weights=()
   for flag in "$@"; do [ "$flag" = --retry ] || for_weights+=("$flag"); done
   budget_s=$((limit_s * 2 / 3))
-  timeout $budget_s python3 -m study.cli weights "$suite" --time-budget ${budget_s}s ${for_weights[@]+"${for_weights[@]}"} &
+  timeout $budget_s python3 -m study.cli weights "$suite" --time_budget ${budget_s}s ${for_weights[@]+"${for_weights[@]}"} &
   operators
   wait $!
   budget_s=$((limit_s - 100 - SECONDS > 0 ? limit_s - 100 - SECONDS : 0))
-  work() { python3 -m study.cli run "$suite" --time-budget "${budget_s}s" "$@"; }
+  work() { python3 -m study.cli run "$suite" --time_budget "${budget_s}s" "$@"; }
 fi
 
 # The last 50 s are for packing. A cell that is stopped is `interrupted`, and the next call runs it again.

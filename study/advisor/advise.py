@@ -349,7 +349,7 @@ def unchecked(option: Option) -> Iterator[str]:
     box, strategy = option.request.box, option.request.strategy
     if strategy.offloads and box.host_gib_per_node is None:
         needed = option.memory.host_peak.value / GIB
-        yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host-memory says what there is"
+        yield f"not checked: it needs {needed:,.0f} GiB of host memory; --host_memory says what there is"
     if strategy.uses_nvme:
         read, write = box.nvme_read_gb_per_s, box.nvme_write_gb_per_s
         yield f"NVMe is taken to read {read:g} and write {write:g} GB/s (--nvme_gb_per_s)"

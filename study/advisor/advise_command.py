@@ -61,7 +61,7 @@ _COLUMNS = (
 LEGEND = """\
 The recommended strategy, others that are about as fast, then the rest by speed. Micro-batch: samples of one forward
 pass on one rank; accumulation: micro-batches of an optimizer step. Upper bound (90 %) of the peak. tokens/s: all
-ranks; host and NVMe: one node; cost/M tokens: with --price-per-gpu-hour. GiB are 2**30 bytes.
+ranks; host and NVMe: one node; cost/M tokens: with --price_per_gpu_hour. GiB are 2**30 bytes.
 """
 ONE_RANK_NOTE = (
     "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of what is trained, where"
@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient_checkpointing", choices=("auto", "on", "off"), default="auto", help="auto: whatever is faster")
     batch = "samples of an optimizer step; by default 64, or one a rank"
     add("--global_batch_size", type=whole, metavar="B", help=batch)
-    add("--host-memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
-    add("--price-per-gpu-hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
+    add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
+    add("--price_per_gpu_hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
@@ -120,7 +120,7 @@ def question_of(options: argparse.Namespace) -> AdviceRequest:
         raise UserError(f"--global_batch_size {batch} is not a multiple of {box.ranks} ranks", f"use {more}")
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     question = AdviceRequest(
-        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length, 2048), precision=precision,
+        shape=shape, box=box, sequence_length=sequence_length(shape, options.seq_length), precision=precision,
         gradient_checkpointing={"auto": None, "on": True, "off": False}[options.gradient_checkpointing],
         attention=options.attn_implementation, chunked_loss=options.chunked_loss, global_batch=batch,
         price_per_gpu_hour=options.price_per_gpu_hour,
@@ -221,6 +221,8 @@ def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
     yield f"  {files.command}    ({workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"
+    elif request.fsdp_gathers_16_bits:
+        yield "  study/train.py does not train this: under FSDP it gathers fp32 weights (study predict --autocast)"
 
 
 def _count_text(parameters: int) -> str:
@@ -276,9 +278,12 @@ def write_files(option: Option, folder: Path, nvme_path: str, model: str) -> Adv
 
 
 def _study_command(request: Request, model: str, launch: list[str]) -> str | None:
-    """This study's trainer has no chunked loss, and takes no model that is nothing but sizes or their file."""
+    """Return the command that trains this with study/train.py; None where that would train something else.
+
+    It has no chunked loss, loads no model that is nothing but sizes or their file, and gathers fp32 under FSDP.
+    """
     preset = find_preset(model)
-    if request.chunked_loss or "=" in model or Path(model).expanduser().is_file():
+    if request.chunked_loss or request.fsdp_gathers_16_bits or "=" in model or Path(model).expanduser().is_file():
         return None
     task = "gpt-wikitext" if request.shape.family == "causal-lm" else "bert-imdb"
     flags = ["--task", task, "--model_name_or_path", model]
@@ -286,6 +291,8 @@ def _study_command(request: Request, model: str, launch: list[str]) -> str | Non
     flags += ["--precision", request.precision, "--seq_length", str(request.sequence_length)]
     flags += ["--per_device_train_batch_size", str(request.micro_batch)]
     flags += ["--global_batch_size", str(request.micro_batch * request.accumulation * request.box.ranks)]
+    # A model's own dropout keeps masks, which the advice does not count.
+    flags += ["--attn_implementation", request.attention, "--dropout", "0"]
     flags += ["--gradient_checkpointing"] * request.gradient_checkpointing
     if request.shape.lora_rank:
         flags += ["--peft", "lora", "--lora_rank", str(request.shape.lora_rank)]

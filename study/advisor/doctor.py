@@ -250,19 +250,13 @@ def _probe(ask_hub: bool, folder: Path | None, can_pin: bool) -> list[Check]:
         why_not = f"not measured: see {'pinned memory' if folder else 'nvme path'}"
     elif (kind := _file_system(folder)) in ("tmpfs", "ramfs"):
         why_not = f"not measurable: {kind} is memory, not a drive"
-    with ExitStack() as held:
-        if why_not:
-            command += ["--not_measured", why_not]
-        else:
-            # Made here and not in the probe, so that a probe that is killed leaves no file behind.
-            scratch = held.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".study-doctor-"))
-            command += ["--measure_in", str(Path(scratch).absolute())]
-        try:
-            answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PROBE_LIMIT_S)
-            printed, status = answer.stdout, answer.returncode
-            ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        except subprocess.TimeoutExpired as expired:
-            printed, ending = expired.stdout or b"", f"did not end within {PROBE_LIMIT_S} s"
+    command += ["--measure_in", str(folder.absolute())] if folder and not why_not else ["--not_measured", why_not]
+    try:
+        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=PROBE_LIMIT_S)
+        printed, status = answer.stdout, answer.returncode
+        ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    except subprocess.TimeoutExpired as expired:
+        printed, ending = expired.stdout or b"", f"did not end within {PROBE_LIMIT_S} s"
     # Every line is written whole, but for the last of a process that was killed.
     lines = printed.decode().split("\n")[:-1]
     checks = {name: Check(name, "missing", f"not answered: its process {ending}", INSTALL) for name in _PROBED}

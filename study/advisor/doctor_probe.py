@@ -165,11 +165,11 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
     asynchronous_io = builders(strategy)[-1]
     if any(_operator_state(builder) != "built" for builder in builders(strategy)):
         return Check(name, "none", "not measured: its operators are not built yet", f"{BUILD} && study doctor")
-    file = folder / "bandwidth"
     try:
-        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+        # A file without a name in that folder: nothing is left of it, even if this process is killed.
+        file = f"/proc/self/fd/{os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)}"
     except OSError as error:
-        found = f"not measurable: this file system refuses O_DIRECT ({error.strerror})"
+        found = f"not measurable: this file system refuses O_TMPFILE or O_DIRECT ({error.strerror})"
         return Check(name, "none", found, ANOTHER_DRIVE)
     settings = (strategy.deepspeed or {})["aio"]
     order = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
@@ -178,8 +178,8 @@ def _nvme_bandwidth(folder: Path | None, why_not: str) -> Check:
     source, target = (handle.new_cpu_locked_tensor(CHUNK_MIB * MIB, example) for _ in range(2))
     # Random, because some drives compress.
     source.random_()
-    written, write_rate = _transfer(lambda offset: handle.sync_pwrite(source, str(file), offset), CHUNKS)
-    _, read_rate = _transfer(lambda offset: handle.sync_pread(target, str(file), offset), written)
+    written, write_rate = _transfer(lambda offset: handle.sync_pwrite(source, file, offset), CHUNKS)
+    _, read_rate = _transfer(lambda offset: handle.sync_pread(target, file, offset), written)
     if not torch.equal(source, target):
         return Check(name, "missing", "what was read back is not what was written", "use another drive")
     found = f"write {write_rate:.2f} GiB/s, read {read_rate:.2f} GiB/s ({written * CHUNK_MIB} MiB, DeepSpeed's"

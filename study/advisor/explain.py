@@ -17,7 +17,7 @@ from study.predictor.gathers import gathers_of
 from study.predictor.hardware import whole
 from study.predictor.memory import predict_memory
 from study.predictor.request import FP32_BYTES, Memory
-from study.predictor.shape import model_shape, sequence_length
+from study.predictor.shape import USUAL_LENGTH, model_shape, sequence_length
 from study.predictor.state import persistent_params, sub_groups
 
 EPILOG = """\
@@ -59,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", metavar="CONFIG", help="a DeepSpeed JSON or an Accelerate YAML")
     add("model", metavar="MODEL", help="a preset, a folder with config.json, or its sizes: layers=..,hidden=..,..")
-    add("--world-size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
+    add("--world_size", type=_COUNT, metavar="N", help="ranks of the whole job; else what an Accelerate file says")
     add("--precision", choices=("no", "bf16", "fp16"), help="mixed precision where the file leaves it open")
-    add("--micro-batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
+    add("--micro_batch", type=_COUNT, metavar="B", help="where the file says auto; by default 1")
     add("--accumulation", type=_COUNT, metavar="N", help="micro-batches of an optimizer step, likewise; by default 1")
-    length = "tokens of a sample; by default 1024, or the model's maximum"
-    add("--seq-length", type=_COUNT, metavar="T", help=length)
-    add("--gradient-checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
+    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
+    add("--seq_length", type=_COUNT, metavar="T", help=length)
+    add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     file = read_user_file(options.config)
     shape = model_shape(options.model, ask_hub=options.hub)
-    length = sequence_length(shape, options.seq_length, 1024)
+    length = sequence_length(shape, options.seq_length)
     work = Workload(
         length, options.micro_batch, options.accumulation, options.gradient_checkpointing, options.precision
     )
@@ -196,8 +196,8 @@ def _stage_costs(case: ConfigCase) -> Iterator[SettingCost]:
 
 
 def gathered_elements(case: ConfigCase) -> int:
-    """The most elements of stage 3's parameters that are gathered at once, with the buffers for them."""
-    return gathers_of(case.request).most
+    """Return the most elements of stage 3's sharded parameters that are gathered at once."""
+    return gathers_of(case.request).gathered_at_once
 
 
 def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
@@ -210,10 +210,13 @@ def _stage3_costs(case: ConfigCase) -> Iterator[SettingCost]:
     yield _cost(case, "stage3_param_persistence_threshold", says, kept * weight * (1 - 1 / case.ranks))
     gathered = gathered_elements(case)
     least = gathered_elements(case.at(stage3_max_live_parameters=0, stage3_max_reuse_distance=0))
-    says = f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon"
+    says = (
+        f"{gathered:,} elements are gathered at once: the current layer, prefetched ones, and what is reused soon; the"
+        " figure has the buffers that they are copied out of, too"
+    )
     if least < gathered:
-        says += f"; {least:,} with this and stage3_max_live_parameters at 0, and each is gathered twice"
-    yield _cost(case, "stage3_max_reuse_distance", says, gathered * weight)
+        says += f"; {least:,} elements with this and stage3_max_live_parameters at 0, and each is gathered twice"
+    yield _cost(case, "stage3_max_reuse_distance", says, gathers_of(case.request).most * weight)
     if (group := min(case.zero["zero_hpz_partition_size"], case.ranks)) > 1:
         says = f"each {group:,.0f} ranks have a second copy of all weights"
         yield _cost(case, "zero_hpz_partition_size", says, elements * weight / group)
@@ -312,9 +315,9 @@ def _stage3_reasons(third: ConfigCase) -> Iterator[str]:
     elements, bucket = third.shape.parameters, third.zero["reduce_bucket_size"]
     if gathered := gathered_elements(third):
         yield (
-            f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.0%} of the model, with the buffers"
-            " they are copied from: prefetching goes ahead up to stage3_max_live_parameters, and"
-            " stage3_max_reuse_distance keeps what is reused"
+            f"stage 3 gathers {gathered:,} elements at once, {gathered / elements:.1%} of the model:"
+            " prefetching goes ahead up to stage3_max_live_parameters, and stage3_max_reuse_distance keeps what is"
+            f" reused; with their buffers that is {gib(gathers_of(third.request).most * third.weight)}"
         )
     largest = third.largest.elements
     if bucket >= elements:

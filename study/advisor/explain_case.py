@@ -12,7 +12,7 @@ from study.config.flags import Precision
 from study.config.strategies import Strategy
 from study.predictor.hardware import ANY_DEVICE, LARGEST_JOB, Hardware, box_of_ranks
 from study.predictor.request import Request, sizes_of_width
-from study.predictor.shape import ModelShape, Tensor
+from study.predictor.shape import USUAL_LENGTH, ModelShape, Tensor
 from study.predictor.state import State, state_of
 
 MICRO_BATCH, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -24,7 +24,7 @@ SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID
 class Workload:
     """Sizes and precision that the program decides, and not its settings file."""
 
-    sequence_length: int = 1024
+    sequence_length: int = USUAL_LENGTH
     # Where the file leaves them to the program; None: one.
     micro_batch: int | None = None
     accumulation: int | None = None
@@ -93,12 +93,21 @@ def _strategy(file: UserFile, top: Mapping[str, Any], zero: Mapping[str, Any]) -
 
 def resolve(file: UserFile, shape: ModelShape, ranks: int | None, work: Workload) -> ConfigCase:
     """Fill in what the file leaves to defaults and to "auto"; UserError where nothing says it."""
+    findings = list(file.findings)
+    if file.distributed_type == "NO":
+        # simple_launcher of Accelerate's launch.py.
+        if ranks is not None and ranks > 1:
+            problem = f"{file.name} says distributed_type: NO, which starts one process, and --world_size says {ranks}"
+            raise UserError(problem, "leave --world_size out, or set MULTI_GPU in the file")
+        if file.num_processes is not None and file.num_processes > 1:
+            says = f"distributed_type: NO starts one process, not {file.num_processes}"
+            findings.append(Finding("ignored", "num_processes", says))
+        ranks = 1
     ranks = ranks or file.num_processes
     if ranks is None:
-        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world-size N")
+        raise UserError(f"{file.name} does not say on how many ranks it runs", "add --world_size N")
     if ranks > LARGEST_JOB:
         raise UserError(f"{ranks:,} ranks", f"give at most {LARGEST_JOB:,}")
-    findings = list(file.findings)
     zero: dict[str, Any] = {}
     precision: Precision
     if file.deepspeed is None:
@@ -131,7 +140,7 @@ def fsdp_settings(file: UserFile) -> dict[str, Any]:
 def sharding_of(file: UserFile) -> str | None:
     """Return the sharding strategy of FSDP's first version, which has numbers for it too; None for the second."""
     settings = fsdp_settings(file)
-    if file.fsdp is None or str(settings.get("fsdp_version", 1)) == "2":
+    if file.fsdp is None or str(settings.get("fsdp_version", 1)) != "1":
         return None
     # By default the launcher sets FULL_SHARD, so fsdp_reshard_after_forward has no effect.
     asked = str(settings.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
@@ -147,20 +156,32 @@ def _fitting_mesh(file: UserFile, ranks: int, findings: list[Finding]) -> tuple[
     return None
 
 
+def ranks_of_a_batch(top: Mapping[str, Any], ranks: int) -> float:
+    """Return over how many ranks DeepSpeed divides a batch: those of a sequence-parallel group have the same samples
+    (deepspeed.initialize, and DeepSpeedConfig.__init__, which takes any quotient)."""
+    data, sequence = (top.get(f"{what}_parallel_size") for what in ("data", "sequence"))
+    if type(sequence) is not int or sequence < 1:
+        return ranks
+    if type(data) is int and data >= 1:
+        return data
+    return ranks / sequence if ranks % sequence else ranks // sequence
+
+
 def _batch(file: UserFile, ranks: int, work: Workload) -> tuple[int, int]:
     """Return micro-batch and accumulation: by the file (_set_batch_related_parameters in DeepSpeed's config.py), and
     by the flags where it leaves them open."""
     top = file.deepspeed or {}
     given = [top.get(key) for key in ("train_batch_size", MICRO_BATCH, ACCUMULATION)]
     whole, micro, steps = (value if type(value) is int and value > 0 else None for value in given)
+    sharing = ranks_of_a_batch(top, ranks)
     if file.launcher == "deepspeed" and ACCUMULATION not in top and whole and micro:
         # Accelerate sets 1 there.
-        steps = max(whole // micro // ranks, 1)
+        steps = max(int(whole // micro // sharing), 1)
     elif whole and top.get(MICRO_BATCH) is None:
         if top.get(ACCUMULATION) is None:
             steps = 1
-        micro = max(whole // ranks // (steps or work.accumulation or 1), 1)
-    for flag, value, key, number in (("--micro-batch", work.micro_batch, MICRO_BATCH, micro),
+        micro = max(int(whole // sharing // (steps or work.accumulation or 1)), 1)
+    for flag, value, key, number in (("--micro_batch", work.micro_batch, MICRO_BATCH, micro),
                                      ("--accumulation", work.accumulation, ACCUMULATION, steps)):  # fmt: skip
         if None not in (value, number) and value != number:
             fix = f'leave {flag} out, or make {key} "auto"'

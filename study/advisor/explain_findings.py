@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from study.advisor.explain_case import ACCUMULATION, MICRO_BATCH, SHARDINGS, ConfigCase, fsdp_settings, sharding_of
+from study.advisor.explain_case import (
+    ACCUMULATION,
+    MICRO_BATCH,
+    SHARDINGS,
+    ConfigCase,
+    fsdp_settings,
+    ranks_of_a_batch,
+    sharding_of,
+)
 from study.advisor.user_settings import OFFLOADS, ZERO, Finding, known_settings
 from study.config.errors import brief, did_you_mean
 from study.host.memory import GIB
@@ -159,13 +167,16 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
     settings, known, sharding = fsdp_settings(case.file), known_settings()["fsdp"], sharding_of(case.file)
     more = f"up to {case.shape.parameters * (2 if case.request.fsdp_gathers_16_bits else 4) / GIB:.2f} GiB more a rank"
     kept = f"weights stay unsharded from the forward to the backward pass, {more}"
-    key = "fsdp_sharding_strategy"
+    key, version = "fsdp_sharding_strategy", settings.get("fsdp_version", 1)
+    if str(version) not in ("1", "2"):
+        yield Finding("refused", "fsdp_version", f"Accelerate has versions 1 and 2, and no {brief(version)}")
     if sharding == "NO_SHARD":
         yield Finding("noted", key, "NO_SHARD is plain data parallelism, as it is counted here")
     elif sharding is not None:
         if sharding not in SHARDINGS:
             yield Finding("refused", key, f"Accelerate ends with an error: no {brief(sharding)}")
-        yield Finding("noted", "fsdp_version", "1, the default: bytes here are those of version 2")
+        default = "" if "fsdp_version" in settings else ", the default"
+        yield Finding("noted", "fsdp_version", f"1{default}: bytes here are those of version 2")
         if sharding.endswith(("SHARD_GRAD_OP", "ZERO2")):
             yield Finding("noted", key, f"{sharding}: {kept}")
         if "HYBRID" in sharding:
@@ -185,7 +196,15 @@ def _fsdp(case: ConfigCase) -> Iterator[Finding]:
 
 
 def _batch(case: ConfigCase) -> Iterator[Finding]:
-    keys, ranks = ("train_batch_size", MICRO_BATCH, ACCUMULATION), case.ranks
+    keys, ranks = ("train_batch_size", MICRO_BATCH, ACCUMULATION), ranks_of_a_batch(case.top, case.ranks)
+    if (sequence := case.top.get("sequence_parallel_size")) is not None:
+        data = case.top.get("data_parallel_size")
+        if any(type(size) is not int or size < 1 for size in (sequence, data or 1)) or (
+            data is not None and data * sequence != case.ranks
+        ):
+            says = f"{brief(data)} groups of {brief(sequence)} ranks are not {case.ranks}"
+            yield Finding("refused", "sequence_parallel_size", f"the engine ends with an error: {says}")
+            return
     whole, micro, steps = (case.top.get(key) for key in keys)
     wrong = [
         key for key, value in zip(keys, (whole, micro, steps), strict=True)
@@ -197,11 +216,11 @@ def _batch(case: ConfigCase) -> Iterator[Finding]:
     elif type(whole) is int and type(micro) is int:
         if type(steps) is int and whole != micro * steps * ranks:
             says = f"{error}: {micro} x {steps} x {ranks} ranks is {micro * steps * ranks}, not {whole}"
-        elif steps is None and whole % (micro * ranks):
+        elif steps is None and whole // (micro * ranks) * micro * ranks != whole:
             says = f"{error}: {whole} is not a multiple of {micro} x {ranks} ranks"
     elif type(whole) is int and micro is None:
         steps = 1 if steps is None else case.request.accumulation
-        if whole % (steps * ranks):
+        if whole // (steps * ranks) * steps * ranks != whole:
             says = f"{error}: {whole} is not a multiple of {steps} x {ranks} ranks"
     if says:
         yield Finding("refused", "train_batch_size", says)

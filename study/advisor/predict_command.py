@@ -28,7 +28,7 @@ from study.predictor.communication import payload_of, sent_bytes
 from study.predictor.hardware import Hardware, add_speed_arguments, box_asked, whole
 from study.predictor.memory import predict_memory
 from study.predictor.request import Attention, Estimate, OptimizerName, Prediction, Request
-from study.predictor.shape import model_shape, sequence_length
+from study.predictor.shape import USUAL_LENGTH, model_shape, sequence_length
 from study.predictor.state import refused_accumulation
 from study.predictor.time import device_bytes, estimate, fits, predict_time, usable_bytes
 
@@ -50,9 +50,10 @@ _HOST_PARTS = {
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the model, the box and the output, which advise has too."""
     add = parser.add_argument
+    length = f"tokens of a sample; by default {USUAL_LENGTH}, or the model's maximum"
     add("--model_name_or_path", required=True, metavar="M", help="a preset, a folder with config.json, or its sizes")
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
-    add("--seq_length", type=whole, metavar="T", help="tokens of a sample; by default 2048, or the model's maximum")
+    add("--seq_length", type=whole, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
     chunked = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
@@ -169,7 +170,7 @@ def _request(options: argparse.Namespace) -> Request:
     shape = adapters.shape_asked(model_shape(options.model_name_or_path, ask_hub=options.hub), options)
     request = Request(
         shape=shape, strategy=_overridden(strategy.with_swap_buffers(-(-shape.largest // box.ranks)), config, box),
-        box=box, sequence_length=sequence_length(shape, options.seq_length, 2048), micro_batch=options.micro_batch,
+        box=box, sequence_length=sequence_length(shape, options.seq_length), micro_batch=options.micro_batch,
         accumulation=options.accumulation, precision="bf16-engine" if options.pure_bf16 else precision,
         gradient_checkpointing=options.gradient_checkpointing, attention=options.attn_implementation,
         pure=options.pure_bf16, optimizer=options.optimizer, dropout=options.dropout,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,13 @@ _EITHER = "give a DeepSpeed JSON or an Accelerate YAML"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
 _SECTIONS = (ZERO, f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
-# Accelerate's types that train on GPUs or CPUs, with plain torch, DeepSpeed or FSDP.
-_DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
-_NOT_READ = "is not read here: bytes are those of one group over all ranks"
+# Accelerate's types: plain data parallelism on any device, DeepSpeed and FSDP; and two that are not modelled.
+_DISTRIBUTED = (
+    "NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP",
+)  # fmt: skip
+_NOT_PREDICTED = ("XLA", "MEGATRON_LM")
+NOT_MODELLED = "not modelled: the figures are without it"
 # Accelerate ends with an error where these are set next to a deepspeed_config_file.
 SAID_TWICE = {
     "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
@@ -64,19 +69,19 @@ def known_settings() -> dict[str, Any]:
 
 
 def read_user_file(name: str) -> UserFile:
-    document = _read(name)
+    document, findings = _read(name)
     if "distributed_type" in document or "compute_environment" in document:
         return _accelerate(name, document)
     if "version" in document and "services" in document:
         raise UserError(f"{name} has no settings of an engine", _EITHER)
-    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document))
+    file = UserFile(name, "deepspeed", "DEEPSPEED", document, _dotted(document), findings=findings)
     check_deepspeed(file)
     return file
 
 
-def _read(name: str) -> dict[str, Any]:
+def _read(name: str) -> tuple[dict[str, Any], list[Finding]]:
     """Read a JSON or YAML mapping that has no key twice; UserError says what is wrong in one line."""
-    path = folder_named(name)
+    path, findings = folder_named(name), list[Finding]()
     try:
         if path.is_dir():
             raise UserError(f"{name} is a folder", "name the file in it")
@@ -84,24 +89,37 @@ def _read(name: str) -> dict[str, Any]:
             files = path.parent.iterdir() if path.parent.is_dir() else ()
             there = [each.name for each in files if each.suffix in (".json", ".yaml", ".yml")]
             raise UserError(f"there is no file {name}", did_you_mean(path.name, there) or _EITHER)
-        if not path.is_file():
-            raise UserError(f"{name} is not a plain file", "save its text in a file, and name that")
         if path.stat().st_size > _LARGEST_FILE_BYTES:
             raise UserError(f"{name} is larger than 1 MB", _EITHER)
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{name} is not readable ({first_line(error)})", "name a text file") from None
     if path.suffix == ".json" or text.lstrip().startswith("{"):
-        try:
-            document = json.loads(text, object_pairs_hook=functools.partial(_without_duplicates, name))
-        except (ValueError, RecursionError) as error:
-            problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
-            raise UserError(problem, "make it JSON at that place") from None
+        document, findings = _read_json(name, text)
     else:
         document = read_document(path, Section, _MOST_VALUES)
     if not isinstance(document, dict):
         raise UserError(f"{name} is not a mapping of settings", _EITHER)
-    return document
+    return document, findings
+
+
+def _read_json(name: str, text: str) -> tuple[Any, list[Finding]]:
+    """Read a JSON, or what only DeepSpeed reads by itself: a Hjson, which may have comments."""
+    hook = functools.partial(_without_duplicates, name)
+    try:
+        return json.loads(text, object_pairs_hook=hook), []
+    except ValueError as error:
+        problem = f"{name} is not readable as JSON ({' '.join(str(error).split())[:120]})"
+    fix = "make it JSON at that place"
+    with contextlib.suppress(ValueError):
+        try:
+            import hjson
+
+            says = "is Hjson and not JSON: DeepSpeed reads it, Accelerate and the Trainer end with an error"
+            return hjson.loads(text, object_pairs_hook=hook), [Finding("noted", name, says)]
+        except ModuleNotFoundError:
+            fix += "; or run: pip install hjson, with which DeepSpeed reads comments"
+    raise UserError(problem, fix)
 
 
 def _without_duplicates(name: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -127,6 +145,8 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
     kind = document.get("distributed_type")
     if not isinstance(kind, str) or kind not in _DISTRIBUTED:
         problem = f"says distributed_type: {brief(kind)}" if kind is not None else "has no distributed_type"
+        if kind in _NOT_PREDICTED:
+            raise UserError(f"{name} {problem}, which is not modelled", f"modelled are {', '.join(_DISTRIBUTED)}")
         guess = did_you_mean(str(kind).upper(), _DISTRIBUTED)
         raise UserError(f"{name} {problem}", f"{guess}supported are {', '.join(_DISTRIBUTED)}")
     processes, precision = document.get("num_processes"), document.get("mixed_precision")
@@ -136,7 +156,7 @@ def _accelerate(name: str, document: dict[str, Any]) -> UserFile:
         raise UserError(f"{name} says mixed_precision: {brief(precision)}", "set no, bf16 or fp16")
     # YAML 1.1 reads a bare `no` as false, and Accelerate does so too.
     precision = "no" if precision is False else precision
-    findings = [Finding("noted", key, _NOT_READ) for key in ("megatron_lm_config",) if document.get(key)]
+    findings = [Finding("noted", key, NOT_MODELLED) for key in ("megatron_lm_config",) if document.get(key)]
     mesh = None
     if document.get("parallelism_config"):
         mesh = _mesh(name, _section(name, document, "parallelism_config"), kind, findings)
@@ -155,7 +175,7 @@ def _mesh(name: str, section: Mapping[str, Any], kind: str, findings: list[Findi
             raise UserError(f"{name} says parallelism_config.{key}: {brief(size)}", "set a whole number from 1 up")
     replicas, shards = sizes.get("dp_replicate_size", 1), sizes.get("dp_shard_size", 1)
     groups = [key for key, size in sizes.items() if key in ("tp_size", "cp_size", "sp_size") and size > 1]
-    findings += [Finding("noted", f"parallelism_config.{key}", _NOT_READ) for key in groups]
+    findings += [Finding("noted", f"parallelism_config.{key}", NOT_MODELLED) for key in groups]
     if replicas == 1 or kind != "FSDP" or groups:
         return None
     if shards == 1:
@@ -185,7 +205,8 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     inner = plugin.get("deepspeed_config_file")
     has_json = inner not in (None, "none")
     if has_json:
-        settings = _read_inner(name, inner)
+        settings, only_deepspeeds = _read_inner(name, inner)
+        findings += [dataclasses.replace(finding, kind="refused") for finding in only_deepspeeds]
         for key in sorted((SAID_TWICE & plugin.keys()) | ({"mixed_precision"} if precision is not None else set())):
             says = f"Accelerate ends with an error where {inner} is given too: set it there"
             findings.append(Finding("refused", key, says))
@@ -210,7 +231,7 @@ def _accelerate_deepspeed(name: str, document: dict[str, Any], precision: Any, p
     return file
 
 
-def _read_inner(name: str, inner: Any) -> dict[str, Any]:
+def _read_inner(name: str, inner: Any) -> tuple[dict[str, Any], list[Finding]]:
     if not isinstance(inner, str) or not folder_named(inner).exists():
         fix = "name one that is there"
         if isinstance(inner, str) and not Path(inner).is_absolute():
@@ -252,8 +273,6 @@ def check_deepspeed(file: UserFile) -> None:
         where = next((section for section in _SECTIONS if key in known[section]), None)
         hint = f"; it belongs into {where}" if where else ""
         file.findings.append(Finding("ignored", key, f"DeepSpeed does not know it, and drops it silently{hint}"))
-    if settings.get("tensor_parallel"):
-        file.findings.append(Finding("noted", "tensor_parallel", _NOT_READ))
     zero = settings.get(ZERO, {})
     if not isinstance(zero, dict):
         fix = 'write it as {"zero_optimization": {"stage": 2}}'
@@ -276,6 +295,23 @@ def check_deepspeed(file: UserFile) -> None:
     for key in ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "optimizer", "scheduler", "aio"):
         if key in settings and not isinstance(settings[key], dict):
             raise UserError(f"{file.name}: {key} is {brief(settings[key])}, not a mapping", f'write "{key}": {{...}}')
+    file.findings += _not_modelled("top", settings, zero)
+    file.findings += _not_modelled(ZERO, zero, zero)
+    for what in OFFLOADS:
+        file.findings += _not_modelled(f"{ZERO}.{what}", zero.get(what) or {}, zero)
+
+
+def _not_modelled(place: str, section: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each setting that changes what a rank holds, and that no figure counts."""
+    known = known_settings()[place]
+    for key, value in section.items():
+        entry = known.get(key) or known.get(f"stage3_{key}") or {}
+        if "switch" in entry:
+            value = isinstance(value, Mapping) and value.get(entry["switch"])
+        is_off = value in (None, False, "auto", {}, entry.get("default"))
+        if "not_modelled" in entry and not is_off and zero.get("stage", 0) in entry.get("stages", range(4)):
+            name = key if place == "top" else f"{place}.{key}"
+            yield Finding("noted", name, f"{entry['not_modelled']}; {NOT_MODELLED}")
 
 
 def _check_section(name: str, place: str, section: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import shlex
+import sys
 import types
 import typing
 from collections.abc import Collection, Sequence
@@ -368,8 +369,22 @@ def resolved(config: RunConfig, accelerator_visible: bool) -> RunConfig:
     return config
 
 
+def _with_underscores(flag: str) -> str:
+    return f"--{flag[2:].replace('-', '_')}" if flag.startswith("--") else flag
+
+
 class Parser(argparse.ArgumentParser):
-    """A wrong flag raises UserError, which ends in one line and exit status 2."""
+    """A wrong flag raises UserError, which ends in one line and exit status 2. Flags have underscores, and are accepted
+    with hyphens."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = {_with_underscores(flag): flag for flag in self._option_string_actions}
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        for place, word in enumerate(words[:end]):
+            flag, equals, value = word.partition("=")
+            words[place] = known.get(_with_underscores(flag), flag) + equals + value
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message, f"{self.prog} --help lists what there is")

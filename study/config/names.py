@@ -63,6 +63,12 @@ def asked_of_fsdp(exported: Mapping[str, str], mesh: Mapping[str, int]) -> dict[
         asked[key] = asked[key].lower() == "true"
     if asked["FSDP_AUTO_WRAP_POLICY"] != "SIZE_BASED_WRAP":
         del asked["FSDP_MIN_NUM_PARAMS"]
+    elif not asked["FSDP_MIN_NUM_PARAMS"].isdecimal():
+        # Accelerate's own default, 100000000.0, fails too.
+        raise UserError(
+            "the launched Accelerate file has fsdp_auto_wrap_policy: SIZE_BASED_WRAP and no whole fsdp_min_num_params",
+            "set fsdp_min_num_params: 100000000, or use TRANSFORMER_BASED_WRAP",
+        )
     # By the name of the variable, or of the key in the file. Without either the trainer wraps the blocks of the model.
     classes = exported.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or exported.get("FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP")
     if asked["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and classes:

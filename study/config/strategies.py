@@ -309,7 +309,7 @@ def read_strategy(name: str) -> Strategy:
     if not STRATEGY_DIRECTORY.is_dir():
         raise UserError(
             "this installation has no accelerate_configs/, which lies in the repository",
-            "clone the repository, and install it there: pip install -e .",
+            "clone the repository, and run `pip install -e .` in it",
         )
     document = read_yaml(STRATEGY_DIRECTORY / f"{name}.yaml")
     deepspeed = document.get("deepspeed_config")

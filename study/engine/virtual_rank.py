@@ -42,7 +42,7 @@ def check_can_be_held(config: RunConfig, launch: Launch) -> None:
     raise CannotBeHeld(
         f"one rank of {launch.strategy.name} on {launch.world_size} needs about {needed / GIB:.1f} GiB of host memory"
         f" for {config.model_name_or_path}, and {available / GIB:.1f} GiB may be used here",
-        "extrapolate over layers with `study virtual --layers-fit A,B,C` and depths that fit: "
+        "extrapolate over layers with `study virtual --layers_fit A,B,C` and depths that fit: "
         + (f"here up to {layers}" if layers else "here not even one layer does, so use a box with more memory"),
         layers,
     )

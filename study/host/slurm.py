@@ -161,7 +161,7 @@ def refuse_unshared(job: Job, folder: Path) -> None:
     if blind:
         raise UserError(
             f"{', '.join(blind)} does not see {folder}, where the records are kept",
-            "let --runs-dir name a folder that all nodes of the job share",
+            "let --runs_dir name a folder that all nodes of the job share",
         )
 
 

@@ -103,6 +103,13 @@ _GEMMA = replace(
     _LLAMA, tied=True, defaults=(("head_dim", 256),), fused=Kept(6, 4, 2, 2, 4, 5, 4, 2),
     eager=Kept(6, 4, 4, 0, 4, 5, 4, 2), in_kernels=None, norm_in_fp32=True,
 )  # fmt: skip
+# Beginnings of names, without hyphens, of other architectures: the nearest known name would have a wrong figure.
+OTHER_FAMILIES = (
+    "albert", "bart", "bloom", "clip", "cohere", "dbrx", "deberta", "deepseek", "distilbert", "electra", "falcon",
+    "gemma3", "gemma4", "glm", "gptoss", "granite", "jamba", "llama4", "mamba", "mbart", "mixtral", "modernbert", "mt5",
+    "olmo", "opt", "phi", "qwen2moe", "qwen35", "qwen3moe", "qwen3next", "roberta", "stablelm", "starcoder", "t5",
+    "umt5", "vit", "whisper",
+)  # fmt: skip
 FAMILIES = {
     "bert": ModelFamily(
         # The head of this study's task has two classes.

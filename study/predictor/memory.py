@@ -241,7 +241,7 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     if has_tied_gradients(shape):
         yield f"{params[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if (what := unswapped(request)) is not None:
-        yield f"no part of the {what} has the 1 MiB that DeepSpeed swaps to NVMe: a run fails for it"
+        yield f"no part of the {what} has the 1 MiB that DeepSpeed swaps to NVMe: all of it stays in host memory"
     if settings.stage == 3:
         persistent = sum(param.elements for param in persistent_params(request))
         most = gathers_of(request).gathered_at_once + persistent

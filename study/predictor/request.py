@@ -209,6 +209,14 @@ class Request:
         return self.strategy.is_fsdp and self.precision != "fp32" and not self.autocast
 
     @property
+    def swapped(self) -> list[str]:
+        """What DeepSpeed sends to NVMe, which it does at stage 3 alone: others leave it in host memory (engine.py,
+        zero_use_cpu_optimizer)."""
+        strategy = self.strategy
+        return [what for what in ("optimizer", "param")
+                if strategy.zero_stage == 3 and strategy.offload_device(what) == "nvme"]  # fmt: skip
+
+    @property
     def gathered_again(self) -> float:
         """Parameters that stage 3 gathers a third time for a micro-batch: what is frozen of the layers that it
         recomputes, and frees with them (_recomputing_frozen in gathers.py)."""

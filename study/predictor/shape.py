@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from study.config.errors import UserError, brief, did_you_mean, first_line
 from study.config.flags import RunConfig
 from study.host.folders import folder_named
-from study.predictor.families import FAMILIES, ModelFamily
+from study.predictor.families import FAMILIES, OTHER_FAMILIES, ModelFamily
 from study.workloads.presets import PRESETS, Family, Preset, find_preset, refuse_depth
 
 
@@ -213,16 +214,29 @@ def model_shape(name: str, *, ask_hub: bool = False) -> ModelShape:
         raise UserError(f"there is no config.json in {name}", "name the folder that holds the model's")
     if path.is_absolute() or name.startswith("."):
         raise UserError(f"there is no folder {name}", "name one with config.json, or a preset such as gpt2")
+    if _is_of_another_family(name):
+        raise UserError(f"{name!r} is of a family that is not modelled", f"name a model of {', '.join(FAMILIES)}")
     hint = "add --hub to ask the hub for it, or " if name.count("/") == 1 else ""
+    near = did_you_mean(name, PRESETS, cutoff=0.4)
     raise UserError(
         f"unknown model {name!r}",
-        did_you_mean(name, PRESETS, cutoff=0.4)
-        + f"{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
+        f"{near}{hint}give a preset ({', '.join(PRESETS)}), a folder with config.json, or its sizes as"
         " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008 (without inner: a GPT-2)",
     )
 
 
-def sequence_length(shape: ModelShape, asked: int | None, default: int) -> int:
+def _is_of_another_family(name: str) -> bool:
+    """Whether it names an architecture that is not modelled, or a mixture of experts (8x7b, 30b-a3b)."""
+    plain = name.rpartition("/")[2].lower()
+    has_experts = re.search(r"moe|\d+x\d+b|-a\d+(\.\d+)?b", plain) is not None
+    return has_experts or re.sub("[^a-z0-9]", "", plain).startswith(OTHER_FAMILIES)
+
+
+# Tokens of a sample where the user does not say it.
+USUAL_LENGTH = 2048
+
+
+def sequence_length(shape: ModelShape, asked: int | None, default: int = USUAL_LENGTH) -> int:
     """Return the sequence length: by default as many tokens as the model takes, up to `default`."""
     if shape.positions is None:
         return asked or default
@@ -241,10 +255,9 @@ def shape_of_preset(preset: Preset) -> ModelShape:
 def shape_of_architecture(name: str, model_type: str, architecture: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a config of transformers; UserError names the keys that are missing."""
     if (family := FAMILIES.get(model_type)) is None:
-        hint = did_you_mean(model_type, FAMILIES, cutoff=0.4)
         raise UserError(
-            f"{name}: no arithmetic for model_type {model_type!r}",
-            f"{hint}known: {', '.join(FAMILIES)}; or give the sizes of one that is built like it, as"
+            f"{name}: the family {model_type!r} is not modelled",
+            f"use one of {', '.join(FAMILIES)}; or give the sizes of a dense model that is built like one of them, as"
             " layers=32,hidden=4096,heads=32,vocabulary=32000,inner=11008,key_value_heads=8,head_dim=128",
         )
     get = {**dict(family.defaults), **{key: value for key, value in architecture.items() if value is not None}}

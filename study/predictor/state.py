@@ -150,17 +150,14 @@ def _swapped_bytes(request: Request, params: Sequence[Parameter], width: int) ->
 
 
 def unswapped(request: Request) -> str | None:
-    """Return what the strategy offloads to NVMe and DeepSpeed leaves in host memory, as no shard is large enough. A
-    run fails for it (study/engine/audit.py)."""
-    if not request.strategy.uses_nvme:
+    """Return what DeepSpeed was to send to NVMe and leaves in host memory, as no shard is large enough. study/train.py
+    ends such a run (study/engine/audit.py)."""
+    if not request.swapped:
         return None
     state = state_of(request)
-    for what, kind, swapped in (
-        ("optimizer", "optimizer", state.optimizer_nvme), ("parameters", "param", state.params_nvme)
-    ):  # fmt: skip
-        if request.strategy.offload_device(kind) == "nvme" and not swapped:
-            return what
-    return None
+    sizes = {"optimizer": state.optimizer_nvme, "param": state.params_nvme}
+    names = {"optimizer": "optimizer", "param": "parameters"}
+    return next((names[what] for what in request.swapped if not sizes[what]), None)
 
 
 def refused_accumulation(request: Request) -> str | None:

@@ -356,7 +356,7 @@ def _notes(request: Request, memory: Memory | None) -> tuple[str, ...]:
         notes.append(of_host)
     if request.shape.lora_rank:
         notes.append(LORA_NOTE)
-    if request.strategy.uses_nvme:
+    if request.swapped:
         notes.append(f"NVMe reads {request.box.nvme_read_gb_per_s} and writes {request.box.nvme_write_gb_per_s} GB/s")
     if request.box.nodes > 1:
         notes.append(f"{request.box.network_gb_per_s:g} GB/s of network for each GPU")

@@ -1,1 +1,1 @@
-"""."""
+"""The files of a run: their schema, reading and writing them, and tables of many runs."""

@@ -331,7 +331,7 @@ def _table(file: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def _fix(file: Path) -> str:
-    return f"remove it, and make it again from its runs: study report {file.parent.name} --runs-dir DIR"
+    return f"remove it, and make it again from its runs: study report {file.parent.name} --runs_dir DIR"
 
 
 def _read_table(file: Path) -> tuple[pd.DataFrame, Mapping[bytes, bytes]]:

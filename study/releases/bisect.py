@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=int, default=4, metavar="N", help="micro-batches of an optimizer step; 4 by default")
     add("--between", nargs=2, metavar="RELEASE", help="two of study/releases/stacks.yaml; all of it by default")
     add("--repeat", type=int, default=1, metavar="N", help="runs of each release; a race needs several")
-    add("--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=f"records, in {SUITE} below it")
+    add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help=f"records, in {SUITE} below it")
 
 
 def run(options: argparse.Namespace) -> int:

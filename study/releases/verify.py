@@ -91,10 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="STRATEGY", help="these strategies, in every precision that they have")
     add("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="these precisions; all by default")
     ranks = "ranks; one for each GPU by default, or two without"
-    add("--world-size", type=lambda text: whole(text, 999, "number of ranks"), metavar="N", help=ranks)
+    add("--world_size", type=lambda text: whole(text, 999, "number of ranks"), metavar="N", help=ranks)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     kept = "keep the records there, and resume from them; else they are removed"
-    add("--runs-dir", type=folder_argument, metavar="DIR", help=kept)
+    add("--runs_dir", type=folder_argument, metavar="DIR", help=kept)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,20 +108,25 @@ def run(options: argparse.Namespace) -> int:
     out = sys.stderr if options.json else sys.stdout
     stack = {name: package_version(name) for name in PACKAGES}
     needed = PACKAGES if any(read_strategy(name).deepspeed for name in strategies) else PACKAGES[1:]
-    if lacking := [name for name in needed if stack[name] is None]:
-        raise UserError(f"not installed here: {', '.join(lacking)}", "run: pip install -e '.[train]'")
+    # The others are this study's own, and none of what is compared.
+    if lacking := [name for name in (*needed, "datasets", "evaluate", "filelock") if package_version(name) is None]:
+        # `.[train]` would put its own releases in place of those that are to be tested.
+        fix = f"install {' and '.join(lacking)} next to the releases that are to be tested"
+        if not any(stack.values()):
+            fix = "install the releases that are to be tested, or those of this study: pip install -e '.[train]'"
+        raise UserError(f"not installed here: {', '.join(lacking)}", fix)
     cache_directory()
     with contextlib.ExitStack() as held:
         try:
             root = options.runs_dir or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="study-verify-")))
         except OSError as error:
             problem = f"there is no room for records ({error.strerror})"
-            raise UserError(problem, "name a folder with --runs-dir") from None
+            raise UserError(problem, "name a folder with --runs_dir") from None
         box = this_box()
         _refuse_another_stack(root, stack, box)
         ranks = options.world_size or box.gpus or RANKS_WITHOUT_A_GPU
         if box.gpus and ranks > box.gpus:
-            raise UserError(f"--world-size {ranks}, and this box has {box}", f"use {box.gpus} or less")
+            raise UserError(f"--world_size {ranks}, and this box has {box}", f"use {box.gpus} or less")
         matrix = Matrix(root.absolute(), box, stack, options.precision, ranks, chosen=bool(options.only))
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of every command on the cells of a suite."""
     add = parser.add_argument
     add("suite", metavar="SUITE", help="a name in study/suites/, or a path")
-    add("--runs-dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
+    add("--runs_dir", type=folder_argument, default=Path("runs"), metavar="DIR", help="where records are kept")
     only = "only the cells whose id matches, such as '*-zero3-*', or a flag, such as seed=42 or repeat=1; given again,"
     add("--only", metavar="GLOB", action="append", default=[], help=f"{only} both must match")
     rehearsal = "the same cells with tiny models and few steps, on any box, in a separate folder: a test of the suite,"
@@ -46,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_timed_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     help = "only cells that end in this time, such as 9m or 1h30m"
-    parser.add_argument("--time-budget", type=duration, metavar="TIME", help=help)
+    parser.add_argument("--time_budget", type=duration, metavar="TIME", help=help)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add_timed_arguments(parser)
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
-    add("--hardware", metavar="BOX", help="with --dry-run: predict for 8xH100, A100-40, this, ...")
+    add("--dry_run", action="store_true", help="print each cell's command and predicted memory, time and outcome")
+    add("--hardware", metavar="BOX", help="with --dry_run: predict for 8xH100, A100-40, this, ...")
     add("--retry", action="store_true", help="run oom, timeout and unsupported cells again")
     add("--details", action="store_true", help="print every cell and every column of the results")
 
@@ -72,7 +72,7 @@ def _plan(options: argparse.Namespace, box: Box) -> Plan:
 
 def run(options: argparse.Namespace) -> int:
     if options.hardware is not None and not options.dry_run:
-        raise UserError("--hardware predicts, and a run is where it is", "add --dry-run, or leave it out")
+        raise UserError("--hardware predicts, and a run is where it is", "add --dry_run, or leave it out")
     refuse_to_be_one_of_many_tasks()
     box = allocated_box()
     plan = _plan(options, box)
@@ -210,7 +210,7 @@ def _status_tables(plan: Plan) -> Iterator[TextTable]:
 
 
 def _verdict(plan: Plan, options: argparse.Namespace) -> str:
-    place = [] if options.runs_dir == Path("runs") else ["--runs-dir", str(options.runs_dir)]
+    place = [] if options.runs_dir == Path("runs") else ["--runs_dir", str(options.runs_dir)]
     only = [word for pattern in options.only for word in ("--only", pattern)]
     run = [options.suite, *place, *only, *["--rehearse"] * options.rehearse]
     report = [plan.name if options.rehearse else options.suite, *place]

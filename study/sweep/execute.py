@@ -160,7 +160,7 @@ class Sweep:
     def run_cell(self, cell: Cell, order: int) -> Ending:
         """Run it, and note the attempt; UserError where its folder is not a run's, or another run is at work there."""
         directory = self.root / cell.id
-        refuse_files_of_others(directory, str(directory), "move them away, or name another --runs-dir")
+        refuse_files_of_others(directory, str(directory), "move them away, or name another --runs_dir")
         refuse_folder_at_work(directory, str(directory))
         ending = None
         node_count = self.box.nodes_for(cell.world_size)

@@ -55,7 +55,7 @@ def only_sweep(directory: Path) -> FileLock:
         return FileLock(directory / LOCK_NAME, what, shared=is_array_task())
     except OSError as error:
         raise UserError(
-            f"{directory} is not writable ({error.strerror})", "let --runs-dir name a folder that you may write"
+            f"{directory} is not writable ({error.strerror})", "let --runs_dir name a folder that you may write"
         ) from None
 
 

@@ -148,7 +148,7 @@ def missing_here(suite: Suite, box: Box, cells: Sequence[Cell | Search] = ()) ->
         gpus, per_node = min(wanted.gpus, largest), min(wanted.gpus_per_node, largest)
         wanted = dataclasses.replace(wanted, gpus=gpus, gpus_per_node=per_node)
     smallest_gib = min(box.gpu_memory_gib[: wanted.gpus], default=0.0)
-    there = "run it where they are, or use --dry-run to see what it would do"
+    there = "run it where they are, or use --dry_run to see what it would do"
     for is_here, needs, has, fix in (
         (box.gpus >= wanted.gpus, f"{wanted.gpus} GPU{'s'[: wanted.gpus > 1]}", f"this box shows {box.gpus}", there),
         (

@@ -89,16 +89,16 @@ class VirtualRequest:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategy", required=True, metavar="S", help="a strategy, several with commas, or all")
-    add("--world-size", required=True, type=int, metavar="N", dest="virtual_world_size", help="ranks of the whole job")
+    add("--world_size", required=True, type=int, metavar="N", dest="virtual_world_size", help="ranks of the whole job")
     add("--rank", type=int, default=0, metavar="R", dest="virtual_rank", help="the rank to be; shards are uneven")
     add("--task", choices=get_args(Task), help="what it trains; by default what the model is for")
     precision = "bf16: the papers' mixed precision if the strategy has it; bf16-autocast: autocast over fp32 weights"
     add("--precision", choices=PRECISIONS, help=precision)
     fit = "run these depths; the line through the first two is extrapolated, and the third checks it"
-    add("--layers-fit", type=_depths, metavar="A,B,C", help=fit)
+    add("--layers_fit", type=_depths, metavar="A,B,C", help=fit)
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
     runs_dir = "where records are kept; a repeated run replaces its earlier record, even if it then fails"
-    add("--runs-dir", type=folder_argument, default=Path("runs/virtual"), metavar="DIR", help=runs_dir)
+    add("--runs_dir", type=folder_argument, default=Path("runs/virtual"), metavar="DIR", help=runs_dir)
     add_flags(parser, without=OWN_FLAGS)
 
 
@@ -107,7 +107,7 @@ def read_request(options: argparse.Namespace) -> VirtualRequest:
     model = options.model_name_or_path
     if model == "":
         raise UserError("--model_name_or_path is empty", "name a model, or leave it out")
-    check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world-size", "--rank")
+    check_virtual_rank(options.virtual_world_size, options.virtual_rank, "--world_size", "--rank")
     if options.task is None:
         preset = find_preset(model or "")
         family: str | None = preset.family if preset else None
@@ -270,7 +270,7 @@ def _folder_of_lines(request: VirtualRequest) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be a folder ({error.strerror})", "move it away, or name another --runs-dir"
+            f"{folder} cannot be a folder ({error.strerror})", "move it away, or name another --runs_dir"
         ) from None
     return folder
 
@@ -286,7 +286,7 @@ def _measure(request: VirtualRequest, cell: Cell) -> RankSummary:
     if ended.stopped_by == "user":
         raise KeyboardInterrupt
     if ended.ending.state == "oom":
-        raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over layers: --layers-fit A,B,C"))
+        raise VirtualRunFailed(dataclasses.replace(ended.ending, hint="extrapolate over layers: --layers_fit A,B,C"))
     if ended.ending.state != "ok":
         raise VirtualRunFailed(ended.ending)
     _say(f"{cell.strategy}, {cell.config.model_name_or_path}: {ended.wall_s:.0f} s -> {directory}")
@@ -322,7 +322,7 @@ def describe(summary: RankSummary) -> Iterator[str]:
         if fit.crossed:
             beyond = {name: at for name, at in fit.depths_beyond.items() if at + 2 < fit.layers}
             start = max(beyond.values(), default=0)
-            deeper = f"; --layers-fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}"
+            deeper = f"; --layers_fit {start},{start + 1},{start + 2} starts beyond {', '.join(beyond)}"
             crossed = f"  between, the engine crosses {', '.join(fit.crossed)}: figures that depend on it are ?"
             yield crossed + (deeper if beyond else "")
         if fit.whole_model:

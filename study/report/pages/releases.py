@@ -155,7 +155,7 @@ _HEAD = """\
 Some releases of DeepSpeed, alone or together with some releases of Accelerate, silently compute other gradients than
 DDP. Before you trust an image, run `study verify` in it: it trains a tiny model under the studied strategies, in fp32
 with one micro-step in a step and with four, in half precision with four, and prints which of them compute what one
-process computes there. It uses a rank for each GPU, or two without; `--world-size 8` asks for another number.
+process computes there. It uses a rank for each GPU, or two without; `--world_size 8` asks for another number.
 `study releases bisect zero3` finds between which two releases a strategy began to diverge from one process; it runs
 only the releases that the search needs, and runs again nothing that has a record.
 """

@@ -29,7 +29,7 @@ REPORTS = "reports"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("suite", metavar="SUITE", help="a name in study/suites/, a suite's path, or a name in reports/")
     parser.add_argument(
-        "--runs-dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
+        "--runs_dir", type=folder_argument, metavar="DIR", help="where records are kept; runs by default"
     )
     parser.add_argument(
         "--output",
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the report goes; your own files there stay; reports/SUITE by default",
     )
     parser.add_argument(
-        "--drop-missing",
+        "--drop_missing",
         action="store_true",
         help="replace a report also where it has runs whose records are nowhere else",
     )
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
     kept = _folder_of_parquet(name, output)
     has_runs = any(next(root.glob("**/status.json"), None) is not None for root in roots)
     if options.runs_dir and not has_runs and not plan:
-        raise UserError(f"--runs-dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
+        raise UserError(f"--runs_dir {runs_dir} has no records of {name}", "name the folder above that of the suite")
     if kept is not None and not has_runs and not (plan and is_empty(kept)):
         records = read_parquet(kept)
     elif has_runs or plan or roots[0].is_dir():
@@ -67,14 +67,14 @@ def run(options: argparse.Namespace, resting: Callable[[Records, str, Path], Seq
             missing = f"{len(lost)} runs of the report in {kept} are not below {runs_dir} ({lost[0]})"
             if not options.drop_missing:
                 raise UserError(
-                    f"{missing}: the report has their only records", "name another --output, or add --drop-missing"
+                    f"{missing}: the report has their only records", "name another --output, or add --drop_missing"
                 )
             say(f"notice: {missing}: dropped")
     else:
         parquet = Path(REPORTS) / name / RUNS_PATH
         raise UserError(
             f"there are no records of {name}: neither {runs_dir / name} nor {parquet} is there",
-            f"run: study run {name}, or name their place with --runs-dir",
+            f"run: study run {name}, or name their place with --runs_dir",
         )
     facts = _facts_of_suite(options.suite, runs_dir) if has_runs and not plan else []
     for fact in facts:
