@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
     assert rows["zero1"]["peak_reserved"]["value"] < rows["single"]["peak_reserved"]["value"]
     assert rows["zero1"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == lora["trained_parameters"]
     page = page_of("gpt2-xl", "A100-40")
-    assert "take zero1 (micro-batch 2 x accumulation 32, no gradient checkpointing): 60% faster than the next" in page
+    assert page.startswith("Use zero1, micro-batch 2, accumulation 32, no checkpointing:")
+    assert "why zero1: 60% faster than the next" in page
     assert page.count("ZeRO-1 on one GPU shards nothing, but its weights are 16 bits") == 1
     assert "14,222" in row_of(page, "zero1")
     assert "7,462" in row_of(page, "single")
@@ -295,7 +297,7 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     page = page_of(LLAMA_8B, "8xH100", "--seq_length", "65536", status=1)
     assert "more GPUs" not in page
     assert (
-        "nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
+        "Nothing fits, and no number of GPUs helps: one sample needs 113.3 GiB on its rank (logits 93.9, activations"
         " 18.0, context 1.4) of 78.8; what helps: fewer tokens per sample, a chunked loss (--chunked_loss)" in page
     )
     # What it names does help.
@@ -303,9 +305,9 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     assert chunked.is_sure
     assert chunked.tokens_per_s == pytest.approx(22424, rel=1e-3)
     page = page_of("gpt-13b", "2xT4", "--host_memory", "16", status=1)
-    short = re.search(r"nothing fits this host: (\w+) needs (\d+) GiB,", page)
+    short = re.search(r"Nothing fits this host: (\w+) needs (\d+) GiB,", page)
     assert short is not None
-    assert f"take {short[1]} " in page_of("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
+    assert f"Use {short[1]}, " in page_of("gpt-13b", "2xT4", "--host_memory", str(int(short[2]) + 8))
     box = box_of("2xT4")
     small = dataclasses.replace(box, device=dataclasses.replace(box.device, memory_gib=3.0))
     advice = advise(AdviceRequest(model_shape("gpt2-xl"), small, 1024, "fp16"), ["zero2", "zero3"])
@@ -390,12 +392,35 @@ def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro
     zero3, offloaded = advise(large, ["zero3", "zero3_cpu"]).options
     assert "trained as zero3 is, the optimizer on the CPU takes" in because(offloaded, zero3)
     # Eight micro-batches a step, in each of which stage 2 reduces, and stage 1 in the last alone.
-    (line,) = [line for line in page_of("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next best zero2")]
+    (line,) = [line for line in page_of("llama-3.1-8b", "8xH100").splitlines() if line.startswith("next zero2")]
     found = re.search(r"exposed communication takes (\d+)% of its step, and (\d+)% of zero1's", line)
     assert found is not None
     # Exposed or not, its reductions are eight times as many.
     assert int(found[1]) > 3 * int(found[2])
-    assert "trained as" not in page_of("llama-3.1-8b", "4xA100").split("next best")[1].splitlines()[0]
+    assert "trained as" not in page_of("llama-3.1-8b", "4xA100")
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [("llama-3.1-8b", "4xA100"), ("gemma-2-9b", "8xH100"), ("gpt2-xl", "RTX4090"), ("llama-3.1-70b", "4x8xH100")],
+)
+def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, hardware: str) -> None:
+    page = page_of(model, hardware)
+    lines = [part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]
+    assert len(lines) <= 25
+    verdict = page.partition("\n\n")[0]
+    assert verdict.startswith("Use ")
+    assert all(len(line) <= 120 for line in verdict.splitlines())
+    document = document_of("advise", model, hardware)
+    best, *others = document["strategies"]
+    assert verdict.startswith(f"Use {document['recommended']}, ")
+    assert row_of(page, best["strategy"])[-1] == "recommended"
+    # What is faster and fits says in its own row why it is not recommended.
+    for option in others:
+        if option["fits"] and option["tokens_per_s"] > best["tokens_per_s"]:
+            assert row_of(page, option["strategy"])[-1][-1].isalpha()
+    assert "reports/" not in page
+    assert "reports/" in page_of(model, hardware, "--details")
 
 
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
@@ -450,7 +475,7 @@ def test_micro_batch_and_accumulation_are_printed_together(tmp_path: Path) -> No
     page = page_of("gemma-2-9b", "4xRTX4090", "--output", str(tmp_path))
     text = "micro-batch 1 x accumulation 16, gradient checkpointing"
     assert f"YOUR_PROGRAM.py    ({text})" in page
-    assert f"take zero3_cpu_optimizer ({text})" in page
+    assert page.startswith("Use zero3_cpu_optimizer, micro-batch 1, accumulation 16, checkpointing:")
     assert "--per_device_train_batch_size 1 --global_batch_size 64 " in page
     assert row_of(page, "zero3_cpu")[1:4] == ["1", "16", "yes"]
     settings = json.loads((tmp_path / "zero3_cpu_optimizer-fitted.json").read_text())

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from study.advisor.advise import (
     because,
     changes,
     how_sure,
+    needs_large_host,
     unchecked,
     worth_trying,
 )
@@ -42,7 +43,7 @@ from study.predictor import shape as adapters
 from study.predictor.hardware import box_asked, real, whole
 from study.predictor.request import Request
 from study.predictor.shape import model_shape, sequence_length
-from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note
+from study.predictor.time import LORA_NOTE, device_bytes, host_adam_note, slowest_offload, usable_bytes
 from study.workloads.presets import find_preset
 
 EPILOG = """\
@@ -54,15 +55,13 @@ without --hub. docs/advice.md has the errors, and what this cannot know.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
 _PORT = 29500
-_COLUMNS = (
-    "strategy", "micro-\nbatch", "accumu-\nlation", "gradient\ncheckpointing", "peak\nGiB", "upper\nbound", "tokens/s",
-    "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "",
-)  # fmt: skip
-LEGEND = """\
-The recommended strategy, others that are about as fast, then the rest by speed. Micro-batch: samples of one forward
-pass on one rank; accumulation: micro-batches of an optimizer step. Upper bound (90 %) of the peak. tokens/s: all
-ranks; host and NVMe: one node; cost/M tokens: with --price_per_gpu_hour. GiB are 2**30 bytes.
+_COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound", "tokens/s",
+            "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
+_DETAILS = """\
+micro-batch: samples of one forward pass on one rank; accumulation: micro-batches of an optimizer step; peak: predicted,
+of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks; host and NVMe: of one node.
 """
+_WIDTH = 120
 ONE_RANK_NOTE = (
     "ZeRO-1 on one GPU shards nothing, but its weights are 16 bits with fp32 masters of what is trained, where"
     " single keeps fp32 weights and autocasts"
@@ -89,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--price_per_gpu_hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
+    add("--details", action="store_true", help="print what does not fit, the legend and measurements near here too")
     add("--output", type=folder_argument, metavar="DIR", help="write the recommended strategy's files here")
 
 
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
         print(json.dumps(_document(advice, riskier, others, measured, files), indent=2))
     else:
         written = _file_lines(files, best.request) if files and best else ()
-        print_page([*_page(advice, riskier), *others, *measured, *written])
+        print_page([*_page(advice, riskier, others, measured, options.details), *written])
     return 0 if best else 1
 
 
@@ -161,27 +161,65 @@ def _entry(option: Option) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(advice: Advice, riskier: Option | None) -> Iterator[str | TextTable]:
-    question, best, other = advice.question, advice.best, advice.runner_up
+def _page(
+    advice: Advice, riskier: Option | None, others: Sequence[str], measured: Sequence[str], details: bool
+) -> Iterator[str | TextTable]:
+    question, best = advice.question, advice.best
     shape, box = question.shape, question.box
+    yield f"{_verdict(advice)}\n"
+    batch = "" if question.global_batch is None else f"global batch {question.global_batch}, "
     yield (
         f"{shape.name} ({_count_text(shape.parameters)} parameters{adapters.lora_text(shape)}) on {box.name}:"
-        f" {box.ranks} x {box.device.name}, global batch {question.global_batch}, {question.sequence_length} tokens per"
-        f" sample, {question.precision}{', chunked loss' * question.chunked_loss}\n"
+        f" {box.ranks} x {box.device.name}, {batch}{question.sequence_length} tokens per sample, {question.precision}"
+        f"{', chunked loss' * question.chunked_loss}\n"
     )
-    yield LEGEND
-    yield TextTable(_COLUMNS, [_row(option) for option in advice.options])
+    shown = [option for option in advice.options if option.fits or details or best is None]
+    rows = [_row(option, best) for option in shown]
+    filled = [place for place in range(len(_COLUMNS)) if not place or any(row[place] not in ("", "-") for row in rows)]
+    yield TextTable([_COLUMNS[place] for place in filled], [[row[place] for place in filled] for row in rows])
+    if details:
+        yield f"\n{_DETAILS}"
+    else:
+        left_out = [option for option in advice.options if option not in shown]
+        needs = [f"{option.name} ({device_bytes(option.memory) / GIB:.0f} GiB)" for option in left_out]
+        yield f"do not fit: {', '.join(needs)}\n" if needs else ""
+    if best is not None:
+        yield from _notes(advice, best, riskier)
+    yield from others
+    if measured:
+        yield from (
+            measured if details else [f"--details prints {len(measured)} measurements near here and their errors"]
+        )
+
+
+def _verdict(advice: Advice) -> str:
+    best = advice.best
     if best is None:
-        yield f"\n{how_sure(advice)}"
-        return
-    yield f"\ntake {_named(best)}: {how_sure(advice)}"
-    if other is not None:
+        reason = how_sure(advice)
+        return reason[0].upper() + reason[1:]
+    request, memory = best.request, best.memory
+    peak, bound = (f"{device_bytes(memory, at_upper_end=upper) / GIB:.0f}" for upper in (False, True))
+    use = (
+        f"Use {best.name}, micro-batch {request.micro_batch}, accumulation {request.accumulation},"
+        f" {'' if request.gradient_checkpointing else 'no '}checkpointing:"
+    )
+    figures = [f"{peak} of {usable_bytes(request.box) / GIB:.0f} GiB (90 % bound {bound})"]
+    if not best.is_sure:
+        figures.append("may not fit")
+    if request.strategy.offloads:
+        figures.append(f"{memory.host_peak.value / GIB:,.0f} GiB of host memory")
+    figures.append(f"about {float(f'{best.tokens_per_s:.2g}'):,.0f} tokens/s, predicted")
+    one_line = f"{use} {', '.join(figures)}"
+    return one_line if len(one_line) <= _WIDTH else f"{use}\n  {', '.join(figures)}"
+
+
+def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str]:
+    box, shape, other = advice.question.box, advice.question.shape, advice.runner_up
+    yield f"why {best.name}: {how_sure(advice)}"
+    if other is not None and best.is_sure == other.is_sure:
         gap = other.tokens_per_s / best.tokens_per_s - 1
-        behind = f"{abs(gap):.0%} {'faster' if gap > 0 else 'slower'}"
-        behind += because(other, best) if -gap > AS_FAST else ""
-        if best.is_sure and not other.is_sure:
-            behind = "not as sure to fit"
-        yield "; ".join([f"next best {_named(other)}, {behind}", *unchecked(other)])
+        if -gap > AS_FAST:
+            yield f"next {_named(other)}, {-gap:.0%} slower{because(other, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
         yield "; ".join([f"{faster:.0%} faster, and not as sure to fit: {_named(riskier)}", *unchecked(riskier)])
@@ -200,15 +238,33 @@ def _page(advice: Advice, riskier: Option | None) -> Iterator[str | TextTable]:
         yield LORA_NOTE
 
 
-def _row(option: Option) -> list[str]:
+def _row(option: Option, best: Option | None) -> list[str]:
     request, memory, cost = option.request, option.memory, option.cost_per_million_tokens
     return [
         option.name, *((f"{request.micro_batch}", f"{request.accumulation}") if option.fits else "--"),
         "yes" if request.gradient_checkpointing else "no", f"{device_bytes(memory) / GIB:.1f}",
         f"{device_bytes(memory, at_upper_end=True) / GIB:.0f}", f"{option.tokens_per_s:,.0f}" if option.fits else "-",
         f"{memory.host_peak.value / GIB:.0f}", f"{memory.nvme / GIB:.0f}" if memory.nvme else "-",
-        "-" if cost is None else f"{cost:.3f}", option.why,
+        "-" if cost is None else f"{cost:.3f}", _remark(option, best),
     ]  # fmt: skip
+
+
+def _remark(option: Option, best: Option | None) -> str:
+    """Why it does not fit, or why it is not recommended though it is as fast."""
+    if not option.fits or best is None:
+        return option.why
+    gap = option.tokens_per_s / best.tokens_per_s - 1
+    if option is best:
+        return "recommended"
+    if best.is_sure and not option.is_sure:
+        return f"may not fit{f'; {gap:.0%} faster' if gap > 0 else ''}"
+    if gap <= 0:
+        return ""
+    if option.request.strategy.offloads and not best.request.strategy.offloads:
+        return f"{gap:.0%} faster by prediction; offload steps took up to {slowest_offload():.1f} x that"
+    if needs_large_host(option) and not needs_large_host(best):
+        return f"{gap:.0%} faster; needs a large host"
+    return f"{gap:.0%} faster; within {AS_FAST:.0%} the simpler one is recommended"
 
 
 def _named(option: Option) -> str:
