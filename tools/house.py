@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_650,
     "virtual": 900,
     "releases": 1_250,
-    "advisor": 2_870,
+    "advisor": 2_920,
     "report": 4_900,
     "autopsy": 1_700,
     "claims": 2_100,
