@@ -423,6 +423,26 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
     assert "reports/" in page_of(model, hardware, "--details")
 
 
+@pytest.mark.parametrize(("strategy", "hardware"), [("zero3", "8xH100"), ("zero3_nvme", "8xH100"), ("ddp", "T4")])
+def test_predict_says_first_whether_it_fits_and_how_long_a_step_takes(strategy: str, hardware: str) -> None:
+    words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
+    _, page = output_of(*words)
+    document = document_of(*words)
+    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
+    verdict = page.splitlines()[0]
+    assert len(verdict) <= 120
+    assert verdict.startswith("Does not fit: " if not document["fits"] else ("Fits: ", "May not fit: "))
+    step = document["time"]["step_s"]["value"] * 1000
+    assert f"{document['device_bytes'] / 2**30:.1f} of " in verdict
+    assert f"; {step:,.0f} ms a step" in verdict
+    # The longest bar is the largest part's.
+    bars = {line.split()[0]: line.count("█") for line in page.splitlines() if "█" in line}
+    parts = document["memory"]["device_parts"]
+    assert max(bars, key=bars.__getitem__) == max(parts, key=parts.__getitem__)
+    assert "peak reserved" not in page
+    assert "peak reserved" in output_of(*words, "--details")[1]
+
+
 def test_one_micro_batch_of_all_samples_is_tried_though_a_smaller_one_does_not_fit() -> None:
     """DDP with accumulation keeps gradients while the activations are there."""
     question = AdviceRequest(

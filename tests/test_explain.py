@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -770,6 +772,27 @@ def test_the_command_ends_with_a_status_and_prints_no_control_character(
     assert "peak memory of a rank" in page.out
     assert main([*command, str(10**12)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3_cpu", "zero3_nvme", "fsdp2"])
+def test_the_first_line_is_the_verdict_and_a_screen_has_all_of_it(
+    strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["explain", str(ROOT / "accelerate_configs" / f"{strategy}.yaml"), "gpt2", "--world_size", "2"]
+    assert main(command) == 0
+    page = capsys.readouterr().out
+    assert len([part for line in page.splitlines() for part in (textwrap.wrap(line, 120) or [""])]) <= 25
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    verdict, memory = page.splitlines()[0].split("; ")
+    kinds = [finding["kind"] for finding in document["findings"]]
+    counts = [int(count) for count in re.findall(r"\d+(?= settings?)", verdict)]
+    assert sorted(counts) == sorted(kinds.count(kind) for kind in set(kinds))
+    assert memory.startswith(f"peak {document['memory']['peak_reserved']['value'] / 2**30:.2f} GiB a GPU, host ")
+    assert main([*command, "--details"]) == 0
+    detailed = capsys.readouterr().out
+    assert all(line in detailed for answer in document["answers"] for line in answer["because"])
+    assert not any(line in page for answer in document["answers"] for line in answer["because"])
 
 
 def test_full_output_is_one_line() -> None:

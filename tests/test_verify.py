@@ -71,7 +71,7 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_goes_on(tmp_p
     # The same stack goes on from its records; another one is refused.
     again = verify("--only", "ddp", *kept, path=PLANTED)
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "Every strategy that runs here computes what DDP computes" in again.stdout
+    assert "\nPASS: every strategy that runs here computes what one process computes" in again.stdout
     for file in (tmp_path / "runs").glob("*/environment.json"):
         file.write_text(file.read_text().replace('"deepspeed": "', '"deepspeed": "9.'))
     refused = verify("--only", "ddp", *kept)
@@ -99,9 +99,22 @@ def test_where_no_engine_can_be_judged_none_is_said_to_agree() -> None:
             VerifyRow("zero2", "fp32", 1, Verdict("not judged", reason="one process did not end well"))]  # fmt: skip
     found = Verification(("ddp", "zero1", "zero2"), rows)
     assert (found.unverified, found.agrees) == (["zero1", "zero2"], None)
-    assert found.answer == "No engine of DeepSpeed was verified. zero1, zero2 cannot be judged here."
+    assert found.answer == "NOT JUDGED: no engine of DeepSpeed could run here; not judged here: zero1, zero2"
     alone = Verification(("ddp",), rows[:1])
-    assert (alone.agrees, alone.answer) == (True, "Every strategy that runs here computes what DDP computes.")
+    passed = "PASS: every strategy that runs here computes what one process computes"
+    assert (alone.agrees, alone.answer) == (True, passed)
+
+
+def test_a_failure_names_the_strategy_the_set_up_and_the_known_cause() -> None:
+    old = {"deepspeed": "0.19.5", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    causes = causes_of(old, "zero2", 4, "fp32", "gradient")
+    assert causes
+    wrong = Verdict("different", what="gradient", size=0.5)
+    rows = [VerifyRow("zero2", "fp32", 1, Verdict("equal")), VerifyRow("zero2", "fp32", 4, wrong, causes),
+            VerifyRow("zero3", "fp32", 1, wrong), VerifyRow("zero3", "fp32", 4, wrong)]  # fmt: skip
+    found = Verification(("zero2", "zero3"), rows)
+    named = ", ".join(f"cause {cause.id}: {cause.title}" for cause in causes)
+    assert found.answer == f"FAIL: zero2 with accumulation ({named}); zero3 (no known cause)"
 
 
 def test_records_of_another_device_are_not_gone_on_with(tmp_path: Path) -> None:

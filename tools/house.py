@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_650,
     "virtual": 900,
     "releases": 1_250,
-    "advisor": 2_920,
+    "advisor": 3_000,
     "report": 4_900,
     "autopsy": 1_700,
     "claims": 2_100,
@@ -40,7 +40,7 @@ BUDGETS = {
     "train": 150,
     "cli": 150,
     "__init__": 50,
-    "tests": 21_700,
+    "tests": 21_750,
 }
 
 

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from study.advisor.explain_case import ConfigCase, Workload, resolve
@@ -24,6 +25,14 @@ EPILOG = """\
 CONFIG is a DeepSpeed JSON or an Accelerate YAML, with any setting that DeepSpeed 0.19.8 knows, "auto" too. Nothing is
 run, and nothing is fetched without --hub. GiB are 2**30 bytes.
 """
+# The kinds of findings, what matters most first, and how the first line counts them.
+_FINDINGS = {
+    "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine needs",
+    "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
+}  # fmt: skip
+# Smaller costs are printed with --details.
+_SHOWN_BYTES = 100 * 2**20
+_MORE = "; --details has the reasons"
 _COUNT = functools.partial(whole, most=1_000_000, what="number")
 _MOST_RANKS = 1024
 # A part that does not fall to two thirds on twice as many ranks is not sharded.
@@ -67,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq_length", type=_COUNT, metavar="T", help=length)
     add("--gradient_checkpointing", action="store_true", help="the program recomputes activations in the backward pass")
     add("--hub", action="store_true", help="ask the hub for the model's config.json")
+    add("--details", action="store_true", help="print the reason of each cost and answer, and every part of the peak")
     add("--json", action="store_true", help="print one JSON document, and nothing else, on stdout")
 
 
@@ -83,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(case, memory), indent=2))
     else:
-        print_page(_page(case, memory))
+        print_page(_page(case, memory, options.details))
     return 1 if any(finding.kind == "refused" for finding in case.findings) else 0
 
 
@@ -100,38 +110,60 @@ def _document(case: ConfigCase, memory: Memory) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(case: ConfigCase, memory: Memory) -> Iterator[str | TextTable]:
+def _verdict(case: ConfigCase, memory: Memory) -> str:
+    counts = Counter(finding.kind for finding in case.findings)
+    said = [
+        f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
+        for kind, words in _FINDINGS.items() if counts[kind]
+    ]  # fmt: skip
+    host = memory.host_peak.value
+    peak = f"peak {gib(memory.peak_reserved.value)} a GPU, host {host / 2**30:.0f} GiB a node, predicted"
+    return f"{', '.join(said) or 'every setting takes effect'}; {peak}"
+
+
+def _page(case: ConfigCase, memory: Memory, details: bool) -> Iterator[str | TextTable]:
     request = case.request
     engine = f"DeepSpeed, stage {case.stage}" if case.file.deepspeed is not None else request.strategy.name
+    yield f"{_verdict(case, memory)}\n"
     yield f"{case.file.name}: {engine}, {request.precision}, one of {case.ranks} ranks"
-    yield f"{case.shape.name}: {case.shape.parameters:,} parameters, the largest tensor {case.largest.elements:,}"
     yield (
-        f"micro-batch {request.micro_batch} x accumulation {request.accumulation}, {request.sequence_length} tokens per"
-        f" sample{', gradient checkpointing' if request.gradient_checkpointing else ''}"
+        f"{case.shape.name}: {case.shape.parameters:,} parameters, micro-batch {request.micro_batch} x accumulation"
+        f" {request.accumulation}, {request.sequence_length} tokens per sample"
+        f"{', gradient checkpointing' if request.gradient_checkpointing else ''}"
     )
-    if found := costs(case):
-        yield "\nwhat each setting costs a rank (- none; * a default, not in your file)"
-        rows = [
-            [*map(_size, (cost.device, cost.host, cost.nvme)),
-             f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}: {cost.says}"]
-            for cost in found
-        ]  # fmt: skip
-        yield TextTable(("device", "host", "NVMe", ""), rows, indent=2)
     if case.findings:
-        yield "\nsettings that do not do what they say"
-        yield TextTable(
-            ("", ""), [(finding.kind, f"{finding.key}: {finding.says}") for finding in case.findings], indent=2
-        )
-    yield "\npeak memory of a rank"
-    parts = sorted(memory.device_parts.items(), key=lambda item: -item[1])
-    peak = f"peak allocated, {gib(memory.peak_reserved.value)} reserved"
-    rows = [[gib(size), part] for part, size in parts if size > 2**20]
-    rows += [[gib(memory.peak_allocated.value), peak], [gib(memory.host_peak.value), "host memory of its machine"]]
-    yield TextTable(("", ""), rows, indent=2)
-    yield from (f"  {note}" for note in memory.notes)
+        yield "\nsettings to look at"
+        order = list(_FINDINGS)
+        rows = [
+            (finding.kind, f"{finding.key}: {finding.says}")
+            for finding in sorted(case.findings, key=lambda finding: order.index(finding.kind))
+        ]
+        yield TextTable(("", ""), rows, indent=2)
+    if found := costs(case):
+        yield f"\nwhat each setting costs a rank (- none; * a default, not in your file{'' if details else _MORE})"
+        yield TextTable(("device", "host", "NVMe", ""), list(_cost_rows(found, details)), indent=2)
+    parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
+    peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
+    yield f"\npeak memory of a rank, {gib(memory.peak_allocated.value)} allocated: {peak}"
+    yield from (f"  {note}" for note in memory.notes if details)
+    if not details:
+        yield ""
     for answer in answers(case):
-        yield f"\n{answer.question}\n  {answer.short}"
-        yield from (f"  - {line}" for line in answer.because)
+        yield f"\n{answer.question}\n  {answer.short}" if details else f"{answer.question} {answer.short}"
+        yield from (f"  - {line}" for line in answer.because if details)
+
+
+def _cost_rows(found: Sequence[SettingCost], details: bool) -> Iterator[tuple[str, ...]]:
+    """Yield a row per cost with its reason or, without details, a row per setting that costs enough."""
+    by_key: dict[str, list[SettingCost]] = {}
+    for cost in found:
+        by_key.setdefault(f"{cost.key} {cost.says if details else ''}", []).append(cost)
+    for group in by_key.values():
+        device, host, nvme = (sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme"))
+        if details or device + host + nvme >= _SHOWN_BYTES:
+            cost = group[0]
+            says = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
+            yield *map(_size, (device, host, nvme)), f"{says}: {cost.says}" if details else says
 
 
 def gib(size: float) -> str:

@@ -6,7 +6,7 @@ import argparse
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from study.advisor.user_settings import UserFile, check_deepspeed
@@ -40,6 +40,8 @@ Nothing is run, and nothing is fetched without --hub. An interval covers 80 % of
 (reports/prediction); a figure without one was not validated. Payload counts an all-reduce once; ring bytes are what
 leaves a rank where each collective is a ring, as with NCCL.
 """
+# Letters of the longest bar.
+_BAR = 40
 _PREDICTED = [name for name in STRATEGY_NAMES if name not in WITH_GROUPS]
 _HOST_PARTS = {
     "load": "while the model is loaded", "train": "in training", "save": "while it is saved",
@@ -78,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pure = "without DeepSpeed: weights, gradients and moments in bf16, no masters"
     add("--pure_bf16", action="store_true", help=pure)
     add("--engine_override", action="append", default=[], metavar="KEY=JSON", help="as in study/train.py; repeatable")
+    add("--details", action="store_true", help="print every figure with its interval")
     add("--traced", action="store_true", help="count activations on transformers' own code, with fake tensors")
 
 
@@ -99,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(prediction, traced), indent=2))
     else:
-        print_page(_page(prediction, traced))
+        print_page(_page(prediction, traced, options.details))
     return 0
 
 
@@ -214,51 +217,95 @@ def _document(prediction: Prediction, traced: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _page(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
+def _verdict(prediction: Prediction) -> str:
     request, memory, time = prediction.request, prediction.memory, prediction.time
-    shape, box = request.shape, request.box
-    rank = "rank" if box.in_host_memory else "GPU"
+    box, bound = request.box, device_bytes(memory, at_upper_end=True)
+    verdict = "Does not fit" if not prediction.fits else "May not fit"
+    if fits(memory, box, at_upper_end=True):
+        verdict = "Fits"
+    step, interval = time.step_s, ""
+    if step.low is not None and step.high is not None:
+        interval = f" ({step.low * 1e3:,.0f} to {step.high * 1e3:,.0f})"
+    return (
+        f"{verdict}: {device_bytes(memory) / GIB:.1f} of {usable_bytes(box) / GIB:.1f} GiB"
+        f" (90 % bound {bound / GIB:.0f}); {step.value * 1e3:,.0f} ms a step{interval},"
+        f" {time.tokens_per_s_per_gpu.value:,.0f} tokens/s per {_rank(request)}; predicted"
+    )
+
+
+def _rank(request: Request) -> str:
+    return "rank" if request.box.in_host_memory else "GPU"
+
+
+def _page(prediction: Prediction, traced: float | None, details: bool) -> Iterator[str | TextTable]:
+    request, memory, time = prediction.request, prediction.memory, prediction.time
+    shape = request.shape
+    yield f"{_verdict(prediction)}\n"
     yield (
         f"{shape.name} ({shape.parameters / 1e9:.2f} B{adapters.lora_text(shape)}), {request.strategy.name} on"
-        f" {box.name} ({box.ranks} ranks), {request.precision}, {workload_text(request)}, {request.sequence_length}"
-        f" tokens per sample{', chunked loss' if request.chunked_loss else ''}"
+        f" {request.box.name} ({request.box.ranks} ranks), {request.precision}, {workload_text(request)},"
+        f" {request.sequence_length} tokens per sample{', chunked loss' if request.chunked_loss else ''}"
     )
-    rows = _rows({name: size for name, size in memory.device_parts.items() if size >= 0.005 * GIB}, GIB)
-    rows += [
-        _row("allocated between steps", memory.steady_allocated, GIB),
-        _row("peak allocated", memory.peak_allocated, GIB), _row("peak reserved", memory.peak_reserved, GIB),
+    yield from _parts(prediction, traced)
+    if details:
+        yield from (
+            "\nfigures with their interval, which covers 80 % of what was measured elsewhere",
+            _intervals(prediction),
+        )
+    utilization = [f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"] if time.mfu and time.hfu else []
+    yield ""
+    yield from (*utilization, *memory.notes, *time.notes)
+
+
+def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextTable]:
+    """The parts of the peak with a bar for each one's share, and a line each for host, communication and time."""
+    request, memory, time = prediction.request, prediction.memory, prediction.time
+    yield f"\nmemory of one {_rank(request)} at its peak, GiB"
+    largest = max(memory.device_parts.values())
+    parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
+    rows = [
+        (name, f"{size / GIB:.2f}", "█" * max(1, round(_BAR * size / largest)))
+        for name, size in parts if size >= 0.005 * device_bytes(memory)
     ]  # fmt: skip
-    if not box.in_host_memory:
-        rows.append(("reserved where there is room", f"{memory.pool_with_room / GIB:.2f}", ""))
-    if memory.process_peak is not None:
-        rows.append(_row("whole process", memory.process_peak, GIB))
     if traced is not None:
         rows.append(("activations on transformers' own code", f"{traced / GIB:.2f}", ""))
-    yield from (f"\npeak memory of one {rank}, GiB", _table(rows))
-    verdict = "does not fit" if not prediction.fits else "may not fit: its upper bound (90 %) does not"
-    if fits(memory, box, at_upper_end=True):
-        verdict = "fits"
-    yield f"  {device_bytes(memory) / GIB:.1f} GiB in all of {usable_bytes(box) / GIB:.1f}: it {verdict}"
-    host = {_HOST_PARTS[name]: size for name, size in memory.host_parts.items() if name in _HOST_PARTS and size}
-    if memory.nvme:
-        host["on NVMe"] = memory.nvme
-    yield from ("\nhost memory of one node, GiB", _table(_rows(host, GIB)))
-    # Adapters send thousandths of a GB.
-    name, unit = ("GB", 1e9) if prediction.sent_bytes_per_step.value >= 1e8 else ("MB", 1e6)
-    rows = [*_rows(payload_of(request), unit), _row("ring bytes (NCCL)", prediction.sent_bytes_per_step, unit)]
-    yield from (f"\ncommunication of one rank per step, {name}", _table(rows))
-    yield from ("\nstep time, ms", _table([*_rows(time.parts, 1e-3), _row("total", time.step_s, 1e-3)]))
-    utilization = f", MFU {time.mfu:.1%}, HFU {time.hfu:.1%}" if time.mfu and time.hfu else ""
-    yield f"  {time.tokens_per_s_per_gpu.value:,.0f} tokens/s per {rank}{utilization}"
-    yield from (f"  {note}" for note in (*memory.notes, *time.notes))
+    yield TextTable(("", "", ""), rows, indent=2)
+    host = {_HOST_PARTS[name]: memory.host_parts.get(name, 0.0) for name in ("load", "train")}
+    host |= {"on NVMe": memory.nvme} if memory.nvme else {}
+    sent, payload = prediction.sent_bytes_per_step.value, payload_of(request)
+    name, unit = _unit(sent)
+    yield ""
+    yield TextTable(("", ""), [
+        ("host memory of one node", ", ".join(f"{size / GIB:,.1f} GiB {when}" for when, size in host.items())),
+        ("communication of one rank per step", f"{sent / unit:.2f} {name} (ring bytes, NCCL): "
+         + (", ".join(f"{kind.replace('_', ' ')} {size / unit:.2f}" for kind, size in payload.items()) or "none")),
+        ("time of one step", ", ".join(
+            f"{part.replace('_', ' ')} {seconds * 1e3:,.0f} ms" for part, seconds in time.parts.items() if seconds)),
+    ])  # fmt: skip
 
 
-def _table(rows: list[tuple[str, str, str]]) -> TextTable:
+def _unit(size: float) -> tuple[str, float]:
+    """Adapters send thousandths of a GB."""
+    return ("GB", 1e9) if size >= 1e8 else ("MB", 1e6)
+
+
+def _intervals(prediction: Prediction) -> TextTable:
+    memory, in_gib = prediction.memory, {
+        "allocated between steps": prediction.memory.steady_allocated,
+        "peak allocated": prediction.memory.peak_allocated,
+        "peak reserved": prediction.memory.peak_reserved,
+    }  # fmt: skip
+    if not prediction.request.box.in_host_memory:
+        in_gib["reserved where there is room"] = Estimate(memory.pool_with_room)
+    if memory.process_peak is not None:
+        in_gib["whole process"] = memory.process_peak
+    in_gib |= {f"host, {_HOST_PARTS[name]}": Estimate(size) for name, size in memory.host_parts.items()
+               if name in _HOST_PARTS and size}  # fmt: skip
+    name, unit = _unit(prediction.sent_bytes_per_step.value)
+    rows = [_row(f"{name}, GiB", figure, GIB) for name, figure in in_gib.items()]
+    rows.append(_row(f"ring bytes (NCCL), {name}", prediction.sent_bytes_per_step, unit))
+    rows.append(_row("step, ms", prediction.time.step_s, 1e-3))
     return TextTable(("", "", ""), rows, indent=2)
-
-
-def _rows(parts: Mapping[str, float], unit: float) -> list[tuple[str, str, str]]:
-    return [(name.replace("_", " "), f"{size / unit:.2f}", "") for name, size in parts.items()]
 
 
 def _row(name: str, figure: Estimate, unit: float) -> tuple[str, str, str]:

@@ -35,7 +35,9 @@ def print_page(page: Iterable[str | TextTable], file: TextIO | None = None) -> N
             print(file=out)
         last = part
         text = _table_text(part, width, out) if isinstance(part, TextTable) else _wrapped(printable(part), width)
-        print(text, file=out, flush=True)
+        # An output in another encoding has no bars.
+        encoding = out.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), file=out, flush=True)
 
 
 def _wrapped(text: str, width: int | None) -> str:

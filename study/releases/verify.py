@@ -131,7 +131,10 @@ def run(options: argparse.Namespace) -> int:
         matrix.is_kept = options.runs_dir is not None
         if not any(map(matrix.cells, strategies)):
             raise UserError(f"{' and '.join(strategies)} have no {' or '.join(options.precision)}", "use fp32")
-        print_page([f"{_stack_text(stack)}; {matrix.where}"], out)
+        tested = (
+            f"{len(strategies)} strategies on {matrix.where}, with accumulation {' and '.join(map(str, MICRO_STEPS))}"
+        )
+        print_page([f"Testing {_stack_text(stack)}: {tested}"], out)
         found = Verification(strategies)
         for number, strategy in enumerate(strategies, start=1):
             rows = list(matrix.rows(strategy))
@@ -171,12 +174,23 @@ class Verification:
 
     @property
     def answer(self) -> str:
-        not_here = f" {', '.join(self.unverified)} cannot be judged here." if self.unverified else ""
+        not_here = f"; not judged here: {', '.join(self.unverified)}" if self.unverified else ""
         if self.agrees is None:
-            return f"No engine of DeepSpeed was verified.{not_here}"
+            return f"NOT JUDGED: no engine of DeepSpeed could run here{not_here}"
         if self.agrees:
-            return f"Every strategy that runs here computes what DDP computes.{not_here}"
-        return f"Do not trust here: {', '.join(self.not_trusted)}.{not_here}"
+            return f"PASS: every strategy that runs here computes what one process computes{not_here}"
+        return f"FAIL: {'; '.join(map(self._fault, self.not_trusted))}{not_here}"
+
+    def _fault(self, strategy: str) -> str:
+        """Name the strategy, the set-ups in which it differs, and the known causes."""
+        wrong = [row for row in self.rows if row.strategy == strategy and not row.is_fine]
+        causes = list(dict.fromkeys(f"cause {cause.id}: {cause.title}" for row in wrong for cause in row.causes))
+        where = (
+            ""
+            if len({row.micro_steps for row in wrong}) > 1
+            else (" with accumulation" if wrong[0].micro_steps > 1 else " without accumulation")
+        )
+        return f"{strategy}{where} ({', '.join(causes) or 'no known cause'})"
 
 
 class Matrix:
