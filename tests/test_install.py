@@ -109,10 +109,10 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
             [sys.executable, "-m", "pip", "config", "list"], env=NO_PIP | settings, capture_output=True, text=True
         ).stdout
         settings = runpy.run_path(str(ROOT / "tools" / "install.py"))["settings_for_uv"](listed)
-        command: list[str | Path] = ["uv", "pip", "install", "--python", python, "--dry_run", *words[3:]]
+        command: list[str | Path] = ["uv", "pip", "install", "--python", python, "--dry-run", *words[3:]]
         command.remove("--quiet")
     else:
-        command = ["pip", "--python", python, *words[2:], "--dry_run", "--report", report]
+        command = ["pip", "--python", python, *words[2:], "--dry-run", "--report", report]
     result = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, env=NO_PIP | settings, capture_output=True, text=True, timeout=60
     )

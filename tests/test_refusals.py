@@ -264,7 +264,7 @@ REQUESTS: list[tuple[Callable[[Path], object], tuple[str, ...], tuple[str, ...],
     (lambda box: of_this_data(box, initial_weights_sha256="0" * 64), RESUME, ("initial weights",), "start anew"),
     (with_other_torch, RESUME, ("torch was 2.0.0",), "where it was saved"),
     (lambda box: of_this_data(box, deepspeed={"stage": 1}), RESUME, ("DeepSpeed",), "start anew"),
-    (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("--seed 7", "42"), "--seed 7"),
+    (lambda box: write_checkpoint(box / "checkpoint", step=3, seed=7), RESUME, ("with seed 7", "42"), "--seed 7"),
     (lambda box: write_checkpoint(box / "checkpoint", step=3, max_steps=3), (*RESUME, "--max_steps", "3"), ("3 of 3",),
      "earlier"),
 ]  # fmt: skip

@@ -128,7 +128,7 @@ def _survives(tmp_path: Path, count: int, seed: int) -> int:
     return unharmed
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_mutations_of_a_sealed_record_never_change_a_number(count: int, tmp_path: Path) -> None:
     assert _survives(tmp_path, count, seed=1) < 0.06 * count
 

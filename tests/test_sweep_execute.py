@@ -73,8 +73,10 @@ def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept)
     suite, runs, result = swept
     cells = cells_of(suite)
     assert sorted(path.name for path in (runs / "tiny").iterdir() if path.is_dir()) == sorted(cell.id for cell in cells)
-    rows = result.stdout.splitlines()
+    verdict, _, *rows = result.stdout.splitlines()
+    assert verdict.startswith("tiny: 2 of 2 cells done; next: study report ")
     assert rows[0].split()[:2] == ["strategy", "task"]
+    assert len(rows) == 1 + len(cells)
     orders = set()
     for cell, row in zip(sorted(cells, key=lambda cell: cell.strategy), rows[1:], strict=False):
         record = read_run(runs / "tiny" / cell.id)
@@ -82,8 +84,8 @@ def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept)
         assert (record.engine["strategy"], record.engine["world_size"]) == (cell.strategy, cell.world_size)
         assert {**record.config, "output_dir": None} == {**cell.config.to_dict(), "output_dir": None}
         assert row.split()[0] == cell.strategy
-        assert f"{record.summary['train_loss_final']:.4f}" in row
-        assert f"{record.summary['host_peak_rss_gib']:.2f}" in row
+        assert f"{record.summary['eval_loss_final']:.4f}" in row
+        assert f"{1000 * record.summary['step_time_s_median']:.0f}" in row
         (attempt,) = read_json(record.path / "sweep.json")["attempts"]
         assert (attempt["state"], attempt["launcher_status"], attempt["matmul_rates"]) == ("ok", 0, {})
         assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}

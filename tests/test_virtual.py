@@ -115,7 +115,8 @@ def test_the_peak_of_a_virtual_rank_is_that_of_a_real_one_within_2_percent(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the probe sets glibc to keep no freed memory")
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 8), pytest.param("hsdp", 4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 8), ("hsdp", 4)])
 def test_accumulating_fsdp_has_unpartitioned_gradients_and_reduces_once_a_step(
     strategy: str, ranks: int, tmp_path: Path
 ) -> None:

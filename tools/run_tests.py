@@ -39,8 +39,10 @@ class FailureRecorder:
     def _record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            text = (crash.message if crash else str(report.longrepr)).strip() or report.outcome
-            self.failures.setdefault(report.nodeid, text.splitlines()[0 if crash else -1])
+            text = crash.message if crash else str(report.longrepr).strip().rpartition("\n")[2]
+            self.failures.setdefault(report.nodeid, " ".join(text.split())[:300])
+            # At once: pytest says only at its end which test it was.
+            print(f"\n{report.nodeid}: {self.failures[report.nodeid]}", flush=True)
 
     def pytest_sessionfinish(self) -> None:
         self.file.write_text(json.dumps(self.failures), encoding="utf-8")
@@ -75,7 +77,7 @@ def main() -> int:
             failures = again
     for kind, tests in (("FLAKY (passed alone)", flaky), ("FAILED", failures)):
         for test, assertion in tests.items():
-            print(f"{kind}: {test}: {assertion[:300]}")
+            print(f"{kind}: {test}: {assertion}")
     if len(flaky) > MAX_FLAKY:
         print(f"{len(flaky)} flaky tests, more than {MAX_FLAKY}")
     return int(broken[0]) if broken else int(bool(failures) or len(flaky) > MAX_FLAKY)

@@ -111,7 +111,7 @@ def _document(case: ConfigCase, memory: Memory) -> dict[str, Any]:
 
 
 def _verdict(case: ConfigCase, memory: Memory) -> str:
-    counts = Counter(finding.kind for finding in case.findings)
+    counts = Counter[str](finding.kind for finding in case.findings)
     said = [
         f"{counts[kind]} {'setting' if counts[kind] == 1 else 'settings'} {words}"
         for kind, words in _FINDINGS.items() if counts[kind]
@@ -397,6 +397,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
         f"{name} {gib(second.host_parts[name])} and {gib(third.host_parts[name])}" for name in ("load", "train", "save")
     )
     because = (
+        phases,
         f"outside stage 3 each of a node's {per_node} processes makes the whole model in fp32 before it moves it,"
         f" {gib(4 * case.shape.parameters)} each; stage 3 splits each tensor as it is made",
         f"stage 2 has a pinned copy of the largest tensor, {gib(largest * case.weight)} a rank, next to its shard and,"
@@ -406,7 +407,7 @@ def _compare_host_memory(case: ConfigCase) -> Explanation:
     )
     return Explanation(
         "Does offload need more host memory with stage 2 than with stage 3?",
-        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])} on a node ({phases})",
+        f"{'yes' if peaks[0] > peaks[1] else 'no'}: {gib(peaks[0])} and {gib(peaks[1])} on a node",
         because, {"stage_2": peaks[0], "stage_3": peaks[1]},
     )  # fmt: skip
 
