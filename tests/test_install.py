@@ -63,7 +63,7 @@ def test_deepspeed_builds_where_a_gpu_is_and_no_toolkit(is_kept_from_looking: bo
 
 def test_whoever_builds_deepspeed_is_kept_from_looking_as_make_install_is() -> None:
     variables, _ = recipe(".[train,report,dev]")
-    text = (ROOT / "docs" / "offline-gpu.md").read_text().replace("\\\n", "")
+    text = (ROOT / "docs" / "gpus.md").read_text().replace("\\\n", "")
     (wheels,) = (line for line in text.splitlines() if " pip wheel " in line)
     assert [asked(line)[0] for line in (pair_fix(), INSTALL_ALL, wheels)] == [variables] * 3
 

@@ -232,7 +232,7 @@ def test_what_a_strategy_cannot_serve_is_refused_by_name(strategy: str, asked: d
 
 
 def test_deepspeed_s_own_clock_waits_for_the_gpu_and_can_be_switched_off() -> None:
-    """Its rows are as it is shipped: docs/offline-gpu.md says how its cost is measured."""
+    """Its rows are as it is shipped: docs/traps.md says how its cost is measured."""
     from deepspeed.utils.config import get_timers_config
 
     strategy = read_strategy("zero2")

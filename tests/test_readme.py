@@ -16,7 +16,7 @@ import yaml
 from study.advisor.predict_command import precision_under
 from study.claims.board import board
 from study.claims.page import rewritten as rewritten_claims
-from study.cli import COMMANDS
+from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolved
 from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
 from study.predictor.communication import sent_bytes
@@ -33,7 +33,7 @@ from study.virtual.records import ring_bytes_of
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", ".github/*.md", "[!.]*/README.md")
+    for pattern in ("*.md", "docs/*.md", ".github/*.md", "[!.]*/README.md", "reports/releases/causes.md")
     for file in REPOSITORY.glob(pattern)
 )
 FOLDERS = tuple(f"{folder.name}/" for folder in REPOSITORY.iterdir() if folder.is_dir())
@@ -135,6 +135,11 @@ def test_how_far_ahead_an_offload_must_be_is_told() -> None:
     assert f"predicted to be {slowest_offload():.1f} times as fast" in " ".join(read("docs/advice.md").split())
 
 
+def test_the_quickstart_shows_the_first_lines_of_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["advise", "--model_name_or_path", "llama-3.1-8b", "--hardware", "4xA100"])
+    assert capsys.readouterr().out.splitlines()[:2] == code_blocks(read("docs/quickstart.md"))[1].splitlines()
+
+
 def test_both_tasks_of_the_laptop_study_learn() -> None:
     """Arms that are all at chance agree, too: BERT once ended at 0.7146, where ln 2 is 0.6931."""
     runs = read_parquet(REPOSITORY / "reports" / "laptop").runs
@@ -146,7 +151,7 @@ def test_both_tasks_of_the_laptop_study_learn() -> None:
 
 
 def test_the_short_answer_has_a_cell_of_table_1() -> None:
-    assert "1.871 (1.875)" in read("docs/virtual-ranks.md")
+    assert "1.871 (1.875)" in read("docs/method.md")
     text = " ".join(read("README.md").split())
     assert "holds 1.871 GB" in text
     found = TABLE1.answer(read_parquet(REPOSITORY / "reports" / "virtual_models"))

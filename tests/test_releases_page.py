@@ -1,4 +1,4 @@
-"""docs/releases.md says what the committed records say, and nobody is blamed for the fault of another."""
+"""The pages of releases say what the committed records say, and nobody is blamed for the fault of another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from study.host.stacks import release_order
 from study.records.frames import Records, read_parquet
 from study.releases.causes import PACKAGES, read_causes
 from study.releases.stacks import ReleaseCell, release_cells
-from study.report.pages.releases import BARE, PAGE, REPORT, page, read_rows
+from study.report.pages.releases import BARE, DETAILS, PAGE, REPORT, details, page, read_rows
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def cells(records: Records) -> list[ReleaseCell]:
 
 
 def test_the_page_is_made_of_the_committed_records(records: Records) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(records, read_rows(REPORT / BARE)), "run `make releases`"
+    assert PAGE.read_text(encoding="utf-8") == page(records), "run `make releases`"
+    assert DETAILS.read_text(encoding="utf-8") == details(records, read_rows(REPORT / BARE)), "run `make releases`"
 
 
 def test_at_least_ten_releases_ran_in_three_hundred_cells(cells: list[ReleaseCell]) -> None:

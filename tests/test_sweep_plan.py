@@ -333,7 +333,7 @@ def test_suites_have_the_cells_that_claims_rest_on():
 
 
 def test_the_docs_say_what_each_rented_suite_takes_as_it_estimates_it(tmp_path):
-    page = (ROOT / "docs" / "offline-gpu.md").read_text()
+    page = (ROOT / "docs" / "gpus.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (\d+) min \|$", page, re.MULTILINE))
     assert set(rows) == {part.suite for part in read_suite(find_suite("one_gpu")).slices}
     for name, minutes in rows.items():

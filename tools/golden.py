@@ -179,7 +179,7 @@ def write_pages(output: Path) -> None:
         "cli autopsy report",
     ):  # fmt: skip
         subprocess.run([sys.executable, "-m", *f"study.{command}".split()], check=True, stdout=subprocess.DEVNULL)
-    for page in (Path("README.md"), *sorted(Path("docs").glob("*.md"))):
+    for page in (Path("README.md"), Path("reports/releases/causes.md"), *sorted(Path("docs").glob("*.md"))):
         text = page.read_text(encoding="utf-8")
         parts = [text] if "<!-- Made by" in text else [match[2] for match in _GENERATED.finditer(text)]
         (output / f"page_{page.name}").write_text("\n\n".join(parts), encoding="utf-8")

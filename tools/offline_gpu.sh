@@ -5,7 +5,7 @@
 #   bash tools/offline_gpu.sh first    what is missing here, does it train right, a run of each kind with tiny models
 #
 # Start it at the root of the repository. It uses what it finds there:
-#   wheels/*.whl   what this box's Python lacks: docs/offline-gpu.md says how to make them
+#   wheels/*.whl   what this box's Python lacks: docs/gpus.md says how to make them
 #   records.tgz    the records of earlier calls, here or in OUT, so that nothing is run twice or left out of the new one
 #   libaio*.deb    for NVMe strategies, where libaio cannot be installed
 # OUT names the folder for the new records.tgz and for log.txt, all that was said here; by default it is this one.

@@ -81,7 +81,11 @@ class ReleaseCell:
     @property
     def is_lucky(self) -> bool:
         """Right by chance: its releases have a race in such a cell."""
-        return self.verdict.kind == "equal" and any(cause.sometimes for cause in self._causes("weights"))
+        return self.verdict.kind == "equal" and bool(self.races)
+
+    @property
+    def races(self) -> tuple[Cause, ...]:
+        return tuple(cause for cause in self._causes("weights") if cause.sometimes)
 
     @property
     def causes(self) -> tuple[Cause, ...]:

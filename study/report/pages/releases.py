@@ -1,10 +1,11 @@
-"""docs/releases.md, from the records of reports/releases, the bare control beside them, and causes.yaml.
+"""docs/releases.md and reports/releases/causes.md, from the records there, the bare control and causes.yaml.
 
-`make releases` writes it.
+`make releases` writes both.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -20,9 +21,8 @@ from study.records.frames import Records, read_parquet, steps_by_run
 from study.records.workloads import strategy_order
 from study.releases.causes import PACKAGES, Cause, Change
 from study.releases.stacks import ReleaseCell, release_cells
-from study.releases.verdict import ROUNDING
-from study.report.document import PageSection, markdown_text, page_markdown
-from study.report.questions.releases import KINDS, QUESTION, avoid_table, clipped, lettered
+from study.report.document import Answer, PageSection, markdown_text, page_markdown
+from study.report.questions.releases import KINDS, QUESTION, clipped, lettered
 
 NOT_RUN = "\N{MIDDLE DOT}"
 Row = Mapping[str, Any]
@@ -54,11 +54,10 @@ Accelerate.
   boundary is named (deepspeed 0.18.9, `deepspeed/runtime/zero/stage_1_and_2.py`, lines 1507-1508);
   https://github.com/deepspeedai/DeepSpeed/pull/7981 ended that, and measured it on GPUs.
 - Stage 3 gathers weights for one backward pass through each forward pass (deepspeed 0.19.8,
-  `deepspeed/runtime/zero/parameter_offload.py`, lines 461-463). A second one finds none, there or on a GPU, and ends in
-  an error about sizes.
+  `deepspeed/runtime/zero/parameter_offload.py`, lines 461-463). A second one ends in an error, on GPUs too.
 - Accelerate steps the engine in every `backward` (accelerate 1.15.0, `accelerate/utils/deepspeed.py`, lines 264-281;
-  https://github.com/huggingface/accelerate/issues/2951): two losses are two steps in every release, and this study's
-  runs, which go through it, cannot ask for anything else. Add the losses up, and go backward once.
+  https://github.com/huggingface/accelerate/issues/2951): two losses are two steps in every release, also
+  in this study's runs, which go through it. Add the losses up, and go backward once.
 """
 
 
@@ -77,15 +76,16 @@ def control(rows: Sequence[Row]) -> Iterator[PageSection]:
                 {True: "=", False: "!", None: "x"}[is_right(row)] for row in mine
             }  # fmt: skip
             strategies = list(dict.fromkeys(row["strategy"] for row in mine))
-            stacks = sorted(
-                {row["stack"] for row in mine}, key=lambda name: (name == INSTALLED, release_order(name), name)
-            )
             lines = [
                 {"Stack": stack, **{f"`{name}`": " / ".join(signs.get((stack, name, *each), NOT_RUN) for each in asked)
                                     for name in strategies}}
-                for stack in sorted(stacks, key=lambda name: (name == INSTALLED, release_order(name), name))
+                for stack in sorted({row["stack"] for row in mine}, key=_stack_order)
             ]  # fmt: skip
             yield PageSection(title, text, table=pd.DataFrame(lines))
+
+
+def _stack_order(name: str) -> tuple[Any, ...]:
+    return name == INSTALLED, release_order(name), name
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -145,20 +145,33 @@ def _short(loss: float) -> str:
 
 
 PAGE, REPORT = REPOSITORY / "docs" / "releases.md", REPOSITORY / "reports" / "releases"
+DETAILS = REPORT / "causes.md"
 # DeepSpeed without this project's trainer: records of study/releases/bare.py, which is in the history up to 7ff8d96.
 BARE = "bare.json"
-_REASON, _OF_A_RANK = 160, re.compile(r"^rank \d+: ")
-_TITLE = "Releases: which of them compute the gradients of one process"
-_HEAD = """\
+_MADE = """\
 <!-- Made by `make releases` from the records in reports/releases and study/releases/causes.yaml. Change those. -->
-
-Some releases of DeepSpeed, alone or together with some releases of Accelerate, silently compute other gradients than
-DDP. Before you trust an image, run `study verify` in it: it trains a tiny model under the studied strategies, in fp32
-with one micro-step in a step and with four, in half precision with four, and prints which of them compute what one
-process computes there. It uses a rank for each GPU, or two without; `--world_size 8` asks for another number.
-`study releases bisect zero3` finds between which two releases a strategy began to diverge from one process; it runs
-only the releases that the search needs, and runs again nothing that has a record.
 """
+_COMMANDS = """\
+```
+study verify                   # tests each strategy with the packages that are installed here
+study releases bisect zero3    # finds the release in which a strategy began to diverge
+```
+"""
+_GRID = f"""\
+In fp32, on two CPU ranks, with the Accelerate, torch and transformers of this study. A letter is a [cause](#causes).
+"none": no fault was found. Whether a GPU shows a fault is read in the source; no release has run on a GPU yet.
+Half precision, contemporary releases of Accelerate and torch, and each strategy's own column are in the
+[full grid](../reports/releases/{DETAILS.name}).
+"""
+_VERIFY = """\
+`study verify` trains a tiny model for a few steps under the studied strategies and compares them with one process: in
+fp32 with accumulation 1 and 4, and in half precision with 4. It installs nothing. By default it uses one rank per GPU,
+or two ranks without a GPU; `--world_size 8` sets another number, `--only zero2` selects strategies. A race does not
+show in every run: if a release has one, `study verify` prints `equal, by luck`. The bisection runs only the releases
+that its search needs, and reuses finished records.
+[Each cause](../reports/releases/causes.md#causes) cites its source lines and names a release that avoids it.
+"""
+_NOTHING = Answer(QUESTION.nothing, pd.DataFrame())
 _JUDGED = """\
 Each run is compared with `single` under the same stack, with the same weights and samples. Equal means: at every step
 the loss and the reported norm are within a tolerance. That is what rounding allows, or four times what `ddp` was seen
@@ -169,28 +182,63 @@ clipping. A cell that ran several times is wrong where one of its runs is. A let
 lines of that cause, and that such a cell runs through them; that the lines make the difference is shown by the
 experiment listed with the cause, not cell by cell.
 
-A stack called *today* has one release of DeepSpeed with the Accelerate, torch and transformers that this study uses.
-*Of its time* it has an Accelerate and a torch of the same months. What is wrong with the first alone is a mismatch of
-releases, not a fault of DeepSpeed.
+A stack of kind *today* has one release of DeepSpeed with the Accelerate, torch and transformers of this study. A
+*contemporary* one has an Accelerate and a torch of the same months. A fault of the first alone is a mismatch of
+releases, not a fault of DeepSpeed. [The report](releases.html) lists every cell, also those without clipping.
 """
-_LEGEND = (
-    "`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a [cause](#causes)"
-    " below, `?` a difference whose cause is not known, `'` behind it a difference in some runs only, `x` a crash, `-`"
-    " refused or not installable, a dot not run. Left of the bar: one micro-step; right of it: four."
-)
+_LEGEND = """\
+`=` is equal up to rounding, `(=)` equal by chance, in a release with a race; a letter is a [cause](#causes), `?` a
+difference whose cause is not known, `'` after it a difference in some runs only, `x` a crash, `-` refused or not
+installable, a dot not run. Left of the bar: one micro-step; right of it: four.
+"""
 
 
-def page(records: Records, bare: Sequence[dict[str, Any]]) -> str:
-    return page_markdown(_TITLE, [PageSection(text=_HEAD), *_sections(records, bare)])
+def page(records: Records) -> str:
+    """The page of docs/: what a user of each release meets, by rows of releases that behave alike."""
+    cells, answer = clipped(release_cells(records)), QUESTION.answer(records) or _NOTHING
+    letters = lettered(cells)
+    today = [cell for cell in cells if cell.precision == "fp32" and not cell.is_of_its_time]
+    causes = [
+        {"": letter, "Fault": cause.title, "On a GPU": _GPU[cause.gpu], "Since": cause.entered.release or "-",
+         "Fixed in": " ".join(filter(None, [cause.left.release, cause.left.change])) or "-"}
+        for cause, letter in letters.items()
+    ]  # fmt: skip
+    return page_markdown("Which DeepSpeed releases compute the gradients of DDP?", [
+        PageSection(text=_MADE), PageSection(text=f"**{markdown_text(answer.sentence)}**"), PageSection(text=_COMMANDS),
+        PageSection("What each release does", _GRID, table=_brief(today, letters)),
+        PageSection("Causes", table=pd.DataFrame(causes)), PageSection("Test your own stack", _VERIFY),
+    ])  # fmt: skip
+
+
+def _brief(cells: Sequence[ReleaseCell], letters: Mapping[Cause, str]) -> pd.DataFrame:
+    """One row per group of successive releases that have the same faults."""
+
+    def faults(release: str) -> tuple[str, ...]:
+        by_column: list[dict[str, list[str]]] = [{}, {}, {}]
+        for cell in (cell for cell in cells if cell.release == release):
+            kind, causes = cell.verdict.kind, cell.races if cell.is_lucky else cell.causes
+            if kind in ("different", "crashes") or cell.is_lucky:
+                column = 2 if causes and all(cause.gpu == "hidden" for cause in causes) else int(cell.micro_steps > 1)
+                sign = "crashes " * (kind == "crashes") + "".join(letters[cause] for cause in causes)
+                names = by_column[column].setdefault(sign.strip() or "?", [])
+                names += [f"`{cell.strategy}`"] * (f"`{cell.strategy}`" not in names)
+        return tuple("; ".join(f"{', '.join(names)}: {sign}" for sign, names in each.items()) or "none"
+                     for each in by_column)  # fmt: skip
+
+    rows = itertools.groupby(sorted({cell.release for cell in cells}, key=release_order), key=faults)
+    columns = ("One micro-batch a step", "Accumulation", "On a CPU alone")
+    return pd.DataFrame(
+        {"DeepSpeed": ", ".join(releases), **dict(zip(columns, found, strict=True))} for found, releases in rows
+    ).iloc[::-1]
+
+
+def details(records: Records, bare: Sequence[dict[str, Any]]) -> str:
+    return page_markdown("Releases: grid, causes and records", [PageSection(text=_MADE), *_sections(records, bare)])
 
 
 def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
-    cells, answer = release_cells(records), QUESTION.answer(records)
-    if answer is None:
-        yield PageSection(text=QUESTION.nothing)
-        return
-    shown = clipped(cells)
-    letters = lettered(shown)
+    cells, answer = release_cells(records), QUESTION.answer(records) or _NOTHING
+    letters = lettered(shown := clipped(cells))
     yield PageSection(text=f"**{markdown_text(answer.sentence)}**", notes=answer.notes)
     yield PageSection("The grid", _LEGEND)
     for precision in sorted({cell.precision for cell in shown}, key=lambda name: (name != "fp32", name)):
@@ -198,55 +246,28 @@ def _sections(records: Records, bare: Sequence[Row]) -> Iterator[PageSection]:
             mine = [cell for cell in shown if cell.precision == precision and cell.is_of_its_time == of_its_time]
             if mine:
                 yield PageSection(f"{precision}, {words}", table=_grid(mine, letters), level=3)
-    yield PageSection("Releases to avoid", table=avoid_table(records))
     yield PageSection("Causes")
     for cause, letter in letters.items():
         yield PageSection(text=_cause(cause, letter, [cell for cell in cells if cause in cell.causes]))
-    yield from _table_section("Differences without a known cause", [
-        {"Stack": cell.stack, "Strategy": cell.strategy, "Precision": cell.precision, "Micro-steps": cell.micro_steps,
-         "Clips at": cell.max_norm or "-", "Verdict": cell.verdict.says}
-        for cell in cells if cell.verdict.kind == "different" and not cell.causes
-    ])  # fmt: skip
     yield from losses(records, cells, letters)
-    with_clipping = {_same(cell): cell for cell in cells if cell.max_norm}
-    pairs = [(cell, with_clipping[_same(cell)]) for cell in cells if not cell.max_norm and _same(cell) in with_clipping]
-    yield from _table_section("With clipping and without", [
-        {"Stack": cell.stack, "Strategy": cell.strategy, "Micro-steps": cell.micro_steps,
-         f"Clips at {clipping.max_norm:g}": clipping.verdict.says, "Does not clip": cell.verdict.says}
-        for cell, clipping in pairs if "different" in (cell.verdict.kind, clipping.verdict.kind)
-    ], "Where the loss is right without clipping, only what is clipped is wrong.")  # fmt: skip
     # The strategies that each reason stopped, by stack.
     stopped: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell.verdict.kind in ("crashes", "refuses", "not installable"):
-            reason = _OF_A_RANK.sub("", cell.verdict.reason)
-            short = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
+            reason = re.sub(r"^rank \d+: ", "", cell.verdict.reason)
+            short = reason if len(reason) <= 160 else f"{reason[:160]}..."
             stopped.setdefault((cell.stack, cell.verdict.kind, short), []).append(f"`{cell.strategy}`")
-    yield from _table_section("What does not run", [
-        {"Stack": stack, "Strategies": ", ".join(dict.fromkeys(names)), "Outcome": kind, "Why": why}
-        for (stack, kind, why), names in stopped.items()
-    ])  # fmt: skip
+    rows = [(stack, ", ".join(dict.fromkeys(names)), kind, why) for (stack, kind, why), names in stopped.items()]
+    yield PageSection("What does not run", table=pd.DataFrame(rows, columns=["Stack", "Strategies", "Outcome", "Why"]))
     yield from control(bare)
     versions = {cell.stack: cell.versions for cell in cells}
-    yield from _table_section("The stacks", [
-        {"Stack": stack, "Kind": "of its time" if stack.endswith(THEN) else "today",
+    stacks = pd.DataFrame([
+        {"Stack": stack, "Kind": "contemporary" if stack.endswith(THEN) else "today",
          **{name: versions[stack][name] or "not known" for name in PACKAGES}}
-        for stack in sorted(versions, key=lambda name: (release_order(name), name))
+        for stack in sorted(versions, key=_stack_order)
     ])  # fmt: skip
-    tolerances = [
-        {"Precision": name, "Loss, as a share": f"{each.loss:.1e}", "Norm, as a share": f"{each.norm:.1e}"}
-        for name, each in ROUNDING.items()
-    ]
-    yield PageSection("How a cell is judged", _JUDGED, table=pd.DataFrame(tolerances))
-
-
-def _table_section(title: str, rows: Sequence[Row], text: str = "") -> Iterator[PageSection]:
-    if rows:
-        yield PageSection(title, text, table=pd.DataFrame(rows))
-
-
-def _same(cell: ReleaseCell) -> tuple[object, ...]:
-    return cell.stack, cell.strategy, cell.precision, cell.micro_steps, cell.trainer
+    yield PageSection("The stacks", table=stacks)
+    yield PageSection("How a cell is judged", _JUDGED)
 
 
 def _grid(cells: Sequence[ReleaseCell], letters: dict[Cause, str]) -> pd.DataFrame:
@@ -300,13 +321,13 @@ _WHOSE = {
     "engine": "DeepSpeed's",
     "pairing": "a mismatch of releases; DeepSpeed alone does not do it, and with other releases beside it neither",
 }
-
-
 _GPU = {"shows": "it shows there too", "hidden": "it does not show there", "unknown": "not known"}
 
 
 def main() -> None:
-    PAGE.write_text(page(read_parquet(REPORT), read_rows(REPORT / BARE)), encoding="utf-8")
+    records = read_parquet(REPORT)
+    PAGE.write_text(page(records), encoding="utf-8")
+    DETAILS.write_text(details(records, read_rows(REPORT / BARE)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _ASKED = (
 )  # fmt: skip
 _PLACES = {"device": "on the device, MiB", "host": "on the host", "nvme": "on NVMe"}
 # The documents that hold such a table.
-DOCUMENTS = ("README.md", "docs/virtual-ranks.md")
+DOCUMENTS = ("README.md", "docs/method.md")
 
 
 def table(records: Records) -> str:
