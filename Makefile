@@ -56,12 +56,12 @@ golden: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
 	$(BIN)/python tools/golden.py guard
 
-# The tables of the README and of docs/ from the records in reports/; then what they say of claims.
+# The marked blocks of the README and of docs/ from the records in reports/; then docs/claims.md.
 readme: install
-	$(BIN)/python -m study.report.site.readme
+	$(BIN)/python -m study.report.pages.readme
 	$(BIN)/python -m study.claims.page
 
-# docs/claims.md and the README's lines from the ledger and the records in reports/.
+# docs/claims.md from the ledger and the records in reports/.
 claims: install
 	$(BIN)/python -m study.claims.page
 

@@ -331,7 +331,6 @@ REFUSED = [
     (minimal().replace("contradictions: []", "contradictions: [{between: [[S0-02]], why: so}]"), 12, "S0-02"),
     (minimal().replace("contradictions: []", "contradictions: [{between: [S0-01], why: so}]"), 12, "between is"),
     (minimal() + "claims: []\n", 13, "claims is there twice"),
-    (minimal() + "front_page: [S9-01]\n", 13, "front_page names 'S9-01'"),
     (CORRECTION.replace("2026-11-21", "2026"), 13, "date is '2026'"),
     (CORRECTION.replace("S0-01, what", "S9-01, what"), 13, "claim names 'S9-01'"),
 ]

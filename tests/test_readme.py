@@ -15,21 +15,22 @@ import yaml
 
 from study.advisor.predict_command import precision_under
 from study.claims.board import board
-from study.claims.page import rewritten as rewritten_claims
 from study.cli import COMMANDS, main
 from study.config.flags import Parser, parse_command_line, resolved
 from study.config.strategies import REPOSITORY, STRATEGY_NAMES, STUDIED_STRATEGIES, read_strategy
+from study.host.stacks import release_order
 from study.predictor.communication import sent_bytes
 from study.predictor.hardware import box_of
+from study.predictor.records import SENT, compared_of, ended_runs
 from study.predictor.request import Request
 from study.predictor.shape import model_shape
 from study.predictor.time import slowest_offload
 from study.records.frames import read_parquet
-from study.records.rows import STATE_COLUMNS
+from study.releases.stacks import release_cells
+from study.report.pages.readme import DOCUMENTS, gpu_faults, latest_release_cells, rewritten
+from study.report.questions.releases import clipped
 from study.report.questions.virtual import TABLE1
-from study.report.site.readme import DOCUMENTS, rewritten
 from study.sweep.suite_file import find_suite
-from study.virtual.records import ring_bytes_of
 
 PAGES = sorted(
     str(file.relative_to(REPOSITORY))
@@ -60,11 +61,18 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words
 
 
+def unwrapped(page: str) -> str:
+    return " ".join(read(page).split())
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_tables_of_a_document_are_those_the_records_give(document: str) -> None:
+def test_the_blocks_of_a_document_are_what_the_records_give(document: str) -> None:
     text = read(document)
-    assert "<!-- table: " in text
-    assert rewritten(text, REPOSITORY) == text
+    assert text.count("<!-- end of ") == {"README.md": 3, "docs/method.md": 1}[document]
+    assert rewritten(text, REPOSITORY) == text, "run `make readme`"
+    stale = text.replace("| 0.19.8 | no fault | no fault |", "| 0.19.8 | safe | safe |").replace("1.871", "1.875")
+    assert stale != text
+    assert rewritten(stale, REPOSITORY) == text
 
 
 def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements() -> None:
@@ -74,54 +82,77 @@ def test_the_table_of_host_memory_around_checkpoints_is_that_of_its_measurements
     assert set(measured["arms"]) == set(tool["ARMS"])
 
 
-def test_the_readme_shows_every_strategy() -> None:
+def test_the_readme_is_short_and_shows_every_strategy() -> None:
     text = read("README.md")
+    assert len(text.splitlines()) <= 130
     assert all(f"`{strategy}`" in text for strategy in STRATEGY_NAMES)
-    assert all(f"| `{strategy}` | " in text for strategy in STUDIED_STRATEGIES), "a row of figures for each"
+    assert f"under {len(STRATEGY_NAMES)} strategies" in unwrapped("README.md")
+    assert f"a tiny model under {len(STUDIED_STRATEGIES) - 1} strategies" in unwrapped("README.md")
 
 
-def test_the_short_answer_is_what_the_records_say() -> None:
+def test_the_finding_on_loss_is_what_the_records_say() -> None:
     laptop = read_parquet(REPOSITORY / "reports" / "laptop")
-    gpt = laptop.runs[laptop.runs["task"] == "gpt-wikitext"].drop_duplicates("strategy").set_index("strategy")
-    held = gpt[list(STATE_COLUMNS)].sum(axis=1)
-    shares = [round(100 * held[name] / held["ddp"]) for name in ("zero1", "zero2", "zero3")]
-    assert "hold {}, {} and {} %".format(*shares) in " ".join(read("README.md").split())
     steps = laptop.steps.merge(laptop.runs[["run", "task", "strategy", "seed"]], on="run")
     losses = steps.pivot_table(index=["task", "seed", "step"], columns="strategy", values="loss")
     apart = losses.sub(losses["ddp"], axis=0).div(losses["ddp"], axis=0).abs().max(axis=None)
     assert 0 < apart < 0.0000125, "0.001 % after rounding"
+    (stack,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.runs.iterrows()}
+    said = "With DeepSpeed {} and Accelerate {} the loss of all {} studied strategies".format(*stack, losses.shape[1])
+    assert said in unwrapped("README.md")
+    assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
 
 
-def test_the_short_answer_tells_releases_as_their_page_does() -> None:
-    found = re.search(r"(\d+) of (\d+) releases that run diverge from one process", read("docs/releases.md"))
-    assert found is not None
-    ran = f"Of {found[2]} releases of DeepSpeed that run with the same Accelerate on a CPU, {found[1]} diverge"
-    assert f"{ran} from one process" in " ".join(read("README.md").split())
-    laptop = read_parquet(REPOSITORY / "reports" / "laptop").runs
-    (versions,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.iterrows()}
-    assert "With DeepSpeed {} and Accelerate {} every strategy".format(*versions) in " ".join(read("README.md").split())
+def test_the_grid_of_releases_has_what_a_gpu_shows() -> None:
+    cells = latest_release_cells(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
+    releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
+    assert {cell.release for cell in cells} == set(releases)
+    found = {(cell.release, cell.strategy, cell.micro_steps): {each.id for each in gpu_faults(cell)} for cell in cells}
+    for cell in cells:
+        shown = found[cell.release, cell.strategy, cell.micro_steps]
+        assert not shown & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
+        assert cell.verdict.kind in ("equal", "different", "crashes")
+        assert bool(shown) == (cell.verdict.kind == "different" and not cell.gpu_hides_it) or cell.release == "0.18.9"
+        assert cell.causes or cell.verdict.kind == "equal", "no difference without a known cause"
+    assert found["0.18.9", "zero2_cpu", 4] == {"divided-twice", "offload-drops-micro-steps"}, "by source: it crashes"
+    assert found["0.18.9", "zero1", 1] == found["0.18.9", "zero3", 4] == set()
+    struck = [release for release in releases if any(found[key] for key in found if key[0] == release)]
+    assert struck == releases[: len(struck)]
+    answer = (
+        f"**{releases[len(struck)]} or later: yes, with one backward pass per micro-batch. {struck[0]} to {struck[-1]}"
+    )
+    assert f"{answer}: yes with one micro-batch per step, no with gradient" in unwrapped("README.md")
 
 
-def test_what_more_micro_batches_send_is_as_recorded() -> None:
-    runs = read_parquet(REPOSITORY / "reports" / "releases").runs
-    of_four = runs[runs["workload"].str.endswith("DeepSpeed 0.19.8, fp32, micro-batch 2, clipping 1")
-                   & (runs["gradient_accumulation_steps"] == 4)]  # fmt: skip
-    sent = of_four.drop_duplicates("strategy").set_index("strategy")["collectives"].map(ring_bytes_of)
-    times = {name: f"{sent[name] / sent['ddp']:.1f}" for name in ("zero1", "zero2", "zero3")}
-    assert {*of_four["model_name_or_path"], *of_four["world_size"]} == {"gpt-tiny", 2}
-    said = "`zero1` sends {zero1} times what `ddp` sends, `zero2` {zero2} and `zero3` {zero3}, in ring bytes"
-    scope, text = "With four micro-batches a step of a tiny GPT in fp32 on 2 ranks", " ".join(read("README.md").split())
-    assert f"{scope} {said.format(**times)}" in text
+def test_the_finding_on_releases_is_what_the_records_say() -> None:
+    cells = [cell for cell in clipped(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
+             if not cell.is_of_its_time and cell.verdict.kind in ("equal", "different")]  # fmt: skip
+    ran = {cell.release for cell in cells}
+    struck = [cell for cell in cells if cell.precision == "fp32" and gpu_faults(cell)]
+    releases = sorted({cell.release for cell in struck}, key=release_order)
+    said = f"Of {len(ran)} DeepSpeed releases that run, {len(releases)} ({releases[0]} to {releases[-1]}) compute wrong"
+    assert said in unwrapped("README.md")
+    assert {cell.micro_steps for cell in struck} == {4}, "with accumulation only"
+    assert {cell.strategy for cell in struck} == {"zero0", "zero1", "zero2", "zero2_cpu"}
 
-    def predicted(name: str) -> float:
-        strategy, shape = read_strategy(name), model_shape("llama-3.1-8b")
+
+def test_the_finding_on_communication_is_what_is_predicted_and_recorded() -> None:
+    def predicted(name: str, accumulation: int) -> str:
+        strategy, shape, box = read_strategy(name), model_shape("llama-3.1-8b"), box_of("4xA100")
         precision = precision_under(strategy, "bf16")
-        return sent_bytes(Request(shape, strategy, box_of("4xA100"), 2048, 1, 4, precision, False, "sdpa"))
+        return f"{sent_bytes(Request(shape, strategy, box, 2048, 1, accumulation, precision, False, 'sdpa')) / 1e9:.0f}"
 
-    ddp = predicted("ddp")
-    times = {name: f"{predicted(name) / ddp:.2f}" for name in ("zero1", "zero2", "zero3")}
-    said = "the prediction is {zero1}, {zero2} and {zero3} times the {ddp:.0f} GB of `ddp`"
-    assert said.format(**times, ddp=ddp / 1e9) in text
+    gigabytes = [predicted(name, steps) for steps in (1, 4) for name in ("ddp", "zero1", "zero2", "zero3")]
+    said = "sends {} GB a step under DDP, {} under ZeRO-1, {} under ZeRO-2 and {} under ZeRO-3 with one micro-batch,"
+    assert f"{said} and {{}}, {{}}, {{}} and {{}} GB with four".format(*gigabytes) in unwrapped("README.md")
+    sent = [(run, request, each) for run, request in ended_runs() for each in compared_of(run)
+            if each.figure == SENT and each.measured > 1000]  # fmt: skip
+    virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
+    accumulating = [row for row in sent if row[1].accumulation > 1]
+    said = "{} virtual-rank records of this model or its first layers, with one micro-batch, and {} of tiny models with"
+    assert said.format(len(virtual), len(accumulating)) in unwrapped("README.md")
+    assert 0 < max(abs(each.error) for _, _, each in [*virtual, *accumulating]) < 0.00001, "0.001 %"
+    assert {request.accumulation for _, request, _ in virtual} == {1}
+    assert all("tiny" in run.model_name_or_path and not run.virtual for run, _, _ in accumulating)
 
 
 def test_ring_bytes_are_nowhere_called_bytes_on_the_wire() -> None:
@@ -150,32 +181,22 @@ def test_both_tasks_of_the_laptop_study_learn() -> None:
     assert least["gpt-wikitext"] > 0.9
 
 
-def test_the_short_answer_has_a_cell_of_table_1() -> None:
-    assert "1.871 (1.875)" in read("docs/method.md")
-    text = " ".join(read("README.md").split())
-    assert "holds 1.871 GB" in text
-    found = TABLE1.answer(read_parquet(REPOSITORY / "reports" / "virtual_models"))
-    assert found is not None
-    off = re.search(r"max difference \+(\d+ %) \(`zero3` of `qwen3-8b` at 64 ranks\)", found.sentence)
-    assert off is not None
-    assert f"Of Qwen3-8B it holds {off[1]} more" in text
+def test_the_finding_on_model_state_is_what_the_records_say() -> None:
+    for name, pattern, said in (
+        ("paper_table1", r"holds within 1 % for (\d+ of \d+) cases", "holds within 1 % for {} cases"),
+        (
+            "virtual_models",
+            r"\+(\d+ %) \(`zero3` of `qwen3-8b` at 64 ranks\)",
+            "one of 64 ranks of ZeRO-3 holds {} more",
+        ),
+    ):
+        answer = TABLE1.answer(read_parquet(REPOSITORY / "reports" / name))
+        assert answer is not None
+        assert said.format(*re.findall(pattern, answer.sentence)) in unwrapped("README.md")
 
 
-def test_the_readme_tells_five_claims_as_the_ledger_has_them() -> None:
-    text, made = read("README.md"), board()
-    assert rewritten_claims(text, made) == text, "run `make claims`"
-    assert len(made.ledger.front_page) == 5
-    for name in made.ledger.front_page:
-        (judged,) = [each for each in made.judged if each.claim.id == name]
-        assert f"- **{judged.verdict.capitalize()}** ([{name}](docs/claims.md#{name.lower()}))" in text
-        assert f"\n### {name}\n" in read("docs/claims.md")
-
-
-def test_a_readme_whose_claims_are_stale_is_seen(tmp_path: Path) -> None:
-    """Without records the verdicts that rest on them fall back, and the lines with them."""
-    text = read("README.md")
-    assert rewritten_claims(text, board(tmp_path)) != text
-    assert rewritten_claims(text.replace("**Contradicted**", "**Supported**"), board()) == text
+def test_the_finding_on_claims_is_the_first_line_of_study_claims() -> None:
+    assert f'Of {board().text(details=False)[0]}; "partly":' in unwrapped("README.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

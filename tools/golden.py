@@ -175,7 +175,7 @@ def write_pages(output: Path) -> None:
 
     write_json(output / "claims.json", json.loads(call("claims --json")[1]))
     for command in (
-        "report.pages.prediction report", "report.pages.releases", "claims.page", "report.site.readme",
+        "report.pages.prediction report", "report.pages.releases", "claims.page", "report.pages.readme",
         "cli autopsy report",
     ):  # fmt: skip
         subprocess.run([sys.executable, "-m", *f"study.{command}".split()], check=True, stdout=subprocess.DEVNULL)

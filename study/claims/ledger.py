@@ -192,8 +192,6 @@ class Ledger:
     documents: tuple[Document, ...]
     claims: tuple[Claim, ...]
     contradictions: tuple[Contradiction, ...]
-    # The claims in the README.
-    front_page: tuple[ClaimId, ...] = ()
     corrections: tuple[Correction, ...] = ()
 
 
@@ -219,7 +217,7 @@ def read_ledger(file: Path = LEDGER) -> Ledger:
               for section, each in zip(top["contradictions"], ledger.contradictions, strict=True)]  # fmt: skip
     named += [(section, "claim", [each.claim])
               for section, each in zip(top.get("corrections", []), ledger.corrections, strict=True)]  # fmt: skip
-    for section, key, ids in [*named, (top, "front_page", ledger.front_page)]:
+    for section, key, ids in named:
         if unknown := [name for name in ids if name not in known]:
             raise section.refusal(key, f"names {unknown[0]!r}", "name a claim of this ledger")
     return ledger

@@ -1,11 +1,9 @@
-"""The claims as sections: docs/claims.md and the README's lines by `make claims`, and the page of `study claims`."""
+"""The claims as sections: docs/claims.md by `make claims`, and the page of `study claims`."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -33,16 +31,19 @@ from study.report.document import (
 )
 
 PAGE = REPOSITORY / "docs" / "claims.md"
-README = REPOSITORY / "README.md"
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 _TITLE = "Claims: which are supported"
-_LINES = re.compile(r"(<!-- claims -->\n).*?(<!-- end of claims -->)", re.DOTALL)
 _HEAD = """<!-- Made by `make claims` from study/claims/ledger.yaml and the records in reports/. Change those. -->
 
 The claims of the replicated documents, and six of the ZeRO paper's, judged by the committed records and by plain
 arithmetic. `study claims` judges all of them again, without torch or a GPU. `study claims --page FILE` writes one HTML
-page with plots, a filter by document and verdict, and the provenance of the records. The codes of the documents are in
-the [README](../README.md#what-it-replicates)."""
+page with plots, a filter by document and verdict, and the provenance of the records. The codes name these documents:
+
+- S0: *ZeRO Optimization Strategies for Large-Scale Model Training*, Hugging Face community article, 2025
+- S1: *DeepSpeed ZeRO-3 Architecture: Gradient Partitioning and Performance Optimizations*, web article
+- S2: *ZeRO: Zero Redundancy Optimizer*, C. Magri, R. Quadras and S. Dubois, University of Guelph
+- S3: [*DeepSpeed ZeRO Optimization Stages: A Comprehensive Analysis*](https://www.newmind.ai/journal/64), NewMind AI
+- Z0: [*ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*](https://arxiv.org/abs/1910.02054)"""
 _RULE = {
     "supported": "every check holds, one of them at the scale of the claim",
     "contradicted": "a necessary check fails; or all others do, one of them at the claim's scale",
@@ -278,39 +279,8 @@ def address(claim: str, folder: Path) -> str:
     return f"{os.path.relpath(PAGE.resolve(), here)}#{claim.lower()}" if is_inside else ""
 
 
-def front_page(made: Board) -> str:
-    """The claims that the head of the ledger lists, each with its verdict and the figure behind it."""
-    found = {each.claim.id: each for each in made.judged}
-    counts = made.counts()[-1][1]
-    parts = [f"{counts[each]} {'are ' * (each == 'supported')}{each}" for each in VERDICTS if counts[each]]
-    head = (
-        f"Of {counts.total()} published claims {', '.join(parts)}, by `make claims` ([all of them](docs/{PAGE.name}))."
-        ' "Partly" also stands where every check fails and none was made at the scale of the claim.'
-        " Some of them:"
-    )
-    return _wrapped(head) + "\n" + "".join(map(_front_line, (found[name] for name in made.ledger.front_page)))
-
-
-def _front_line(judged: JudgedClaim) -> str:
-    claim = judged.claim
-    link = f"[{claim.id}](docs/{PAGE.name}#{claim.id.lower()})"
-    return _wrapped(f"- **{judged.verdict.capitalize()}** ({link}): {claim.says} *{judged.sentence}*", "  ")
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    lines = textwrap.wrap(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines) + "\n"
-
-
-def rewritten(readme: str, made: Board) -> str:
-    """Return a README whose marked lines follow the ledger."""
-    return _LINES.sub(lambda match: f"{match[1]}\n{front_page(made)}\n{match[2]}", readme)
-
-
 def main() -> None:
-    made = board()
-    PAGE.write_text(page(made), encoding="utf-8")
-    README.write_text(rewritten(README.read_text(encoding="utf-8"), made), encoding="utf-8")
+    PAGE.write_text(page(board()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Pages with a layout of their own: releases, predictions and the like."""
+"""Pages with a layout of their own: releases, predictions, the blocks of the README."""

@@ -1,1 +1,1 @@
-"""From records to pages: notebooks run, page, README's tables, the command."""
+"""From records to pages: notebooks run, page, the command."""

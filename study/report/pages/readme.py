@@ -1,0 +1,160 @@
+"""The marked blocks of README.md and docs/: tables of the records in git, and what `study advise` prints.
+
+python -m study.report.pages.readme            rewrites them
+python -m study.report.pages.readme --check    exit status 1 when one is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from study.advisor import advise_command
+from study.config.strategies import REPOSITORY
+from study.host.stacks import release_order
+from study.records.frames import read_parquet
+from study.releases.causes import PACKAGES, Cause, known_faults
+from study.releases.stacks import ReleaseCell, release_cells
+from study.report.document import table_markdown
+from study.report.pages.prediction import LEAGUE, headline, read
+from study.report.questions.releases import clipped, lettered
+from study.report.questions.virtual import state_by_stage
+from study.virtual.records import table1_rows
+
+# A block names what it is made of: `<!-- releases: reports/releases -->` up to `<!-- end of releases -->`.
+_BLOCK = re.compile(r"(<!-- (?P<name>\w+): (?P<source>[^>]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+_LATEST_RELEASES = 8
+_HELD_OUT = ("peak memory, published", "step time, published, rows that fitted nothing",
+             "step time, published, offload: no interval")  # fmt: skip
+# The answer, and the strategies without offload.
+_ADVISE_LINES = 11
+# The documents that have such blocks.
+DOCUMENTS = ("README.md", "docs/method.md")
+
+
+def latest_release_cells(cells: list[ReleaseCell]) -> list[ReleaseCell]:
+    """Return the fp32 cells of DeepSpeed in the latest tested releases with the study's other packages."""
+    today = [
+        cell for cell in clipped(cells)
+        if cell.precision == "fp32" and not cell.is_of_its_time and cell.strategy != "ddp"
+    ]  # fmt: skip
+    latest = sorted({cell.release for cell in today}, key=release_order)[-_LATEST_RELEASES:]
+    return [cell for cell in today if cell.release in latest]
+
+
+def gpu_faults(cell: ReleaseCell) -> list[Cause]:
+    """Return the faults of a cell that a GPU shows too; those by source if its CPU run crashes by another fault."""
+    faults = cell.causes
+    if cell.verdict.kind == "crashes":
+        known = known_faults(cell.versions, on_gpu=True)
+        faults = tuple(each for each in known if each.shows_in(cell.strategy, cell.micro_steps, cell.precision))
+    return [each for each in faults if each.gpu != "hidden"]
+
+
+def _by_source(cell: ReleaseCell) -> str:
+    return "\N{DAGGER}" * (cell.verdict.kind == "crashes")
+
+
+def releases_table(folder: Path) -> str:
+    """Return the latest releases with the faults that a GPU run meets, then one line per fault with its fix."""
+    records = read_parquet(folder)
+    cells = release_cells(records)
+    shown, letters = latest_release_cells(cells), lettered(clipped(cells))
+    lines, met = [], set[Cause]()
+    for release in sorted({cell.release for cell in shown}, key=release_order, reverse=True):
+        line = {"DeepSpeed": release}
+        for column, several in (("one micro-batch", False), ("with accumulation", True)):
+            cells_of = [cell for cell in shown if cell.release == release and (cell.micro_steps > 1) == several]
+            struck: dict[Cause, list[str]] = {}
+            for cell in cells_of:
+                for cause in gpu_faults(cell):
+                    struck.setdefault(cause, []).append(f"`{cell.strategy}`{_by_source(cell)}")
+            met |= struck.keys()
+            faults = [f"{letters[cause]}: {', '.join(names)}" for cause, names in struck.items()]
+            line[column] = "; ".join(faults) or f"no fault{max(map(_by_source, cells_of))}"
+        lines.append(line)
+    runs = records.runs[records.runs["run"].isin({run for cell in shown for run in cell.runs})]
+    started = runs["status_started_at"].dropna().str[:10]
+    days = " to ".join(dict.fromkeys((started.min(), started.max())))
+    versions = sorted({f"{name} {cell.versions[name]}" for cell in shown for name in PACKAGES[1:]})
+    fixes = [
+        f"- {letter}: {cause.title}; fixed in {cause.left.release} by"
+        f" [#{cause.left.change.rpartition('/')[2]}]({cause.left.change})"
+        for cause, letter in letters.items() if cause in met
+    ]  # fmt: skip
+    tested = f"- Tested {days} on two CPU ranks in fp32 with gradient clipping; {', '.join(versions)}"
+    return "\n".join([table_markdown(pd.DataFrame(lines)), *fixes, tested])
+
+
+def advise_output(model: str, hardware: str) -> str:
+    """Return the first lines that `study advise` prints."""
+    parser, out = argparse.ArgumentParser(), io.StringIO()
+    advise_command.add_arguments(parser)
+    asked = ["--model_name_or_path", model, "--hardware", hardware]
+    with contextlib.redirect_stdout(out):
+        advise_command.run(parser.parse_args(asked))
+    lines = out.getvalue().splitlines()[:_ADVISE_LINES]
+    return "\n".join(["```", f"$ study advise {' '.join(asked)}", *lines, "...", "```"])
+
+
+def errors_table(folder: Path) -> str:
+    """Return the errors of each estimator of peak memory against published measurements, and those of step times."""
+    league = pd.read_parquet(folder / LEAGUE)
+    rows = league[league["rows"] == "published"]
+    table = pd.DataFrame({
+        "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format), "runs": rows["peaks"],
+        "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
+        "fits or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
+    })  # fmt: skip
+    found = headline(read(folder)).set_index("figure")
+    peaks, steps, offload = (found.loc[name] for name in _HELD_OUT)
+    return (
+        f"{table_markdown(table)}\n"
+        f"Held out, by `study predict`: median error {peaks['median error']} of peak memory over the {peaks['rows']} of"
+        f" these runs that shaped no rule, and {steps['median error']} of step time (worst {steps['worst']}) over"
+        f" {steps['rows']} runs that fitted no constant. With offload step times are off: median error"
+        f" {offload['median error']} over {offload['rows']} runs, leaning {offload['leans']}."
+    )
+
+
+_BLOCKS: dict[str, Callable[[str, Path], str]] = {
+    "table": lambda folder, root: table_markdown(state_by_stage(table1_rows(read_parquet(root / folder)))),
+    "releases": lambda folder, root: releases_table(root / folder),
+    "errors": lambda folder, root: errors_table(root / folder),
+    "advise": lambda asked, _root: advise_output(*asked.split()),
+}
+
+
+def rewritten(text: str, root: Path) -> str:
+    """Return the text with every marked block made anew, from the folder that its marker names."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{_BLOCKS[match['name']](match['source'], root)}\n{match[4]}", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 when a table is stale")
+    options = parser.parse_args()
+    stale = 0
+    for name in DOCUMENTS:
+        document = REPOSITORY / name
+        before = document.read_text(encoding="utf-8")
+        after = rewritten(before, REPOSITORY)
+        if before == after:
+            continue
+        stale = 1
+        if options.check:
+            print(f"{name} is stale: run `make readme`", file=sys.stderr)
+        else:
+            document.write_text(after, encoding="utf-8")
+    return stale if options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
