@@ -33,7 +33,7 @@ BUDGETS = {
     "virtual": 900,
     "releases": 1_250,
     "advisor": 3_000,
-    "report": 4_920,
+    "report": 4_940,
     "autopsy": 1_700,
     "claims": 2_080,
     "baselines": 700,
