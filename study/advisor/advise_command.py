@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch = "samples of an optimizer step; by default 64, or one a rank"
     add("--global_batch_size", type=whole, metavar="B", help=batch)
     add("--host_memory", type=real, metavar="GIB", help="host memory of each node; without it the host is not checked")
-    add("--price_per_gpu_hour", type=real, metavar="X", help="what a GPU costs in an hour, for the cost of tokens")
+    add("--price_per_gpu_hour", type=real, metavar="X", help="price per GPU hour; adds the cost per million tokens")
     add("--nvme_path", default="nvme_offload", metavar="DIR", help="the folder on NVMe that the files name")
     add("--optimizer", type=known_optimizer, choices=("adamw",), help=argparse.SUPPRESS)
     add("--details", action="store_true", help="print what does not fit, the legend and measurements near here too")
@@ -273,7 +273,7 @@ def _named(option: Option) -> str:
 
 def _file_lines(files: AdvisedFiles, request: Request) -> Iterator[str]:
     yield f"\nwritten: {files.accelerate}" + (f" and {files.deepspeed}" if files.deepspeed else "")
-    # What is in no file, and the figures rest on.
+    # Settings that the prediction assumes and that no file contains.
     yield f"  {files.command}    ({workload_text(request)}{', chunked loss' * request.chunked_loss})"
     if files.of_study is not None:
         yield f"  {files.of_study}"

@@ -82,7 +82,7 @@ class ConfigCase:
 
 
 def _box(ranks: int) -> Hardware:
-    """Which device it is does not matter to bytes."""
+    """Byte counts do not depend on the device."""
     return box_of_ranks("any", ANY_DEVICE, ranks)
 
 

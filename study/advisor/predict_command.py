@@ -57,7 +57,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", required=True, metavar="BOX", help="8xH100, 4x8xH100 for four nodes, A100-40, or this")
     add("--seq_length", type=whole, metavar="T", help=length)
     add("--attn_implementation", choices=get_args(Attention), default="sdpa")
-    chunked = "the output layer and its loss take a part of the tokens at a time, as Liger's kernel does"
+    chunked = "compute the output layer and its loss in chunks of tokens, as Liger's kernel does"
     add("--chunked_loss", action="store_true", help=chunked)
     adapters.add_arguments(parser)
     add_speed_arguments(parser)

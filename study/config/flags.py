@@ -213,7 +213,7 @@ class RunConfig:
     A field without a default is None until `resolved()` gives it the value of study/config/flags.py.
     """
 
-    task: Task = _flag("what is trained, and on which data", "bert-imdb")
+    task: Task = _flag("the training task: model head and data", "bert-imdb")
     scale: Scale = _flag("paper: what the studied documents did; laptop: tiny; auto: paper with a GPU", "auto")
     model_name_or_path: str = _flag("a preset of study/workloads/presets.py, a hub id or a local folder")
     weights: Weights = _flag("start from the published weights, or from a seeded random draw")
@@ -253,17 +253,15 @@ class RunConfig:
     group_size: int | None = _flag(
         "ranks of one model-parallel group (tensor-, context- or sequence-parallel)", at_least=2
     )
-    device_memory_cap_gib: float | None = _flag(
-        "let this process use no more GPU memory, to stand in for a smaller GPU"
-    )
-    profile_steps: int = _flag("record where the time of so many last steps goes, with torch's profiler", 0, at_least=0)
+    device_memory_cap_gib: float | None = _flag("cap on GPU memory in GiB, to emulate a smaller GPU")
+    profile_steps: int = _flag("profile the last N steps with torch.profiler", 0, at_least=0)
     engine_override: tuple[str, ...] = _flag("KEY=JSON set in the DeepSpeed config, dotted: a.b=5e6; repeatable", ())
     output_dir: str | None = _flag("the run directory; by default runs/<run id>")
     overwrite_output_dir: bool = _flag("replace what an earlier run left in the run directory", False)
     checkpointing_steps: int = _flag("save a checkpoint every so many steps; 0: never", 0, at_least=0)
     resume_from_checkpoint: str | None = _flag("a checkpoint folder of an earlier run, or `latest` in --output_dir")
     report_to: str = _flag("a tracker Accelerate knows (tensorboard, wandb, ...), or none", "none")
-    virtual_world_size: int | None = _flag("be one rank of a job of so many, without the others; losses mean nothing")
+    virtual_world_size: int | None = _flag("world size of a virtual job, of which one rank runs; losses mean nothing")
     virtual_rank: int | None = _flag("which of the virtual ranks this is; 0 by default")
 
     def total_steps(self, train_samples: int) -> int:
