@@ -32,7 +32,7 @@ BUDGETS = {
     "run": 1_650,
     "virtual": 900,
     "releases": 1_250,
-    "advisor": 3_000,
+    "advisor": 3_010,
     "report": 4_940,
     "autopsy": 1_700,
     "claims": 2_080,

@@ -292,7 +292,7 @@ def how_sure(advice: Advice) -> str:
         reason = " and simpler"
         if needs_large_host(other) and not needs_large_host(best):
             reason = f" and the next needs {other.memory.host_peak.value / GIB:,.0f} GiB of host memory"
-        return f"as fast as the next, within {AS_FAST:.0%},{reason}; {memory}"
+        return f"within {AS_FAST:.0%} of the fastest that fits,{reason}; {memory}"
     error = None if error_of_time(other) is None else error_of_time(best)
     if error is None:
         return f"{gap:.0%} faster than the next, but step times are not validated here; {memory}"
@@ -340,8 +340,8 @@ def _memory_text(best: Option) -> str:
     if (memory.process_peak or memory.peak_reserved).high is None:
         return f"{left_share(memory, box):.0%} of the memory is left, but peaks are not validated here"
     if not best.is_sure:
-        return "it may not fit: the upper bound (90 %) of its peak does not"
-    return f"it fits at the upper bound (90 %) of its peak too, with {left_share(memory, box, True):.0%} left"
+        return "it may not fit: its 90 % bound does not"
+    return f"its 90 % bound fits, with {left_share(memory, box, True):.0%} of the memory left"
 
 
 def unchecked(option: Option) -> Iterator[str]:

@@ -55,8 +55,8 @@ without --hub. docs/advice.md has the errors, and what this cannot know.
 _BATCH, _SHARES = 64, (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _LARGE_HOST_BYTES = 256 * GIB
 _PORT = 29500
-_COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound", "tokens/s",
-            "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
+_COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "check-\npointing", "peak\nGiB", "90 %\nbound",
+            "tokens/s,\nall ranks", "host\nGiB", "NVMe\nGiB", "cost/M\ntokens", "")  # fmt: skip
 _DETAILS = """\
 micro-batch: samples of one forward pass on one rank; accumulation: micro-batches of an optimizer step; peak: predicted,
 of one GPU; 90 % bound: upper bound of the peak; tokens/s: of all ranks; host and NVMe: of one node.
@@ -104,7 +104,9 @@ def run(options: argparse.Namespace, nearest: Callable[[Request], Iterable[str]]
         print(json.dumps(_document(advice, riskier, others, measured, files), indent=2))
     else:
         written = _file_lines(files, best.request) if files and best else ()
-        print_page([*_page(advice, riskier, others, measured, options.details), *written])
+        print_page(
+            [*_page(advice, riskier, others, measured, files is not None or best is None, options.details), *written]
+        )
     return 0 if best else 1
 
 
@@ -162,7 +164,12 @@ def _entry(option: Option) -> dict[str, Any]:
 
 
 def _page(
-    advice: Advice, riskier: Option | None, others: Sequence[str], measured: Sequence[str], details: bool
+    advice: Advice,
+    riskier: Option | None,
+    others: Sequence[str],
+    measured: Sequence[str],
+    has_files: bool,
+    details: bool,
 ) -> Iterator[str | TextTable]:
     question, best = advice.question, advice.best
     shape, box = question.shape, question.box
@@ -186,10 +193,11 @@ def _page(
     if best is not None:
         yield from _notes(advice, best, riskier)
     yield from others
-    if measured:
-        yield from (
-            measured if details else [f"--details prints {len(measured)} measurements near here and their errors"]
-        )
+    if details:
+        yield from measured
+    if not has_files:
+        more = f"; --details has {len(measured)} measurements" if measured and not details else ""
+        yield f"--output DIR writes files with fitted buckets (`study predict` takes the stock ones){more}"
 
 
 def _verdict(advice: Advice) -> str:
@@ -222,7 +230,8 @@ def _notes(advice: Advice, best: Option, riskier: Option | None) -> Iterator[str
             yield f"next {_named(other)}, {-gap:.0%} slower{because(other, best)}"
     if riskier is not None:
         faster = riskier.tokens_per_s / best.tokens_per_s - 1
-        yield "; ".join([f"{faster:.0%} faster, and not as sure to fit: {_named(riskier)}", *unchecked(riskier)])
+        yield "; ".join([f"{faster:.0%} faster if it fits, which its 90 % bound does not: {_named(riskier)}",
+                         *unchecked(riskier)])  # fmt: skip
     loading = best.memory.host_parts["load"]
     if loading > _LARGE_HOST_BYTES and best.request.strategy.zero_stage != 3:
         only = "; fsdp_cpu_ram_efficient_loading: true leaves that to one" if best.request.strategy.is_fsdp else ""

@@ -30,8 +30,8 @@ _FINDINGS = {
     "refused": "refused by the engine", "conflict": "in conflict", "missing": "missing that the engine needs",
     "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
-# Smaller costs are printed with --details.
-_SHOWN_BYTES = 100 * 2**20
+# The others are printed with --details.
+_MOST_COSTLY = 6
 _MORE = "; --details has the reasons"
 _COUNT = functools.partial(whole, most=1_000_000, what="number")
 _MOST_RANKS = 1024
@@ -141,7 +141,7 @@ def _page(case: ConfigCase, memory: Memory, details: bool) -> Iterator[str | Tex
         yield TextTable(("", ""), rows, indent=2)
     if found := costs(case):
         yield f"\nwhat each setting costs a rank (- none; * a default, not in your file{'' if details else _MORE})"
-        yield TextTable(("device", "host", "NVMe", ""), list(_cost_rows(found, details)), indent=2)
+        yield TextTable(("device", "host", "NVMe", ""), _cost_rows(found, details), indent=2)
     parts = sorted(memory.device_parts.items(), key=lambda part: -part[1])
     peak = ", ".join(f"{part} {size / 2**30:.1f}" for part, size in parts if size > 2**30 / 20)
     yield f"\npeak memory of a rank, {gib(memory.peak_allocated.value)} allocated: {peak}"
@@ -153,17 +153,20 @@ def _page(case: ConfigCase, memory: Memory, details: bool) -> Iterator[str | Tex
         yield from (f"  - {line}" for line in answer.because if details)
 
 
-def _cost_rows(found: Sequence[SettingCost], details: bool) -> Iterator[tuple[str, ...]]:
-    """Yield a row per cost with its reason or, without details, a row per setting that costs enough."""
+def _cost_rows(found: Sequence[SettingCost], details: bool) -> list[tuple[str, ...]]:
+    """Make a row per cost with its reason or, without details, one per setting for those that cost most."""
     by_key: dict[str, list[SettingCost]] = {}
     for cost in found:
         by_key.setdefault(f"{cost.key} {cost.says if details else ''}", []).append(cost)
+    rows = []
     for group in by_key.values():
-        device, host, nvme = (sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme"))
-        if details or device + host + nvme >= _SHOWN_BYTES:
-            cost = group[0]
-            says = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
-            yield *map(_size, (device, host, nvme)), f"{says}: {cost.says}" if details else says
+        sizes = [sum(getattr(cost, place) for cost in group) for place in ("device", "host", "nvme")]
+        cost = group[0]
+        says = f"{cost.key.removeprefix(f'{ZERO}.')}={json.dumps(cost.value)}{'' if cost.is_said else '*'}"
+        rows.append((max(map(abs, sizes)), (*map(_size, sizes), f"{says}: {cost.says}" if details else says)))
+    if not details:
+        rows = sorted(rows, key=lambda row: -row[0])[:_MOST_COSTLY]
+    return [row for _, row in rows]
 
 
 def gib(size: float) -> str:

@@ -277,7 +277,7 @@ def _parts(prediction: Prediction, traced: float | None) -> Iterator[str | TextT
     yield ""
     yield TextTable(("", ""), [
         ("host memory of one node", ", ".join(f"{size / GIB:,.1f} GiB {when}" for when, size in host.items())),
-        ("communication of one rank per step", f"{sent / unit:.2f} {name} (ring bytes, NCCL): "
+        ("communication of one rank per step", f"{sent / unit:.2f} {name} in ring bytes (NCCL); payload: "
          + (", ".join(f"{kind.replace('_', ' ')} {size / unit:.2f}" for kind, size in payload.items()) or "none")),
         ("time of one step", ", ".join(
             f"{part.replace('_', ' ')} {seconds * 1e3:,.0f} ms" for part, seconds in time.parts.items() if seconds)),

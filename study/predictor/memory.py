@@ -237,7 +237,7 @@ def _notes(request: Request, peak: Point) -> Iterator[str]:
     settings, params = request.settings, shape.params
     largest = max(shape.trained_params, key=lambda param: param.elements)
     if largest.elements > settings.reduce_bucket:
-        yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and waits unpartitioned"
+        yield f"gradient of {largest.name} ({largest.elements:,} elements) exceeds the bucket and stays unpartitioned"
     if has_tied_gradients(shape):
         yield f"{params[0].name} is tied: the head's gradient waits, then both are there and their sum"
     if (what := unswapped(request)) is not None:

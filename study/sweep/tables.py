@@ -88,7 +88,7 @@ def series_tables(slices: Sequence[Slice]) -> Iterator[TextTable]:
              str(_count_not_ok(counts)), str(len(left)), format_duration(sum(seconds for _, seconds in left))]
         )  # fmt: skip
         others += [(state, part.suite.name, *rest) for state, *rest in _with_reasons(states)]
-    yield TextTable(("suite", "of it", "cells", "ok", "not ok", "left", "about"), rows)
+    yield TextTable(("suite", "part", "cells", "ok", "not ok", "left", "time left"), rows)
     if others:
         yield TextTable(("state", "suite", "cell", "reason"), sorted(others))
     for part in slices:

@@ -63,14 +63,14 @@ def _by_source(cell: ReleaseCell) -> str:
 
 
 def releases_table(folder: Path) -> str:
-    """Return the latest releases with the faults that a GPU run meets, then one line per fault with its fix."""
+    """Return the latest releases with the faults expected on a GPU, then one line per fault with its fix."""
     records = read_parquet(folder)
     cells = release_cells(records)
     shown, letters = latest_release_cells(cells), lettered(clipped(cells))
     lines, met = [], set[Cause]()
     for release in sorted({cell.release for cell in shown}, key=release_order, reverse=True):
         line = {"DeepSpeed": release}
-        for column, several in (("one micro-batch", False), ("with accumulation", True)):
+        for column, several in (("no accumulation", False), ("accumulation", True)):
             cells_of = [cell for cell in shown if cell.release == release and (cell.micro_steps > 1) == several]
             struck: dict[Cause, list[str]] = {}
             for cell in cells_of:
@@ -111,16 +111,17 @@ def errors_table(folder: Path) -> str:
     table = pd.DataFrame({
         "peak memory of GPU runs that others published": rows["tool"].map("`{}`".format), "runs": rows["peaks"],
         "median error": rows["median_error"].map("{:.0%}".format), "worst": rows["worst_error"].map("{:.0%}".format),
-        "fits or not, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
+        "fit or OOM, right": rows["right"].astype(str) + " of " + rows["judged"].astype(str),
     })  # fmt: skip
     found = headline(read(folder)).set_index("figure")
     peaks, steps, offload = (found.loc[name] for name in _HELD_OUT)
+    short = "short" if offload["leans"].startswith("-") else "long"
     return (
         f"{table_markdown(table)}\n"
         f"Held out, by `study predict`: median error {peaks['median error']} of peak memory over the {peaks['rows']} of"
-        f" these runs that shaped no rule, and {steps['median error']} of step time (worst {steps['worst']}) over"
-        f" {steps['rows']} runs that fitted no constant. With offload step times are off: median error"
-        f" {offload['median error']} over {offload['rows']} runs, leaning {offload['leans']}."
+        f" these runs not used to tune it, and {steps['median error']} of step time (worst {steps['worst']}) over"
+        f" {steps['rows']} runs not used to fit it. Offload steps are predicted too {short}: median error"
+        f" {offload['median error']} over {offload['rows']} runs."
     )
 
 
