@@ -85,7 +85,8 @@ def test_every_cell_leaves_a_complete_record_a_note_of_its_cost_and_a_row(swept)
         assert {**record.config, "output_dir": None} == {**cell.config.to_dict(), "output_dir": None}
         assert row.split()[0] == cell.strategy
         assert f"{record.summary['eval_loss_final']:.4f}" in row
-        assert f"{1000 * record.summary['step_time_s_median']:.0f}" in row
+        # A column in which no run has a figure is left out; so short a run has no time of a step.
+        assert ("step ms" in rows[0]) is (record.summary["step_time_s_median"] is not None)
         (attempt,) = read_json(record.path / "sweep.json")["attempts"]
         assert (attempt["state"], attempt["launcher_status"], attempt["matmul_rates"]) == ("ok", 0, {})
         assert attempt["foreign_gpu_processes"] == {"before": [], "after": []}

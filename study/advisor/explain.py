@@ -31,7 +31,7 @@ _FINDINGS = {
     "ignored": "ignored", "ineffective": "without effect", "noted": "noted", "filled": 'filled in for "auto"',
 }  # fmt: skip
 # The others are printed with --details.
-_MOST_COSTLY = 6
+_MOST_COSTLY = 5
 _MORE = "; --details has the reasons"
 _COUNT = functools.partial(whole, most=1_000_000, what="number")
 _MOST_RANKS = 1024
