@@ -19,6 +19,9 @@ install: .venv/installed
 	@# DeepSpeed's build fails where there is a GPU and no CUDA toolkit, unless it is kept from looking.
 	DS_IGNORE_CUDA_DETECTION=1 $(INSTALL) -c constraints.txt --no-build-isolation -e ".[train,report,dev]"
 	$(BIN)/python -m study.host.operators
+	@# uv installs no bytecode. With PYTHONDONTWRITEBYTECODE every rank would compile torch and transformers again: half of
+	@# its start-up. Some files of torch need a newer Python, hence the colon.
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib study || :
 	touch $@
 
 # The first page comes when every strategy has run once on both tasks, the whole one after all seeds. A run that failed is
@@ -32,6 +35,7 @@ study: install
 # or damages what others use, alone. They train on cores (tests/conftest.py), for which DeepSpeed's operators are others.
 test: install
 	@CUDA_VISIBLE_DEVICES= $(BIN)/python -m study.host.operators
+	@$(BIN)/python -m compileall -qq study tests
 	$(BIN)/python tools/run_tests.py $(FLAGS)
 
 # The inner loop: what starts no ranks.

@@ -56,6 +56,11 @@ def run_pass(*arguments: str) -> tuple[int, dict[str, str]]:
         return status, json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
+def is_broken(status: int, failures: dict[str, str]) -> bool:
+    """Whether a pass ended without a verdict on its tests: a usage error, an interrupt, a crash before its end."""
+    return status not in (0, 1) or (status == 1 and not failures)
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--pass"]:
         return int(pytest.main(sys.argv[3:], plugins=[FailureRecorder(Path(sys.argv[2]))]))
@@ -66,13 +71,12 @@ def main() -> int:
     if alone:
         passes.append(run_pass("-m", f"alone and {QUICK}", *alone))
     failures = {test: assertion for _, failed in passes for test, assertion in failed.items()}
-    # 1: tests failed. Anything else is no verdict on a test: a usage error, an interrupt, nothing collected.
-    broken = [status for status, _ in passes if status not in (0, 1)]
+    broken = [status for status, failed in passes if is_broken(status, failed)]
     flaky: dict[str, str] = {}
     if failures and not broken and "--retry" in sys.argv and len(failures) <= MAX_RETRIED:
         print(f"\n{len(failures)} failed; once more, alone:", flush=True)
         status, again = run_pass("-m", QUICK, *failures)
-        if status in (0, 1):
+        if not is_broken(status, again):
             flaky = {test: assertion for test, assertion in failures.items() if test not in again}
             failures = again
     for kind, tests in (("FLAKY (passed alone)", flaky), ("FAILED", failures)):
