@@ -1,4 +1,4 @@
-"""Reports to build into: a copy of one in git, and what a folder holds."""
+"""Records and folders for tests that build reports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def laptop() -> Records:
 
 @functools.cache
 def few() -> Records:
-    """Of the laptop's records what has a loss to compare and an offload, where any report will do."""
+    """Return laptop records of four strategies, with a baseline and an offload: enough for any report."""
     records = laptop()
-    arms = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
-    runs = records.runs[arms & (records.runs["task"] == "gpt-wikitext")]
+    is_included = records.runs["strategy"].isin(["single", "ddp", "zero2", "zero2_cpu"])
+    runs = records.runs[is_included & (records.runs["task"] == "gpt-wikitext")]
     return dataclasses.replace(records, runs=runs, steps=records.steps[records.steps["run"].isin(runs["run"])])
 
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from engines import launch
 from forked import fork_ranks
-from strategy_files import ranks_of
+from strategy_files import default_ranks
 from study.records.directory import Run, read_run
 
 RunFactory = Callable[..., Run]
@@ -48,7 +48,7 @@ def train(
 
 def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = None, **how: Any) -> Run:
     """The record of a run that ended well; another one fails with the last that it said."""
-    result = train(strategy, output_dir, *flags, ranks=ranks or ranks_of(strategy), **how)
+    result = train(strategy, output_dir, *flags, ranks=ranks or default_ranks(strategy), **how)
     log = output_dir / "log.txt"
     written = log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
     assert result.returncode == 0, f"{result.stderr[-3000:]}\n{written}"
@@ -65,7 +65,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
         root = root.parent
 
     def make(strategy: str, *flags: str, ranks: int | None = None) -> Run:
-        ranks = ranks or ranks_of(strategy)
+        ranks = ranks or default_ranks(strategy)
         key = (strategy, str(ranks), *flags)
         if key not in made:
             output_dir = root / "runs" / f"{strategy}-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from runs import FP32_RELATIVE, assert_same_training, by_one_rank, losses, trained
-from strategy_files import ranks_of
+from strategy_files import default_ranks
 from study.config.strategies import WITH_REPLICAS, read_strategy
 
 TASKS = ("bert-imdb", "gpt-wikitext")
@@ -86,7 +86,7 @@ def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
 def test_the_engine_record_is_what_the_strategy_file_asks(run_of, strategy):
     engine, asked = run_of(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     expected = {
-        "strategy": strategy, "world_size": ranks_of(strategy), "zero_stage": asked.zero_stage,
+        "strategy": strategy, "world_size": default_ranks(strategy), "zero_stage": asked.zero_stage,
         "offload_optimizer": asked.offload_device("optimizer"), "offload_param": asked.offload_device("param"),
         "gradient_clipping": 0.5, "precision": "fp32", "param_dtype": "float32",
     }  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from damage import damaged_bytes, leaves, put
+from damage import damaged_bytes, leaves, set_leaf
 from engines import ROOT
 from study.config.errors import RunFailed, UserError, first_line
 from study.records.directory import (
@@ -39,7 +39,7 @@ from study.records.frames import read_records
 from study.records.lock import LOCK_NAME, Held, is_at_work, refuse_folder_at_work, take_folder
 from study.records.schema import SUMMARY_KEYS, SUMMARY_MAY_HAVE, RecordError
 from study.sweep.verdict import cell_state
-from synthetic_records import seal_anew, without_seal
+from synthetic_records import reseal, without_seal
 
 STEPS = 6
 SEAL = "was changed after the run had closed its record"
@@ -294,9 +294,9 @@ def test_a_record_of_strange_values_is_left_out_and_hides_no_other(
 ) -> None:
     shutil.copytree(run_directory, run_directory.parent / "other")
     document = read_json(run_directory / f"{file}.json")
-    put(document, place, value)
+    set_leaf(document, place, value)
     write_json(run_directory / f"{file}.json", document)
-    seal_anew(run_directory)
+    reseal(run_directory)
     records = read_records(run_directory.parent)
     assert (list(records.runs["run"]), len(records.refused)) == (["other"], 1)
     assert str(place[-1]) in records.refused[0]
@@ -382,7 +382,7 @@ def test_a_hint_replaces_no_ending_that_another_rank_wrote(tmp_path: Path) -> No
 
 def test_a_summary_that_differs_from_the_last_row_is_refused(run_directory: Path) -> None:
     rewrite(run_directory / "summary.json", lambda summary: summary.update(train_loss_final=0.125))
-    seal_anew(run_directory)
+    reseal(run_directory)
     with pytest.raises(RecordError, match=r"summary\.json: train_loss_final is 0\.125, by the last row"):
         read_run(run_directory)
 
@@ -463,7 +463,7 @@ def test_a_figure_of_another_type_is_refused_wherever_it_stands(damage: str, run
             if path == ("unit",) or (damage == "a negative" and path[-1] in may_be_negative):
                 continue
             document = copy.deepcopy(original)
-            put(document, path, NOT_NUMBERS[damage])
+            set_leaf(document, path, NOT_NUMBERS[damage])
             file.write_text(json.dumps(document))
             assert_refused(run_directory, file.name, str(path[-1]))
         file.write_text(before)
@@ -490,7 +490,7 @@ def test_a_record_tells_of_skipped_steps(run_directory: Path) -> None:
     rows = [row | {"skipped": True} if row["step"] in (2, 3) else row for row in ROWS]
     (run_directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     rewrite(run_directory / "summary.json", methodcaller("update", {"steps_skipped": 2, "warmup_steps": 3}))
-    seal_anew(run_directory)
+    reseal(run_directory)
     run = read_run(run_directory)
     assert (run.steps, run.summary["steps_skipped"]) == (rows, 2)
 
@@ -631,7 +631,7 @@ def test_a_baseline_that_watched_no_step_is_read(run_directory: Path) -> None:
     write_json(run_directory / "traffic.json", {"step": None, "world_size": 2, "collectives": {}})
     nothing = {"comm_bytes_per_step": None, "sent_bytes_per_step": None, "comm_calls_per_step": None}
     rewrite(run_directory / "summary.json", lambda document: document.update(nothing))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert read_run(run_directory).summary["comm_bytes_per_step"] is None
 
 
@@ -640,7 +640,7 @@ def test_a_record_from_before_sent_bytes_stood_in_its_summary_is_read(run_direct
     rewrite(run_directory / "summary.json", lambda document: document.pop(key))
     without = {"all_reduce": {"calls": 1, "payload_bytes": 24, "wire_bytes_per_rank": 24.0}}
     rewrite(run_directory / "traffic.json", lambda document: document.update(collectives=without))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert key not in read_run(run_directory).summary
 
 
@@ -650,7 +650,7 @@ def test_a_virtual_run_needs_no_losses(run_directory: Path) -> None:
         rewrite_row(run_directory / "steps.jsonl", number, lambda row: row.update(loss=None))
     without = {"train_loss_first": None, "train_loss_final": None}
     rewrite(run_directory / "summary.json", lambda document: document.update(without))
-    seal_anew(run_directory)
+    reseal(run_directory)
     assert read_run(run_directory).steps[0]["loss"] is None
 
 
@@ -668,7 +668,7 @@ def test_random_damage_is_refused_with_the_file_or_changes_no_type(tmp_path: Pat
         whole = (original / name).read_bytes()
         (damaged / name).write_bytes(damaged_bytes(whole, rng))
         if name != "status.json":
-            seal_anew(damaged)
+            reseal(damaged)
         try:
             run = read_run(damaged)
         except RecordError as error:

@@ -35,7 +35,7 @@ from study.records.frames import (
 from study.records.rows import RUN_COLUMNS, STEP_COLUMNS
 from study.records.schema import NEW_NAMES, SUMMARY_KEYS
 from study.report.questions import TABLES, answers
-from synthetic_records import REPOSITORY, as_never_started, seal_anew, state_bytes, write_run, write_study
+from synthetic_records import REPOSITORY, as_never_started, reseal, state_bytes, write_run, write_study
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_keys_and_columns_of_older_records_are_read_under_todays_names(tmp_path:
     for name in ("config.json", "engine.json"):
         text = (run / name).read_text()
         (run / name).write_text(text.replace('"group_size"', '"team_size"').replace('"model_parallel_group"', '"team"'))
-    seal_anew(run)
+    reseal(run)
     same(read_records(tmp_path / "runs"), today)
     write_parquet(today, tmp_path)
     old = pq.read_table(tmp_path / RUNS_FILE).to_pandas().rename(columns={new: old for old, new in NEW_NAMES.items()})
@@ -100,7 +100,7 @@ def test_a_row_has_what_the_fullest_rank_held(tmp_path: Path) -> None:
     memory = read_run(run).memory
     memory["ranks"][1]["phases"]["steady"]["host"] = 77.0
     (run / "memory.json").write_text(json.dumps(memory))
-    seal_anew(run)
+    reseal(run)
     assert read_records(tmp_path).runs["memory_steady_host_gib"].tolist() == [77.0]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from damage import damaged_bytes, leaves, put
+from damage import damaged_bytes, leaves, set_leaf
 from study.records.directory import RunWriter
 from study.records.frames import Records, read_records
 from study.report.questions import TABLES, answers
-from synthetic_records import seal_anew, write_run
+from synthetic_records import reseal, write_run
 
 STRATEGIES = ("single", "ddp", "zero3")
 
@@ -66,10 +66,10 @@ def _mutate_tree(tree: Any, rng: random.Random) -> Any:
     elif kind == 1:
         other = rng.choice(paths)
         one, two = _get(tree, path), _get(tree, other)
-        put(tree, path, two)
-        put(tree, other, one)
+        set_leaf(tree, path, two)
+        set_leaf(tree, other, one)
     else:
-        put(tree, path, _edited(_get(tree, path), rng))
+        set_leaf(tree, path, _edited(_get(tree, path), rng))
     return tree
 
 
@@ -146,7 +146,7 @@ def test_mutations_that_were_sealed_anew_never_crash_a_report(count: int, tmp_pa
         changed = runs / rng.choice(STRATEGIES)
         name = mutate(changed, rng.choice(made), rng)
         if name != "status.json":
-            seal_anew(changed)
+            reseal(changed)
         records = read_records(runs)
         assert len(records.runs) + len(records.refused) == len(STRATEGIES), (number, name)
         if not records.refused:
@@ -188,7 +188,7 @@ def test_a_copy_under_another_name_is_one_run(study: Path) -> None:
 def test_two_records_of_one_run_that_disagree_are_both_refused(study: Path) -> None:
     shutil.copytree(study / "ddp", study / "ddp-2")
     _replace(study / "ddp-2" / "summary.json", '"startup_s": 5.', '"startup_s": 4.')
-    seal_anew(study / "ddp-2")
+    reseal(study / "ddp-2")
     records = read_records(study)
     assert believed(records) == ["single", "zero3"]
     assert sorted(refused.split(":")[0] for refused in records.refused) == ["ddp", "ddp-2"]
@@ -218,7 +218,7 @@ def test_flags_that_no_run_can_have_are_refused_and_cost_no_other_run(study: Pat
         run = write_run(study, "ddp", name=key)
         file = run / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-        seal_anew(run)
+        reseal(run)
     records = read_records(study)
     assert believed(records) == ["ddp", "single", "zero3"]
     assert sorted(refused.split(": ")[0] for refused in records.refused) == sorted(

@@ -18,7 +18,7 @@ import yaml
 from engines import ROOT, launch, printed_json
 from forked import fork_ranks
 from runs import train, trained
-from strategy_files import STRATEGIES, WITH_DEEPSPEED, wanted_json, wanted_yaml
+from strategy_files import STRATEGIES, WITH_DEEPSPEED, expected_json, expected_yaml
 from study.config.errors import Unsupported, UserError
 from study.config.flags import RunConfig, resolved
 from study.config.launched import Launch, this_launch
@@ -75,9 +75,9 @@ def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_file_says_what_all_share_and_what_its_name_means(name: str) -> None:
-    assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(wanted_yaml(name))
+    assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(expected_yaml(name))
     if name in WITH_DEEPSPEED:
-        assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(wanted_json(name))
+        assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(expected_json(name))
 
 
 def as_text(document: dict[str, Any]) -> str:
