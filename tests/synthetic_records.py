@@ -222,11 +222,8 @@ def _measurements(
     state = state_bytes(strategy, ranks)
     state_gib = sum(kinds["device"] for kinds in state.values()) / GIB
     activations = 0.5 * config.global_batch_size / ranks / 16
-    used = {
-        "allocated": state_gib + activations,
-        "reserved": state_gib + activations + 0.2,
-        "device": state_gib + activations + 1.0,
-    }
+    allocated = state_gib + activations
+    used = {"allocated": allocated, "reserved": allocated + 0.2, "device": allocated + 1.0}
     phase = {
         **(used if gpu else dict.fromkeys(used)),
         "host": 1.5 + sum(kinds["host"] for kinds in state.values()) / GIB,

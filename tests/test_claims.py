@@ -107,12 +107,8 @@ def test_every_claim_has_its_number_and_a_verdict(full_board: Board) -> None:
         f"{code}-{number:02}" for code, last in numbers.items() for number in range(1, last + 1)
     ]
     assert dict(full_board.counts())["all"].total() == sum(numbers.values())
-    with_figures = [
-        judged
-        for judged in full_board.judged
-        if set(judged.kinds) & {"arithmetic", "consistency", "virtual", "measured"}
-    ]
-    assert len(with_figures) >= 45
+    kinds = {"arithmetic", "consistency", "virtual", "measured"}
+    assert len([judged for judged in full_board.judged if set(judged.kinds) & kinds]) >= 45
     for judged in full_board.judged:
         assert judged.sentence.strip(". ")
 
@@ -190,15 +186,11 @@ def test_claims_that_need_a_gpu_are_judged_once_their_suites_have_run(tmp_path: 
                     flags = {key: value for key, value in cell.asked.to_dict().items() if key != "scale"} | {
                         "eval_steps": 4
                     }
-                    engine_values = {
-                        "model_layers": 24,
-                        "preset_layers": 24,
-                        "model_parameters": PARAMETERS.get(model, 10**8),
-                    }
+                    engine = {"model_layers": 24, "preset_layers": 24, "model_parameters": PARAMETERS.get(model, 10**8)}
                     write_run(
                         tmp_path / "made", cell.strategy, name=cell.id, ranks=cell.ranks, virtual=virtual,
                         steps=cell.config.max_steps or 9, state="oom" if len(probes) > 1 and place == 2 else "ok",
-                        config=flags, engine=engine_values, samples=f"{cell.config.train_samples}",
+                        config=flags, engine=engine, samples=f"{cell.config.train_samples}",
                     )  # fmt: skip
                     append_attempt(root, cell, ["accelerate"], {"attempt": 1})
         note_searches(part.cells, tmp_path / "made")
@@ -248,13 +240,11 @@ def test_the_page_is_made_of_the_ledger_and_the_records(full_board: Board) -> No
 
 
 def test_a_check_of_two_claims_does_not_decide_which_is_wrong(full_board: Board) -> None:
-    disputed = [
-        (judged, finding) for judged in full_board.judged for finding in judged.findings if finding.answer == "disputed"
-    ]
-    assert {judged.claim.id for judged, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
-    for judged, finding in disputed:
+    disputed = [(row, finding) for row in full_board.judged for finding in row.findings if finding.answer == "disputed"]
+    assert {row.claim.id for row, _ in disputed} >= {"S1-04", "S1-10", "S1-11", "S1-18", "S1-19"}
+    for row, finding in disputed:
         assert finding.kind == "consistency"
-        assert judged.verdict not in ("supported", "contradicted")
+        assert row.verdict not in ("supported", "contradicted")
 
 
 def test_the_command_prints_the_counts_first_and_a_line_per_claim_with_details(
@@ -500,9 +490,8 @@ def without_one_size(runs: pd.DataFrame) -> pd.DataFrame:
 )  # fmt: skip
 def test_an_answer_follows_the_runs(full_board: Board, claim: str, form: str, change: Change, answer: str) -> None:
     judged = judge(find_claim(full_board, claim).claim, changed("claims", change))
-    matches = [
-        finding for check, finding in zip(judged.claim.checks, judged.findings, strict=True) if check.form == form
-    ]
+    pairs = zip(judged.claim.checks, judged.findings, strict=True)
+    matches = [finding for check, finding in pairs if check.form == form]
     matches = matches[-1:] if claim == "S3-05" else matches
     assert {finding.answer for finding in matches} == {answer}
     if form == "paired" and answer == "not judged":

@@ -178,17 +178,11 @@ def test_a_report_names_the_claims_that_rest_on_it_and_links_to_them(tmp_path: P
 def test_a_page_is_refused_with_other_outputs_and_over_other_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    existing = tmp_path / "mine.html"
-    existing.write_text("mine")
+    old = tmp_path / "mine.html"
+    old.write_text("mine")
     new = tmp_path / "page.html"
-    for place, *arguments in (
-        (new, "--json"),
-        (new, "check-table", "x.csv"),
-        (existing,),
-        (tmp_path,),
-        (new / "page.html",),
-    ):
-        assert main(["claims", "--page", str(place), *arguments]) == 2
+    for place, *more in ((new, "--json"), (new, "check-table", "x.csv"), (old,), (tmp_path,), (new / "page.html",)):
+        assert main(["claims", "--page", str(place), *more]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "--page" in line
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine.html", "mine")]

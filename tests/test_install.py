@@ -121,10 +121,8 @@ def test_a_torch_of_another_index_comes_with_the_pins_of_pypi(line: str, tmp_pat
         assert f"+ torch=={pins['torch']}+cu129" in result.stderr
         assert "sympy==1.13.3" not in result.stderr
         return
-    versions = {
-        entry["metadata"]["name"]: entry["metadata"]["version"] for entry in json.loads(report.read_text())["install"]
-    }
-    assert versions == {"torch": f"{pins['torch']}+cu129"}
+    entries = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
+    assert {package["name"]: package["version"] for package in entries} == {"torch": f"{pins['torch']}+cu129"}
 
 
 @pytest.mark.parametrize("python", ["3.10.0", "3.11.2", "3.12.0"])
@@ -133,19 +131,13 @@ def test_each_pin_for_a_python_supports_that_python(python: str) -> None:
     meant = {"python_version": python.rsplit(".", 1)[0], "python_full_version": python}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    installed = {
-        canonicalize_name(package.name): package.metadata["Requires-Python"] for package in metadata.distributions()
-    }
+    installed = {canonicalize_name(item.name): item.metadata["Requires-Python"] for item in metadata.distributions()}
     requirements = {
         pin.name: installed[canonicalize_name(pin.name)] for pin in pins
         if canonicalize_name(pin.name) in installed and (pin.marker is None or pin.marker.evaluate(meant))
     }  # fmt: skip
     assert len(requirements) > 100
-    assert {
-        name: specifier
-        for name, specifier in requirements.items()
-        if specifier and python not in SpecifierSet(specifier)
-    } == {}
+    assert {name: text for name, text in requirements.items() if text and python not in SpecifierSet(text)} == {}
 
 
 def test_an_environment_without_pip_is_created_again(tmp_path: Path) -> None:

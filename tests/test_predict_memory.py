@@ -232,16 +232,13 @@ def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_togethe
 
 def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
     own_request = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
-    request = dataclasses.replace(
-        own_request, strategy=read_strategy("zero2"), box=dataclasses.replace(own_request.box, nodes=2)
-    )
+    box = own_request.box
+    request = dataclasses.replace(own_request, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
     memory = predict_memory(request)
     assert sum(memory.device_parts.values()) == pytest.approx(memory.peak_reserved.value)
     assert memory.process_peak is not None
     assert memory.process_peak.value == pytest.approx(memory.peak_reserved.value + memory.host_parts["rank"])
-    alone = predict_memory(
-        dataclasses.replace(request, box=dataclasses.replace(own_request.box, gpus_per_node=1, nodes=1))
-    )
+    alone = predict_memory(dataclasses.replace(request, box=dataclasses.replace(box, gpus_per_node=1, nodes=1)))
     assert alone.device_parts["fragmentation"] < memory.device_parts["fragmentation"]
     assert predict_memory(dataclasses.replace(request, box=box_of("2xH100"))).process_peak is None
 

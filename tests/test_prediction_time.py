@@ -336,9 +336,8 @@ def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffi
     each_s = collective_s(plain.box, "all_gather", layer_bytes)
     assert exposed[1] - exposed[0] == pytest.approx((gathered[1] - gathered[0]) / layer_bytes * each_s, rel=0.03)
     cpu = read_strategy("zero3_cpu")
-    moved = [
-        predict_time(dataclasses.replace(request, strategy=cpu)).parts["offload"] for request in (plain, recomputed)
-    ]
+    requests = [dataclasses.replace(request, strategy=cpu) for request in (plain, recomputed)]
+    moved = [predict_time(request).parts["offload"] for request in requests]
     assert moved[1] / moved[0] == pytest.approx(1.5, rel=0.05)
 
 

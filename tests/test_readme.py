@@ -97,10 +97,8 @@ def test_the_finding_on_loss_matches_the_records() -> None:
     largest_difference = losses.sub(losses["ddp"], axis=0).div(losses["ddp"], axis=0).abs().max(axis=None)
     assert 0 < largest_difference < 0.0000125, "0.001 % after rounding"
     (stack,) = {(row["deepspeed_version"], row["accelerate_version"]) for _, row in laptop.runs.iterrows()}
-    sentence = "With DeepSpeed {} and Accelerate {} the loss of all {} studied strategies".format(
-        *stack, losses.shape[1]
-    )
-    assert sentence in unwrapped("README.md")
+    text = "With DeepSpeed {} and Accelerate {} the loss of all {} studied strategies".format(*stack, losses.shape[1])
+    assert text in unwrapped("README.md")
     assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
 
 
@@ -108,17 +106,12 @@ def test_the_grid_of_releases_has_what_a_gpu_shows() -> None:
     cells = latest_release_cells(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)
-    faults = {
-        (cell.release, cell.strategy, cell.micro_steps): {fault.id for fault in gpu_faults(cell)} for cell in cells
-    }
+    faults = {(cell.release, cell.strategy, cell.micro_steps): {item.id for item in gpu_faults(cell)} for cell in cells}
     for cell in cells:
-        cell_faults = faults[cell.release, cell.strategy, cell.micro_steps]
-        assert not cell_faults & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
+        ids = faults[cell.release, cell.strategy, cell.micro_steps]
+        assert not ids & {"gather-race", "flat-buffer-view"}, "a fault of CPUs"
         assert cell.verdict.kind in ("equal", "different", "crashes")
-        assert (
-            bool(cell_faults) == (cell.verdict.kind == "different" and not cell.gpu_hides_it)
-            or cell.release == "0.18.9"
-        )
+        assert bool(ids) == (cell.verdict.kind == "different" and not cell.gpu_hides_it) or cell.release == "0.18.9"
         assert cell.causes or cell.verdict.kind == "equal", "no difference without a known cause"
     assert faults["0.18.9", "zero2_cpu", 4] == {"divided-twice", "offload-drops-micro-steps"}, "by source: it crashes"
     assert faults["0.18.9", "zero1", 1] == faults["0.18.9", "zero3", 4] == set()
@@ -158,10 +151,8 @@ def test_the_finding_on_communication_matches_predictions_and_records() -> None:
             if figure.figure == SENT and figure.measured > 1000]  # fmt: skip
     virtual = [row for row in sent if row[0].virtual and row[0].model_name_or_path.startswith("llama-3.1-8b")]
     accumulating = [row for row in sent if row[1].accumulation > 1]
-    sentence = (
-        "{} virtual-rank records of this model and {} records of tiny models with accumulation are within 0.001 %"
-    )
-    assert sentence.format(len(virtual), len(accumulating)) in unwrapped("README.md")
+    text = "{} virtual-rank records of this model and {} records of tiny models with accumulation are within 0.001 %"
+    assert text.format(len(virtual), len(accumulating)) in unwrapped("README.md")
     assert 0 < max(abs(figure.error) for _, _, figure in [*virtual, *accumulating]) < 0.00001, "0.001 %"
     assert {request.accumulation for _, request, _ in virtual} == {1}
     assert all("tiny" in run.model_name_or_path and not run.virtual for run, _, _ in accumulating)

@@ -194,10 +194,9 @@ def matching_checkpoint(box: Path, **manifest: Any) -> None:
 
 
 def with_other_torch(box: Path) -> None:
-    environment = describe_environment()
-    matching_checkpoint(
-        box, environment=environment | {"threads_per_rank": 1, "packages": environment["packages"] | {"torch": "2.0.0"}}
-    )
+    own = describe_environment()
+    changes = {"threads_per_rank": 1, "packages": own["packages"] | {"torch": "2.0.0"}}
+    matching_checkpoint(box, environment=own | changes)
 
 
 def pipe_in_place_of_a_status(box: Path) -> None:
@@ -522,9 +521,7 @@ def test_a_command_that_cannot_be_served_ends_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_suite_is_refused_with_the_keys_that_a_suite_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_suite_is_refused_with_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert main(["status", str(tmp_path / "empty.yaml")]) == 2
     assert_is_one_line(capsys.readouterr().err, ("empty.yaml: nothing stands where a mapping belongs",), "grids, name")

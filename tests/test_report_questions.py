@@ -97,8 +97,7 @@ def test_losses_that_agree_are_the_same(stages: dict[str, Answer]) -> None:
 
 
 def test_memory_traffic_and_time_are_compared_with_ddp(stages: dict[str, Answer]) -> None:
-    # 4 + 4 + 8 bytes per parameter with DDP; stage 1 halves 12 of optimizer, stage 2 also gradients, stage 3 also
-    # parameters.
+    # Bytes per parameter: 4 + 4 + 8 with DDP; stage 1 halves 12 of optimizer, 2 also gradients, 3 also parameters.
     memory, traffic, time, offload = (stages[name] for name in ("memory", "traffic", "time", "offload"))
     assert memory.sentence == "Sharding reduces the model state of a rank to 62 % of `ddp`'s (`zero3`)."
     shares = {arm: row(memory.table, arm)["State, % of ddp"] for arm in ("ddp", "zero1", "zero2", "zero3")}
@@ -208,9 +207,8 @@ def test_a_difference_that_reruns_have_too_is_not_another_loss(tmp_path: Path) -
     assert "Not known: above the margin, but below 2 times the difference of reruns." in notes(loss)
     without_zero3 = dataclasses.replace(records, runs=records.runs[records.runs["strategy"] != "zero3"])
     assert answers_of(without_zero3)["loss"].sentence.startswith("Not known under 2 of 2 strategies")
-    once = answers_of(dataclasses.replace(without_zero3, runs=without_zero3.runs[without_zero3.runs["repeat"] == 1]))[
-        "loss"
-    ]
+    runs = without_zero3.runs[without_zero3.runs["repeat"] == 1]
+    once = answers_of(dataclasses.replace(without_zero3, runs=runs))["loss"]
     assert once.sentence.startswith("Yes, under 2 of 2 strategies")
     assert "There are no reruns, so how far chance alone changes a loss is not known." in notes(once)
 
@@ -228,10 +226,9 @@ def test_losses_with_dropout_are_compared_by_their_seeds(tmp_path: Path) -> None
     line = row(TABLES["loss"](records), "zero2")
     assert line["Equivalent"].startswith("equivalent (")
     assert line["of the loss there"] == "-"
-    one_seed = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
-    assert answers_of(one_seed)["loss"].sentence.startswith(
-        "Not known under 2 of 2 strategies: their differences are not"
-    )
+    seed_1 = dataclasses.replace(records, runs=records.runs[records.runs["seed"] == 1])
+    loss = answers_of(seed_1)["loss"]
+    assert loss.sentence.startswith("Not known under 2 of 2 strategies: their differences are not")
 
 
 def test_runs_without_a_loss_in_every_step_are_not_compared() -> None:
@@ -444,10 +441,8 @@ def test_nothing_is_answered_from_nothing(tmp_path: Path) -> None:
     by_name = answers_of(tmp_path)
     assert list(by_name) == ["layers", "runs"]
     assert by_name["runs"].sentence == "1 runs ended well and 1 did not; 1 records were refused."
-    assert dict(zip(by_name["runs"].table["Outcome"], by_name["runs"].table["Runs"], strict=True)) == {
-        "failed": 1,
-        "ok": 1,
-    }
+    outcomes = by_name["runs"].table
+    assert dict(zip(outcomes["Outcome"], outcomes["Runs"], strict=True)) == {"failed": 1, "ok": 1}
     assert "2 different boxes" in notes(by_name["runs"])
     assert "there is no loss, no accuracy, and no throughput" in notes(by_name["layers"])
 

@@ -133,13 +133,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     cgroup = _memory_cgroup()
     second, unshared = ["slurmd", "-D", "-N", "n2"], folder / "unshared"
     unshared.mkdir()
-    own_mounts = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
-    can_mount = subprocess.run([*own_mounts, "true"], capture_output=True, check=False).returncode == 0
-    commands = (
-        ["slurmctld", "-D", "-c"],
-        ["slurmd", "-D", "-N", "n1"],
-        [*own_mounts, *second] if can_mount else second,
-    )
+    private = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {unshared} && exec "$@"', "sh"]
+    can_mount = subprocess.run([*private, "true"], capture_output=True, check=False).returncode == 0
+    commands = (["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "n1"], [*private, *second] if can_mount else second)
     daemons = [
         subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for command in commands

@@ -294,20 +294,13 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
 
 def kind_of(cell):
     first_cell = cell.first if isinstance(cell, Search) else cell
-    return (
-        first_cell.arm,
-        first_cell.config.task,
-        first_cell.config.torch_compile,
-        first_cell.config.engine_override,
-        getattr(cell, "axis", None),
-    )
+    config, axis = first_cell.config, getattr(cell, "axis", None)
+    return first_cell.arm, config.task, config.torch_compile, config.engine_override, axis
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
-    """Without dropout, losses compare step by step; with it, masks differ between strategies, so only means over seeds
-    do.
-    """
+    """With dropout, masks differ between strategies, so only means over seeds are comparable."""
     groups = defaultdict(list)
     for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
         if not isinstance(cell, Search) and not cell.config.virtual_world_size:
@@ -336,10 +329,8 @@ def test_suites_have_the_cells_that_claims_rest_on():
     # S2-01: stage 3 on one GPU ends with a loss 1.2 % lower, with the dropout that the model has by default.
     for name in ("a100", "one_gpu_bert_epochs"):
         cells = [cell for cell in plan_cells(read_suite(find_suite(name)), box_with(1)) if not isinstance(cell, Search)]
-        strategies = {
-            cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5
-        }
-        assert strategies == {"single", "zero3_cpu_optimizer"}
+        names = {cell.strategy for cell in cells if cell.config.dropout == -1 and cell.config.num_train_epochs == 5}
+        assert names == {"single", "zero3_cpu_optimizer"}
 
 
 def test_the_docs_state_the_estimated_minutes_of_each_rented_suite(tmp_path):

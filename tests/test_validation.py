@@ -99,10 +99,7 @@ def test_offload_counts_in_no_interval_and_the_two_boxes_differ_as_the_note_says
         ratio = predicted_step_s(on_its_host if row.source == "a800-gist" else row) / (row.step_s or 1.0)
         assert ratio == pytest.approx(1, abs=0.15), row.name
     frame = report.scores_frame([row for row in COUNTED if row.step_s])
-    ends = [
-        yaml.safe_load(report.intervals_text(rows_of_page))["step_s"]
-        for rows_of_page in (frame, frame[~frame["offloads"]])
-    ]
+    ends = [yaml.safe_load(report.intervals_text(rows))["step_s"] for rows in (frame, frame[~frame["offloads"]])]
     assert ends[0] == ends[1]
 
 
@@ -261,11 +258,7 @@ def test_an_action_that_is_not_there_is_refused(arguments: list[str]) -> None:
 
 
 def test_a_row_is_nearest_to_itself_and_a_differing_one_further_away() -> None:
-    row = next(
-        candidate
-        for candidate in ROWS
-        if candidate.use == "score" and candidate.step_s and impossible(candidate) is None
-    )
+    row = next(row for row in ROWS if row.use == "score" and row.step_s and impossible(row) is None)
     assert distance(row.request, row.request) == 0
     assert distance(row.request, nearest(row.request, ROWS)[0].request) == 0
     twice = dataclasses.replace(row.request, micro_batch=2 * row.request.micro_batch)
