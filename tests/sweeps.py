@@ -1,4 +1,4 @@
-"""Small suites and real sweeps over them, as a user starts them, and what can be done to their processes."""
+"""Small suites, real sweeps over them as a user starts them, and their processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from study.sweep.search import Search
 from study.sweep.suite_file import SUITE_DIRECTORY, Suite, read_suite
 
 ROOT = Path(__file__).resolve().parent.parent
-# Two steps of next to nothing: what these tests look at is what stands around the training.
+# Two short steps: these tests are about the processes around the training.
 TINY = {
     "scale": "laptop", "task": "gpt-wikitext", "max_steps": 2, "seq_length": 16, "train_samples": 32, "eval_samples": 8,
     "global_batch_size": 4, "time_limit_s": 540,
 }  # fmt: skip
-# Never done by itself within any test's patience, and writes a row every step.
+# It never ends by itself within a test's time, and writes a row every step.
 ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 
 
@@ -63,9 +63,9 @@ def gpu_suites_with_cells() -> list[str]:
 
 
 def box_for(name: str) -> Box:
-    wanted = shipped()[name].requires
-    nodes = wanted.gpus // (wanted.gpus_per_node or wanted.gpus)
-    return Box((wanted.gpu_memory_gib,) * wanted.gpus, wanted.host_memory_gib, nodes)
+    requirements = shipped()[name].requires
+    nodes = requirements.gpus // (requirements.gpus_per_node or requirements.gpus)
+    return Box((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
 
 
 @functools.cache
@@ -102,28 +102,28 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def processes_of(runs: Path) -> list[psutil.Process]:
-    """Every living process that a sweep over these runs has started."""
-    found = []
+    """Return every living process that a sweep over these runs has started."""
+    processes = []
     for process in psutil.process_iter():
         try:
             belongs = process.environ().get("ZERO_STUDY_SWEEP_DIRECTORY", "").startswith(str(runs))
             if belongs and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
 def ranks_of(runs: Path) -> list[psutil.Process]:
-    """The processes that train, and not the launcher, which has the script's name further back."""
-    found = []
+    """Return the training processes, without the launcher, whose arguments have the script's name later."""
+    ranks = []
     for process in processes_of(runs):
         try:
             if any(part.endswith("study/train.py") for part in process.cmdline()[1:3]):
-                found.append(process)
+                ranks.append(process)
         except psutil.Error:
             continue
-    return found
+    return ranks
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:

@@ -89,7 +89,7 @@ def test_the_switches_feed_claims_that_the_ledger_has() -> None:
     assert {claim for switch in SWITCHES for claim in switch.claims} <= claims
 
 
-# What it computes
+# Evaluation.
 
 
 def synthetic(gap: Callable[[str, int], float], kinds: dict[Kind, tuple[str, ...]] | None = None) -> pd.DataFrame:

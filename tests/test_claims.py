@@ -43,7 +43,7 @@ PARTS = tuple(itertools.starmap(Part, itertools.product(ANSWERS, (False, True), 
 
 
 @pytest.fixture(scope="module")
-def made() -> Board:
+def full_board() -> Board:
     return board()
 
 

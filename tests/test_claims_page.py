@@ -33,7 +33,7 @@ EVIL = "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 1'
 
 
 @pytest.fixture(scope="module")
-def made() -> Board:
+def full_board() -> Board:
     return board()
 
 

@@ -1,4 +1,4 @@
-"""`study doctor` as a user starts it: its findings, what it calls missing, and what it must never print."""
+"""`study doctor` as a user starts it: its findings, missing requirements, and secrets that it must never print."""
 
 from __future__ import annotations
 

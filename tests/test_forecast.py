@@ -45,7 +45,7 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
 def test_cells_that_demonstrate_out_of_memory_and_no_others_are_too_large_by_the_lower_ends(name: str) -> None:
-    """On the smallest GPU that the suite allows."""
+    """The forecast uses the smallest GPU that the suite allows."""
     forecast = Forecast(shipped()[name], box_for(name), {}, None)
     for cell in cells_of(name):
         assert bool(forecast.too_large(cell)) == (cell.expect == "oom"), cell.id

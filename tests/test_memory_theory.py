@@ -20,7 +20,7 @@ from study.workloads.architecture import shape_of
 from study.workloads.presets import PRESETS
 from sweeps import cells_of, gpu_suites, gpu_suites_with_cells, planned, shipped, write_suite
 
-# Rates of a common drive, in each direction.
+# Transfer rates of a common NVMe drive.
 DRIVE_GB_PER_S = 2.0
 # Whole GiB that a card of 80 GB reports.
 CARD_OF_80_GB_GIB = 79

@@ -175,7 +175,7 @@ LLAMA_TINY = {"model_name_or_path": "llama-tiny"}
 def test_training_that_a_group_does_not_support_is_refused(
     strategy: str, ranks: int, case: Any, words: str | None
 ) -> None:
-    """By flags, or by an architecture that would compute wrong gradients."""
+    """Flags and architectures that would compute wrong gradients."""
     config = make_config(**case if isinstance(case, dict) else {})
     launch = Launch(read_strategy(strategy).with_group_size(config.group_size), ranks, 0, 0, ranks)
     architecture = model_config(config) if isinstance(case, dict) else case

@@ -72,7 +72,7 @@ def with_a_gpu(*command: str, **environment: str) -> str:
 
 
 def test_builds_with_visible_gpus_are_separate_and_nothing_compiles_without_the_toolkit(tmp_path):
-    """With a GPU DeepSpeed links asynchronous I/O with CUDA: a common folder would be rebuilt at each change."""
+    """DeepSpeed links asynchronous I/O with CUDA on a GPU: a common folder would be rebuilt at each change."""
     ask = "import sys, pathlib, study.host.box as box; print(box.own_build_folder(pathlib.Path(sys.argv[1])))"
     without_gpus = with_a_gpu("-c", ask, str(tmp_path), CUDA_VISIBLE_DEVICES="").strip()
     assert without_gpus == str(own_build_folder(tmp_path))

@@ -98,7 +98,7 @@ def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
 def test_a_resumed_run_continues_with_its_loss_scale(
     run_of: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
 ) -> None:
-    """With the first scale it would also skip the next steps."""
+    """A resume at the first scale would also skip the next steps."""
     flags = (*GPT, *precision, *OVERFLOWS)
     full = run_of(strategy, *flags, *SAVES)
     checkpoint = str(full.path / "checkpoints" / "step_0000004")

@@ -231,9 +231,9 @@ def test_a_loaded_model_and_an_offloaded_optimizer_are_never_on_the_host_togethe
 
 
 def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
-    own_request = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
-    box = own_request.box
-    request = dataclasses.replace(own_request, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
+    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    box = base.box
+    request = dataclasses.replace(base, strategy=read_strategy("zero2"), box=dataclasses.replace(box, nodes=2))
     memory = predict_memory(request)
     assert sum(memory.device_parts.values()) == pytest.approx(memory.peak_reserved.value)
     assert memory.process_peak is not None
@@ -244,9 +244,9 @@ def test_a_process_has_libraries_and_freed_blocks_besides_its_tensors():
 
 
 def test_a_host_that_is_too_small_is_refused_with_the_memory_of_all_ranks():
-    own_request = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
+    base = next(row.request for row in own.own_rows() if row.peak_kind == "resident")
     request = dataclasses.replace(
-        own_request, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
+        base, shape=model_shape("gpt2"), strategy=read_strategy("zero2_cpu"), precision="bf16-engine"
     )
     memory = predict_memory(request)
     for gib in (2.0, 4.0):

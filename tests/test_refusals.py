@@ -194,9 +194,9 @@ def matching_checkpoint(box: Path, **manifest: Any) -> None:
 
 
 def with_other_torch(box: Path) -> None:
-    own = describe_environment()
-    changes = {"threads_per_rank": 1, "packages": own["packages"] | {"torch": "2.0.0"}}
-    matching_checkpoint(box, environment=own | changes)
+    environment = describe_environment()
+    changes = {"threads_per_rank": 1, "packages": environment["packages"] | {"torch": "2.0.0"}}
+    matching_checkpoint(box, environment=environment | changes)
 
 
 def pipe_in_place_of_a_status(box: Path) -> None:

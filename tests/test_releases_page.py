@@ -59,7 +59,7 @@ def test_a_release_recommended_against_one_cause_has_no_other() -> None:
         for release in (match[1], *(fixed for fixed in mended if release_order(fixed) > release_order(match[1]))):
             versions = {"deepspeed": release, **{name: version(name) for name in PACKAGES if name != "deepspeed"}}
             conflicts += [
-                (cause.id, release, other.id) for other in causes for strategy in cause.strategies
-                if other.gpu != "hidden" and other.is_in(versions) and other.shows_in(strategy, 4, "bf16-engine")
+                (cause.id, release, second.id) for second in causes for strategy in cause.strategies
+                if second.gpu != "hidden" and second.is_in(versions) and second.shows_in(strategy, 4, "bf16-engine")
             ]  # fmt: skip
     assert conflicts == []

@@ -162,9 +162,11 @@ def test_a_failing_notebook_names_its_cell_and_leaves_the_others_built(notebooks
     }
     for name in NAMES:
         page = (report / f"{name}.html").read_text()
-        of_page = [question for question in answers(few()) if question.notebook == name]
-        assert page.count("<img ") == sum(len(draw(few())) for item in of_page for draw in item.figures.values())
-        for question in of_page:
+        shown_questions = [question for question in answers(few()) if question.notebook == name]
+        assert page.count("<img ") == sum(
+            len(draw(few())) for item in shown_questions for draw in item.figures.values()
+        )
+        for question in shown_questions:
             assert question.title in page
             assert page.count("<table>") >= len(question.tables)
     # The same records give the same report, and no other file is left.
@@ -199,22 +201,22 @@ def test_a_build_that_breaks_leaves_the_old_report(tmp_path):
 
 def test_a_report_leaves_every_file_that_it_did_not_make(notebooks, tmp_path):
     output = committed(tmp_path)
-    own_files = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
+    user_files = {"figures/my_own_figure.png", "notes.txt", "mine/index.html"}
     (output / "mine").mkdir(exist_ok=True)
     (output / "figures" / "gone_1.png").write_bytes(figure := (output / "figures" / "loss_1.png").read_bytes())
     listed = json.loads((output / "files.json").read_text())
     listed["files"]["figures/gone_1.png"] = listed["files"]["figures/loss_1.png"]
     (output / "files.json").write_text(json.dumps(listed))
     assert figure
-    for name in own_files:
+    for name in user_files:
         (output / name).write_text("mine")
     build(few(), "laptop", output, notebooks=notebooks)
-    assert {name for name, content in contents(output).items() if content == b"mine"} == own_files
+    assert {name for name, content in contents(output).items() if content == b"mine"} == user_files
     # A file that only the earlier report had is removed.
     assert not (output / "figures" / "gone_1.png").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["report"]
     listed = json.loads((output / "files.json").read_text())["files"]
-    assert {*listed, "files.json"} == set(contents(output)) - own_files
+    assert {*listed, "files.json"} == set(contents(output)) - user_files
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_strategy_without_a_successful_run_is_not_comparable(tmp_path: Path) -
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, -1.0])
 def test_runs_that_break_nothing_carry_no_label(dropout: float, tmp_path: Path) -> None:
-    """Dropout is no exception: losses are then compared by means over seeds; -1 is the models' default."""
+    """Dropout breaks nothing either: losses are then compared by means over seeds; -1 is the models' default."""
     write(tmp_path, "single", "ddp", "zero2", "zero3", config={"dropout": dropout})
     for column in ("confounded", "confounded_loss"):
         assert set(labels(tmp_path, column).values()) == {""}

@@ -159,7 +159,7 @@ def test_a_folder_without_a_list_of_ours_is_refused(how, tmp_path):
 
 
 def test_tables_without_a_list_are_replaced(tmp_path):
-    """In a report, and in a folder without other files."""
+    """They are in a report, or in a folder without other files."""
     output = committed(tmp_path)
     write_parquet(dataclasses.replace(laptop(), refused=("another",)), output)
     place.check_place(output, ["runs.parquet", "steps.parquet"])

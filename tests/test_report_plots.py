@@ -98,7 +98,7 @@ ODD = "_$x^{\\frac$ <script>alert(1)</script>\n| & \u0000"
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
 def test_every_axis_has_its_unit_and_every_figure_its_words(draw):
-    """With any text in a record; without records there is no drawing."""
+    """Any text in a record is drawn; no records give no drawing."""
     empty = dataclasses.replace(laptop(), runs=laptop().runs.iloc[:0], steps=laptop().steps.iloc[:0])
     assert draw(empty) == []
     drawings, odd = draw(laptop()), draw(changed(arm=ODD, workload=f"${ODD}", confounded=ODD, confounded_loss=ODD))
@@ -177,7 +177,7 @@ def test_speed_against_batch_and_model_size_needs_two_of_them(draw, change, alt)
 
 
 def test_the_figure_of_traffic_has_ring_bytes_and_lines_at_multiples_of_the_parameters():
-    """On two ranks stage 3 sends as much as plain data parallelism, with twice the payload."""
+    """Stage 3 on two ranks sends as much as plain data parallelism, with twice the payload."""
     drawing = only(traffic(changed()))
     figures = dict(part.split(" ")[:2] for part in drawing.alt.partition(": ")[2].split(", "))
     assert figures["zero3"] == figures["ddp"]

@@ -86,7 +86,7 @@ def test_ratios_are_paired_by_seed() -> None:
 
 
 def test_repeats_of_a_seed_are_averaged_and_are_no_further_pairs() -> None:
-    """As four pairs, two seeds with two repeats gave p = 0.022; as two pairs they give p = 0.15."""
+    """Two seeds with two repeats gave p = 0.022 as four pairs; as two pairs they give p = 0.15."""
     baselines = [("ddp", seed, repeat, 1.0) for seed in (1, 2) for repeat in (1, 2)]
     shifts = {1: (1.0011, 1.0012), 2: (1.0002, 1.0003)}
     arm = [("zero3", seed, repeat, shifts[seed][repeat - 1]) for seed in (1, 2) for repeat in (1, 2)]
@@ -139,7 +139,7 @@ def test_noise_needs_something_that_ran_again() -> None:
 
 
 def test_noise_is_found_where_seeds_are_missing() -> None:
-    """With missing seeds, effects are fitted, because cells cannot be averaged."""
+    """Effects are fitted if seeds are missing, because cells cannot be averaged."""
     logs = drawn(np.random.default_rng(2), 200, arms=5)
     logs = logs.mask(np.random.default_rng(3).random(logs.shape) < 0.3).dropna(how="all")
     spread = noise(as_runs(logs).dropna(subset=[TIME]), TIME)
@@ -157,7 +157,7 @@ def test_holm_multiplies_the_smallest_by_all_and_keeps_the_order() -> None:
 NOISES = {"equal": 0.02, "noisy arm": [0.02] * 12 + [0.06], "noisy baseline": [0.06] + [0.02] * 12}
 FAMILIES = 800
 # With a true false-finding rate of 5 %, this count is exceeded once in ten thousand times.
-MOST_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
+MAX_FALSE = stats.binom.ppf(1 - 1e-4, FAMILIES, 0.05)
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(5, marks=pytest.mark.long)])
@@ -167,8 +167,8 @@ def test_at_most_one_family_of_twelve_arms_in_twenty_has_a_false_finding(seeds: 
     rng = np.random.default_rng(seeds)
     families = (drawn(rng, seeds, NOISES[scatter]) for _ in range(FAMILIES))
     false = sum(min(corrected_p(logs, AGAINST_THE_FIRST).values()) < 0.05 for logs in families)
-    assert false <= MOST_FALSE
-    assert MOST_FALSE < 0.085 * FAMILIES
+    assert false <= MAX_FALSE
+    assert MAX_FALSE < 0.085 * FAMILIES
 
 
 def test_no_arm_is_called_slower_than_the_best_by_chance() -> None:

@@ -73,7 +73,7 @@ def assert_continues(resumed: Run, full: Run) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "zero2_cpu", "zero3", *(pytest.param(one, marks=long) for one in ("fsdp2", "ulysses_zero1", "zero3_tp"))],
+    ["ddp", "zero2_cpu", "zero3", *(pytest.param(name, marks=long) for name in ("fsdp2", "ulysses_zero1", "zero3_tp"))],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(saved: SaveAt, strategy: str, tmp_path: Path) -> None:
     # With dropout, so that random states must be restored as well.

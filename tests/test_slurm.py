@@ -100,9 +100,9 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
     def fact(self, name: str) -> str:
-        found = re.search(rf"\b{name}=(\S+)", self.slurm.ask("scontrol", "show", "job", self.id))
-        assert found, name
-        return found[1]
+        match = re.search(rf"\b{name}=(\S+)", self.slurm.ask("scontrol", "show", "job", self.id))
+        assert match, name
+        return match[1]
 
     def ended(self) -> str:
         """Return the job's last state. `sbatch --wait` would poll only every ten seconds."""

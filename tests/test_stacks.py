@@ -103,7 +103,7 @@ def test_a_stack_is_an_axis_of_a_suite_and_part_of_a_cell_s_name(tmp_path):
     assert len({cell.id for cell in cells}) == len(cells)
     assert all(f"-{cell.strategy}-ds{cell.stack}-" in cell.id for cell in cells)
     # The cells of a stack are consecutive, so a process with its libraries serves all of them.
-    changes = sum(one.stack != next_cell.stack for one, next_cell in itertools.pairwise(cells))
+    changes = sum(first_cell.stack != next_cell.stack for first_cell, next_cell in itertools.pairwise(cells))
     assert changes == len(today) - 1
     with pytest.raises(UserError, match=r"tiny\.yaml:\d+: stack is '0\.1\.0'"):
         read_suite(write_suite(tmp_path, {"strategy": "zero1", "stack": "0.1.0"}))

@@ -289,10 +289,10 @@ def test_every_suite_can_be_rehearsed_with_tiny_models_on_two_cores(name):
         assert 0 < config.max_steps <= (12 if config.profile_steps else 6)
         check_profiled_steps(config, config.max_steps)
     # The rehearsal launches the same: every strategy with every trainer, and every search.
-    assert {kind_of(cell) for cell in cells} == {kind_of(cell) for cell in full}
+    assert {launch_kind(cell) for cell in cells} == {launch_kind(cell) for cell in full}
 
 
-def kind_of(cell):
+def launch_kind(cell):
     first_cell = cell.first if isinstance(cell, Search) else cell
     config, axis = first_cell.config, getattr(cell, "axis", None)
     return first_cell.arm, config.task, config.torch_compile, config.engine_override, axis
@@ -300,7 +300,7 @@ def kind_of(cell):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_arm_of_a_suite_that_trains_can_be_judged_by_its_loss(name):
-    """With dropout, masks differ between strategies, so only means over seeds are comparable."""
+    """Masks differ between strategies with dropout, so only means over seeds are comparable."""
     groups = defaultdict(list)
     for cell in plan_cells(read_suite(find_suite(name)), box_with(8)):
         if not isinstance(cell, Search) and not cell.config.virtual_world_size:

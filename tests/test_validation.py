@@ -209,13 +209,13 @@ def test_the_committed_report_is_of_these_rows() -> None:
     pd.testing.assert_frame_equal(committed[columns], frame[columns], check_exact=False)
 
 
-def test_intervals_hold_what_they_say() -> None:
+def test_intervals_cover_the_stated_fraction() -> None:
     rows = tables.counted(report.scores_frame(report.all_rows()))
     rows = rows[(rows["source"] != tables.OWN) & (rows["use"] == "score")].dropna(subset=["step_s"])
     interval = yaml.safe_load(report.intervals_text(rows))["step_s"]
-    is_within = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
+    is_covered = (rows["step_s"] / rows["predicted_step_s"]).between(interval["low"], interval["high"])
     assert interval["pages"] == tables.page(rows).nunique() > 10
-    assert is_within.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
+    assert is_covered.groupby(tables.page(rows)).mean().mean() == pytest.approx(report.WITHIN, abs=0.05)
 
 
 def test_a_page_with_many_rows_does_not_narrow_an_interval() -> None:

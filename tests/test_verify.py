@@ -1,4 +1,4 @@
-"""`study verify` names the strategies that compute what one process computes; a verdict names the first difference."""
+"""`study verify` names the strategies that match one process, and a verdict names the first difference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 PLANTED = ROOT / "tests" / "probes" / "planted"
 FP32 = ROUNDING["fp32"]
-# DeepSpeed 0.19.8, which computes what one process computes: two ranks, gpt-wikitext, four micro-batches per step.
+# DeepSpeed 0.19.8, which matches one process: two ranks, gpt-wikitext, four micro-batches per step.
 SINGLE = Trace([5.57902, 5.47629, 5.40563, 5.33389], [1.867, 1.742, 1.665, 1.531], [4e-3, 3.5e-3, 3e-3, 2.5e-3],
                weights="a", samples=("1", "2", "3", "4"), max_norm=1.0)  # fmt: skip
 
