@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from runs import run_of
+from runs import get_run
 from study.config.errors import UserError
 from study.host.folders import cache_directory
 from study.host.memory import GIB, can_lock
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from study.metrics import Meters
 
-__all__ = ["run_of"]
+__all__ = ["get_run"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -56,7 +56,7 @@ def trained(strategy: str, output_dir: Path, *flags: str, ranks: int | None = No
 
 
 @pytest.fixture(scope="session")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
+def get_run(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
     """Return a function that gives the finished run of a strategy with these flags, from its record after the first
     call.
     """
@@ -82,9 +82,9 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> RunFactory:
     return make
 
 
-def by_one_rank(run_of: RunFactory, task: str, *flags: str) -> Run:
+def by_one_rank(get_run: RunFactory, task: str, *flags: str) -> Run:
     """Return the run of `single`, with each step cut into two micro-batches."""
-    return run_of("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
+    return get_run("single", "--task", task, "--per_device_train_batch_size", "4", *flags)
 
 
 def losses(run: Run) -> list[float]:

@@ -73,7 +73,7 @@ def planned(name: str) -> list[Cell | Search]:
     return plan_cells(shipped()[name], box_for(name))
 
 
-def cells_of(name: str) -> list[Cell]:
+def planned_cells(name: str) -> list[Cell]:
     return [cell for cell in planned(name) if isinstance(cell, Cell)]
 
 
@@ -101,7 +101,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def processes_of(runs: Path) -> list[psutil.Process]:
+def list_processes(runs: Path) -> list[psutil.Process]:
     """Return every living process that a sweep over these runs has started."""
     processes = []
     for process in psutil.process_iter():
@@ -114,10 +114,10 @@ def processes_of(runs: Path) -> list[psutil.Process]:
     return processes
 
 
-def ranks_of(runs: Path) -> list[psutil.Process]:
+def list_ranks(runs: Path) -> list[psutil.Process]:
     """Return the training processes, without the launcher, whose arguments have the script's name later."""
     ranks = []
-    for process in processes_of(runs):
+    for process in list_processes(runs):
         try:
             if any(part.endswith("study/train.py") for part in process.cmdline()[1:3]):
                 ranks.append(process)

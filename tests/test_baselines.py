@@ -34,14 +34,14 @@ BERT, GPT = "bert-imdb", "gpt-wikitext"
     ],
 )  # fmt: skip
 def test_a_baseline_trains_as_the_study_does_with_a_complete_record(
-    run_of: RunFactory, script: str, strategy: str, task: str, flags: tuple[str, ...], tmp_path: Path
+    get_run: RunFactory, script: str, strategy: str, task: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Accumulation over four micro-batches on one rank, or two on each of two ranks; in bf16 as in the study's run."""
     size = "4" if flags else "2"
     run = trained(
         strategy, tmp_path / "run", "--task", task, "--per_device_train_batch_size", size, *flags, script=script
     )
-    study, trainer = by_one_rank(run_of, task, *flags), Path(script).stem
+    study, trainer = by_one_rank(get_run, task, *flags), Path(script).stem
     assert_same_training(run, study)
     ranks = 1 if strategy == "single" else 2
     expected = {
@@ -130,9 +130,9 @@ def test_the_interval_of_a_median_is_the_narrowest_with_95_percent_coverage() ->
         assert outside[0] <= 0.05 < outside[1]
 
 
-def test_loops_with_different_losses_are_not_compared(run_of: RunFactory) -> None:
-    same = by_one_rank(run_of, "bert-imdb")
-    different = by_one_rank(run_of, "gpt-wikitext")
+def test_loops_with_different_losses_are_not_compared(get_run: RunFactory) -> None:
+    same = by_one_rank(get_run, "bert-imdb")
+    different = by_one_rank(get_run, "gpt-wikitext")
     bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": same})
     with pytest.raises(RunFailed, match="bare_loop on bert-imdb diverges from the study"):
         bench.check_same_losses(bench.CASES[0], {"study": same, "bare_loop": different})

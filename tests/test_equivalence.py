@@ -40,10 +40,10 @@ LONG_ACCUMULATION = (
         for task in TASKS
     ],
 )
-def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, strategy, task):
+def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(get_run, strategy, task):
     """Gradient norms are compared too, if the engine reports them."""
     cut = ("--per_device_train_batch_size", "1") if ACCUMULATION[task] == 4 else ()
-    single, arm = by_one_rank(run_of, task), run_of(strategy, "--task", task, *cut)
+    single, arm = by_one_rank(get_run, task), get_run(strategy, "--task", task, *cut)
     assert single.engine["gradient_accumulation_steps"] == 2
     expected = 2 * ACCUMULATION[task] // arm.engine["world_size"] if cut else ACCUMULATION[task]
     assert arm.engine["gradient_accumulation_steps"] == expected
@@ -52,10 +52,10 @@ def test_every_step_has_the_loss_of_the_accumulating_single_run_in_fp32(run_of, 
     assert max(row["grad_norm"] for row in single.steps) > 0.5, "clipping must bite, or its differences are not seen"
 
 
-def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(run_of, tmp_path):
+def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_on(get_run, tmp_path):
     cut = ("--task", "gpt-wikitext", "--per_device_train_batch_size", "1")
     run = trained("zero2_cpu", tmp_path / "run", *cut, script="tests/probes/dropped_micro_steps.py")
-    values, expected = losses(run), losses(by_one_rank(run_of, "gpt-wikitext"))
+    values, expected = losses(run), losses(by_one_rank(get_run, "gpt-wikitext"))
     # The schedule warms up from 0, so the first two steps have the same weights.
     assert values[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
     assert all(
@@ -69,22 +69,22 @@ def test_an_engine_that_drops_micro_steps_has_other_losses_from_the_second_step_
     + [pytest.param(strategy, "gpt-wikitext", marks=pytest.mark.long) for strategy in ("ddp", "zero1", "zero3_cpu")]
     + [pytest.param(strategy, "bert-imdb", marks=pytest.mark.long) for strategy in ("ddp", "zero2", "zero3", "fsdp2")],
 )
-def test_bf16_like_for_like_differs_by_roundings_only(run_of, strategy, task):
+def test_bf16_like_for_like_differs_by_roundings_only(get_run, strategy, task):
     bf16 = ("--precision", "bf16")
-    single, arm = by_one_rank(run_of, task, *bf16), run_of(strategy, "--task", task, *bf16)
+    single, arm = by_one_rank(get_run, task, *bf16), get_run(strategy, "--task", task, *bf16)
     assert arm.engine["precision"] == "bf16"
     assert arm.engine["param_dtype"] == "float32"
     values, expected = losses(arm), losses(single)
     # The schedule warms up from 0, so the first two steps have the same weights.
     assert values[:2] == pytest.approx(expected[:2], rel=FP32_RELATIVE)
     assert values == pytest.approx(expected, rel=BF16_RELATIVE)
-    fp32 = losses(by_one_rank(run_of, task))
+    fp32 = losses(by_one_rank(get_run, task))
     assert expected[0] != pytest.approx(fp32[0], rel=1e-6), "bf16 must not be fp32 under another name"
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_the_engine_record_is_what_the_strategy_file_asks(run_of, strategy):
-    engine, file = run_of(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
+def test_the_engine_record_is_what_the_strategy_file_asks(get_run, strategy):
+    engine, file = get_run(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     expected = {
         "strategy": strategy, "world_size": default_ranks(strategy), "zero_stage": file.zero_stage,
         "offload_optimizer": file.offload_device("optimizer"), "offload_param": file.offload_device("param"),
@@ -98,21 +98,21 @@ def test_the_engine_record_is_what_the_strategy_file_asks(run_of, strategy):
     assert any("DeepSpeedCPUAdam" in warning for warning in engine["warnings"]) == offloads_optimizer
 
 
-def test_parameters_on_nvme_are_files_of_their_own_and_not_rounded(run_of):
+def test_parameters_on_nvme_are_files_of_their_own_and_not_rounded(get_run):
     """A checkpoint loaded with zero.Init keeps fp32 on NVMe; the reported bfloat16 rounding occurs without it."""
-    arm = run_of("zero3_cpu_nvme", "--task", "gpt-wikitext")
+    arm = get_run("zero3_cpu_nvme", "--task", "gpt-wikitext")
     assert arm.summary["state_bytes_per_rank"]["params"]["nvme"] > 2**20
     assert not any("rounded" in warning for warning in arm.engine["warnings"])
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2", "hsdp"])
-def test_sharded_state_is_one_nth_of_the_whole(run_of, strategy):
+def test_sharded_state_is_one_nth_of_the_whole(get_run, strategy):
     """Within 1 %, plus the recorded persistent parameters; hsdp shards over two of four ranks.
 
     DeepSpeed adds an fp32 master copy of the weights to Adam's two states: three copies where DDP has two.
     """
-    full = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
-    arm = run_of(strategy, "--task", "gpt-wikitext")
+    full = get_run("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]
+    arm = get_run(strategy, "--task", "gpt-wikitext")
     sharded_bytes = {kind: places["device"] for kind, places in arm.summary["state_bytes_per_rank"].items()}
     copies = {kind: places["device"] for kind, places in full.items()}
     if strategy.startswith("zero"):
@@ -126,9 +126,9 @@ def test_sharded_state_is_one_nth_of_the_whole(run_of, strategy):
         assert size / divisor * 0.99 <= sharded_bytes[kind] <= size / divisor * 1.01 + allowed
 
 
-def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(run_of):
-    full = run_of("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]["params"]["device"]
-    for rank in run_of("zero3_hpz", "--task", "gpt-wikitext").memory["ranks"]:
+def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_parameters(get_run):
+    full = get_run("ddp", "--task", "gpt-wikitext").summary["state_bytes_per_rank"]["params"]["device"]
+    for rank in get_run("zero3_hpz", "--task", "gpt-wikitext").memory["ranks"]:
         state = rank["state"]
         copy = state["pieces"]["params.device.second_copy"]
         assert copy == pytest.approx((full - state["kept_whole"]["bytes"]) / 2, rel=0.01)
@@ -137,14 +137,14 @@ def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_p
 
 
 @pytest.mark.long
-def test_a_second_copy_saves_bytes_where_parameters_are_gathered_twice(run_of):
+def test_a_second_copy_saves_bytes_where_parameters_are_gathered_twice(get_run):
     """The backward pass gathers over two ranks instead of four: half of the bytes instead of three quarters."""
     twice = [
         word for key in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
         for word in ("--engine_override", f"zero_optimization.{key}=0")
     ]  # fmt: skip
     zero3, hpz = (
-        run_of(strategy, "--task", "gpt-wikitext", *twice, ranks=4).traffic["collectives"]["all_gather"]
+        get_run(strategy, "--task", "gpt-wikitext", *twice, ranks=4).traffic["collectives"]["all_gather"]
         for strategy in ("zero3", "zero3_hpz")
     )
     assert hpz["payload_bytes"] == zero3["payload_bytes"]

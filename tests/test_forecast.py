@@ -12,7 +12,7 @@ from study.host.box import Box
 from study.sweep.forecast import Forecast, warnings
 from study.sweep.plan import missing_here, plan_cells
 from study.sweep.search import example_of
-from sweeps import TINY, box_for, cells_of, gpu_suites_with_cells, shipped, write_suite
+from sweeps import TINY, box_for, gpu_suites_with_cells, planned_cells, shipped, write_suite
 
 GIB = 2**30
 
@@ -47,9 +47,9 @@ def test_a_dry_run_predicts_memory_time_and_outcome_of_each_cell_and_hardware_ne
 def test_cells_that_demonstrate_out_of_memory_and_no_others_are_too_large_by_the_lower_ends(name: str) -> None:
     """The forecast uses the smallest GPU that the suite allows."""
     forecast = Forecast(shipped()[name], box_for(name), {}, None)
-    for cell in cells_of(name):
+    for cell in planned_cells(name):
         assert bool(forecast.too_large(cell)) == (cell.expect == "oom"), cell.id
-    assert not list(warnings(cells_of(name), box_for(name)))
+    assert not list(warnings(planned_cells(name), box_for(name)))
 
 
 @pytest.mark.parametrize("name", sorted({part.suite for part in shipped()["one_gpu"].slices}))
@@ -58,7 +58,7 @@ def test_a_rented_suite_fits_the_gpu_it_requires_and_requires_a_large_one_only_i
     # The memory that NVML reports for 80 GB.
     h100 = Box((81559 / 1024,), suite.requires.host_memory_gib)
     ahead = Forecast(suite, box_for(name), {}, None)
-    described = {cell.id: ahead.describe(cell) for cell in cells_of(name) if cell.expect is None}
+    described = {cell.id: ahead.describe(cell) for cell in planned_cells(name) if cell.expect is None}
     if suite.requires.gpu_memory_gib <= h100.gpu_memory_gib[0]:
         assert missing_here(suite, h100) is None
         assert {cell: text for cell, text in described.items() if not text.endswith(", fits")} == {}

@@ -72,13 +72,15 @@ def on_two(tmp_path: Path, strategy: str, first: tuple[str, ...], second: tuple[
 @pytest.mark.parametrize(
     ("strategy", "shares_folder"), [("ddp", False), pytest.param("zero3", True, marks=pytest.mark.long)]
 )
-def test_two_machines_train_as_one_does(strategy: str, shares_folder: bool, tmp_path: Path, run_of: RunFactory) -> None:
+def test_two_machines_train_as_one_does(
+    strategy: str, shares_folder: bool, tmp_path: Path, get_run: RunFactory
+) -> None:
     shared = tmp_path / "shared"
     flags = [("--output_dir", str(shared))] * 2 if shares_folder else [(), ("--output_dir", "runs/of_my_own")]
     (status, first), (other_status, second) = on_two(tmp_path, strategy, *flags)
     assert (status, other_status) == (0, 0), first + second
     (folder,) = [shared] if shares_folder else (tmp_path / "machine0" / "runs").iterdir()
-    run, expected = read_run(folder), run_of(strategy, *GPT)
+    run, expected = read_run(folder), get_run(strategy, *GPT)
     assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
     for key in ("lr", "samples_hash"):
         assert [row[key] for row in run.steps] == [row[key] for row in expected.steps]

@@ -18,7 +18,7 @@ from study.sweep.plan import plan_suite
 from study.sweep.search import example_of
 from study.workloads.architecture import shape_of
 from study.workloads.presets import PRESETS
-from sweeps import cells_of, gpu_suites, gpu_suites_with_cells, planned, shipped, write_suite
+from sweeps import gpu_suites, gpu_suites_with_cells, planned, planned_cells, shipped, write_suite
 
 # Transfer rates of a common NVMe drive.
 DRIVE_GB_PER_S = 2.0
@@ -39,7 +39,7 @@ def test_parameters_are_counted_as_the_model_has_them(name):
 
 @pytest.mark.parametrize("name", gpu_suites_with_cells())
 def test_a_cell_with_nvme_offload_ends_within_its_time_limit(name):
-    for cell in cells_of(name):
+    for cell in planned_cells(name):
         steps = cell.total_steps or cell.config.total_steps(800)
         box = replace(
             box_of(f"{cell.ranks // cell.world_size}x{cell.world_size}xA100"), nvme_read_gb_per_s=DRIVE_GB_PER_S,
@@ -54,7 +54,7 @@ def test_a_suite_for_gpus_states_the_memory_that_it_needs():
     for name in gpu_suites():
         requirements = shipped()[name].requires
         assert requirements.gpu_memory_gib, name
-        assert requirements.host_memory_gib or all(cell.expect for cell in cells_of(name)), name
+        assert requirements.host_memory_gib or all(cell.expect for cell in planned_cells(name)), name
 
 
 @pytest.mark.parametrize("name", gpu_suites())
@@ -68,7 +68,7 @@ def test_a_smaller_cap_requires_no_larger_gpu_than_needed(name):
 
 def test_overlap_and_reduction_of_deepspeed_are_varied_against_ddp():
     varied: dict[tuple[str, ...], set[str]] = {}
-    for cell in cells_of("h100x8"):
+    for cell in planned_cells("h100x8"):
         if cell.config.model_name == "gpt2-xl" and cell.world_size == 8:
             varied.setdefault(cell.config.engine_override, set()).add(cell.strategy)
     overlap, owner = "zero_optimization.overlap_comm=true", "zero_optimization.use_multi_rank_bucket_allreduce=false"

@@ -41,11 +41,11 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
 def test_a_group_trains_what_one_rank_does(
-    run_of: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
+    get_run: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
 ) -> None:
     """ZeRO runs two micro-batches per group; four ranks exceed Llama's key-value heads."""
     model = flags[1 : 4 if "--model_name_or_path" in flags else 2]
-    single, grouped = by_one_rank(run_of, *model), run_of(strategy, *flags, ranks=ranks)
+    single, grouped = by_one_rank(get_run, *model), get_run(strategy, *flags, ranks=ranks)
     assert_same_training(grouped, single)
     group = read_strategy(strategy).group
     assert group is not None
@@ -77,29 +77,29 @@ def test_a_gradient_is_as_large_as_that_of_one_rank(strategy: str, single_by_sgd
     assert_same_training(by_sgd(strategy, tmp_path / strategy), single_by_sgd)
 
 
-def test_the_communication_of_groups_is_counted(run_of: RunFactory) -> None:
-    ulysses = run_of("ulysses_zero1", *LLAMA, "--per_device_train_batch_size", "4")
+def test_the_communication_of_groups_is_counted(get_run: RunFactory) -> None:
+    ulysses = get_run("ulysses_zero1", *LLAMA, "--per_device_train_batch_size", "4")
     # Queries, keys, values and output of each layer, and their gradients, in two micro-batches on two ranks.
     counted = ulysses.traffic["collectives"]["all_to_all"]
     assert counted["calls"] == 8 * ulysses.engine["model_layers"] * 2
     assert counted["wire_bytes_per_rank"] == pytest.approx(counted["payload_bytes"] / 2)
-    tensors, context, sharded = (run_of(name, *GPT).traffic["collectives"] for name in ("tp", "cp", "fsdp2"))
+    tensors, context, sharded = (get_run(name, *GPT).traffic["collectives"] for name in ("tp", "cp", "fsdp2"))
     # Both layers, forward and backward, after attention and after the MLP.
     assert tensors["all_reduce"]["calls"] >= 8
     assert context["all_gather"]["calls"] > sharded["all_gather"]["calls"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_partitioned_activations_are_gathered_once_for_each_layer(run_of: RunFactory, precision: str) -> None:
+def test_partitioned_activations_are_gathered_once_for_each_layer(get_run: RunFactory, precision: str) -> None:
     flags = (*LLAMA, "--gradient_checkpointing", *(() if precision == "fp32" else ("--precision", precision)))
-    full, parts = (run_of("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
+    full, parts = (get_run("zero1_tp", *flags, *more) for more in ((), ("--engine_override", PARTITIONED)))
     assert [run.engine["partitioned_activations"] for run in (full, parts)] == [False, True]
     if precision == "bf16":
         # Recomputation runs in 16 bits.
         for key in ("loss", "grad_norm"):
             assert [row[key] for row in parts.steps] == [row[key] for row in full.steps], key
         return
-    assert_same_training(parts, run_of("single", *LLAMA))
+    assert_same_training(parts, get_run("single", *LLAMA))
     once, partitioned = (run.traffic["collectives"]["all_gather"] for run in (full, parts))
     layers, hidden_bytes = 2, 8 * 32 * 256 * 4
     assert partitioned["calls"] - once["calls"] == layers
@@ -108,9 +108,9 @@ def test_partitioned_activations_are_gathered_once_for_each_layer(run_of: RunFac
 
 @pytest.mark.parametrize("strategy", ["tp", "cp"])
 def test_a_rank_has_its_share_of_the_state_and_a_virtual_one_the_same(
-    run_of: RunFactory, strategy: str, tmp_path: Path
+    get_run: RunFactory, strategy: str, tmp_path: Path
 ) -> None:
-    single, grouped = by_one_rank(run_of, "gpt-wikitext"), run_of(strategy, *GPT)
+    single, grouped = by_one_rank(get_run, "gpt-wikitext"), get_run(strategy, *GPT)
     full_state, rank_state = (run.summary["state_bytes_per_rank"] for run in (single, grouped))
     # Tensor parallelism leaves the position embedding, the norms and some biases undivided.
     on_all = 4 * TINY_POSITIONS * 256 if strategy == "tp" else 0

@@ -178,7 +178,7 @@ def test_the_file_for_skypilot_has_its_keys_and_a_batch_for_two_machines_and_thr
 
 @pytest.mark.long
 def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
-    tmp_path: Path, run_of: RunFactory
+    tmp_path: Path, get_run: RunFactory
 ) -> None:
     flags = " ".join([*FLAGS, "--task", "gpt-wikitext"])
     settings = {"STRATEGIES": "ddp", "FLAGS": flags, "RUNS": str(tmp_path), "SUITE": "laptop"}
@@ -195,7 +195,7 @@ def test_rented_machines_run_one_strategy_after_the_other_as_one_machine_does(
         for rank in range(2)
     ]
     assert [machine.wait(240) for machine in machines] == [0, 0]
-    run, expected = read_run(tmp_path / "sky" / "ddp"), run_of("ddp", "--task", "gpt-wikitext")
+    run, expected = read_run(tmp_path / "sky" / "ddp"), get_run("ddp", "--task", "gpt-wikitext")
     assert [row["loss"] for row in run.steps] == pytest.approx([row["loss"] for row in expected.steps], rel=1e-6)
     assert len(run.environment["other_machines"]) == 1
 

@@ -35,10 +35,10 @@ def count_state_bytes(run: Run) -> dict[str, float]:
 @pytest.mark.parametrize("task", ["gpt-wikitext", pytest.param("bert-imdb", marks=long)])
 @pytest.mark.parametrize("strategy", [*QUICK, *(pytest.param(name, marks=long) for name in REST)])
 def test_adapters_alone_are_trained_with_the_losses_of_one_process(
-    run_of: RunFactory, strategy: str, task: str
+    get_run: RunFactory, strategy: str, task: str
 ) -> None:
     flags = ("--task", task, *LORA)
-    single, arm = run_of("single", *flags, "--per_device_train_batch_size", "4"), run_of(strategy, *flags)
+    single, arm = get_run("single", *flags, "--per_device_train_batch_size", "4"), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert len(set(losses(arm))) == 8
     assert [row["eval_loss"] for row in arm.evals] == pytest.approx(
@@ -47,7 +47,7 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
     assert arm.engine["adapters"] == {"kind": "lora", "rank": 8, "alpha": 16}
     assert arm.engine["trainable_parameters"] == single.engine["trainable_parameters"]
     assert 0 < arm.engine["trainable_parameters"] < arm.engine["model_parameters"] / 10
-    full = run_of("single", "--task", task, "--per_device_train_batch_size", "4")
+    full = get_run("single", "--task", task, "--per_device_train_batch_size", "4")
     assert full.engine["trainable_parameters"] == full.engine["model_parameters"]
     assert losses(full)[0] == pytest.approx(losses(single)[0], rel=FP32_RELATIVE), "B begins at zero"
     assert arm.summary["model_flops_per_step"] < 0.75 * full.summary["model_flops_per_step"]
@@ -55,16 +55,16 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
 
 @long
 @pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
-def test_adapters_are_trained_where_tokens_are_divided(run_of: RunFactory, strategy: str) -> None:
-    single, arm = run_of("single", *GPT, *LORA), run_of(strategy, *GPT, *LORA)
+def test_adapters_are_trained_where_tokens_are_divided(get_run: RunFactory, strategy: str) -> None:
+    single, arm = get_run("single", *GPT, *LORA), get_run(strategy, *GPT, *LORA)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
 
 
 @long
 @pytest.mark.parametrize("strategy", ON_DRIVE)
-def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunFactory, strategy: str) -> None:
+def test_states_of_adapters_are_swapped_where_they_are_large_enough(get_run: RunFactory, strategy: str) -> None:
     flags = (*GPT, *LORA, "--lora_rank", "256")
-    single, arm = run_of("single", *flags), run_of(strategy, *flags)
+    single, arm = get_run("single", *flags), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
     assert arm.summary["state_bytes_per_rank"]["optimizer"]["nvme"] > 0
 
@@ -75,9 +75,9 @@ def test_states_of_adapters_are_swapped_where_they_are_large_enough(run_of: RunF
     [("ddp", 4, 8), pytest.param("zero1", 4, 6, marks=long), ("zero2", 2, 6), ("zero3", 2, 6), ("fsdp2", 2, 4)],
 )
 def test_frozen_weights_have_no_gradients_and_no_states(
-    run_of: RunFactory, strategy: str, gradients: int, states: int
+    get_run: RunFactory, strategy: str, gradients: int, states: int
 ) -> None:
-    run = run_of(strategy, *GPT, *LORA)
+    run = get_run(strategy, *GPT, *LORA)
     trainable = run.engine["trainable_parameters"]
     assert count_state_bytes(run)["grads"] == gradients * trainable
     assert count_state_bytes(run)["optimizer"] == pytest.approx(states * trainable, rel=1e-3)
@@ -93,9 +93,9 @@ def test_frozen_weights_have_no_gradients_and_no_states(
     ],
 )
 def test_a_virtual_rank_with_adapters_has_the_memory_and_traffic_of_a_real_one(
-    run_of: RunFactory, strategy: str, tmp_path: Path
+    get_run: RunFactory, strategy: str, tmp_path: Path
 ) -> None:
-    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), run_of(strategy, *GPT, *LORA), rank=0)
+    assert_same_rank(virtual(strategy, tmp_path / "run", *LORA), get_run(strategy, *GPT, *LORA), rank=0)
 
 
 @pytest.mark.parametrize(
@@ -164,25 +164,25 @@ def test_muon_computes_the_same_with_and_without_sharding(strategy: str, single_
 
 
 @long
-def test_stage_0_in_half_precision_begins_with_muon_as_it_does_with_adamw(run_of: RunFactory) -> None:
+def test_stage_0_in_half_precision_begins_with_muon_as_it_does_with_adamw(get_run: RunFactory) -> None:
     """DeepSpeed takes an extra step before the first."""
     flags = ("--precision", "bf16-engine", "--learning_rate", "1e-30")
-    muon, adamw = run_of("zero0", *GPT, *MUON, *flags), run_of("zero0", *GPT, "--max_grad_norm", "0", *flags)
+    muon, adamw = get_run("zero0", *GPT, *MUON, *flags), get_run("zero0", *GPT, "--max_grad_norm", "0", *flags)
     assert losses(muon) == losses(adamw)
 
 
 @long
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_muon_keeps_one_momentum_for_each_hidden_matrix(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    adamw, muon = run_of("single", *GPT), run_of("single", *GPT, *MUON)
+def test_muon_keeps_one_momentum_for_each_hidden_matrix(get_run: RunFactory, strategy: str, tmp_path: Path) -> None:
+    adamw, muon = get_run("single", *GPT), get_run("single", *GPT, *MUON)
     # GPT-2's four matrices per layer have twelve times its width squared.
     matrices = 2 * 12 * 256**2
     assert count_state_bytes(adamw)["optimizer"] - count_state_bytes(muon)["optimizer"] == pytest.approx(
         4 * matrices, rel=1e-3
     )
-    arm = run_of(strategy, *GPT, *MUON)
+    arm = get_run(strategy, *GPT, *MUON)
     assert_same_rank(virtual(strategy, tmp_path / "run", *MUON), arm, rank=0)
-    assert count_state_bytes(arm)["optimizer"] < 0.9 * count_state_bytes(run_of(strategy, *GPT))["optimizer"]
+    assert count_state_bytes(arm)["optimizer"] < 0.9 * count_state_bytes(get_run(strategy, *GPT))["optimizer"]
 
 
 def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
@@ -204,11 +204,11 @@ def test_torchs_muon_is_the_same_mathematics_rounded_to_bf16() -> None:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(name, marks=long) for name in ("zero3", "zero1")])
-def test_states_in_bf16_train_alike_with_half_the_bytes(run_of: RunFactory, strategy: str, tmp_path: Path) -> None:
-    stage2, arm = run_of("zero2", *GPT, *STATES), run_of(strategy, *GPT, *STATES)
+def test_states_in_bf16_train_alike_with_half_the_bytes(get_run: RunFactory, strategy: str, tmp_path: Path) -> None:
+    stage2, arm = get_run("zero2", *GPT, *STATES), get_run(strategy, *GPT, *STATES)
     assert losses(arm) == pytest.approx(losses(stage2), rel=2**-9)
     assert arm.engine["bf16_states"]
-    engine = run_of(strategy, *GPT, "--precision", "bf16-engine")
+    engine = get_run(strategy, *GPT, "--precision", "bf16-engine")
     assert not engine.engine["bf16_states"]
     assert losses(arm) != losses(engine)
     assert count_state_bytes(arm)["optimizer"] == pytest.approx(count_state_bytes(engine)["optimizer"] / 2, rel=1e-4)

@@ -51,20 +51,20 @@ def skipped(run: Run) -> list[int]:
     ],
 )  # fmt: skip
 def test_fp16_is_one_training_in_every_engine_that_has_it(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
+    get_run: RunFactory, strategy: str, precision: tuple[str, str], reference: str, weights: str
 ) -> None:
     """Autocast over fp32 weights, or the engine's fp16 weights."""
     cut = ("--per_device_train_batch_size", "4") if reference == "single" else ()
-    expected, arm = run_of(reference, *GPT, *precision, *cut), run_of(strategy, *GPT, *precision)
+    expected, arm = get_run(reference, *GPT, *precision, *cut), get_run(strategy, *GPT, *precision)
     assert (arm.engine["precision"], arm.engine["param_dtype"]) == (precision[1], weights)
     assert losses(arm) == pytest.approx(losses(expected), rel=FP16_RELATIVE)
-    fp32 = losses(run_of(strategy, *GPT))[0]
+    fp32 = losses(get_run(strategy, *GPT))[0]
     assert losses(arm)[0] != pytest.approx(fp32, rel=1e-8), "fp16 must not be fp32 under another name"
 
 
-def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFactory) -> None:
+def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(get_run: RunFactory) -> None:
     """Its optimizer steps once with zero gradients before the first step, which Adam would count."""
-    zero0, zero1 = (run_of(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
+    zero0, zero1 = (get_run(strategy, *GPT, "--precision", "bf16-engine") for strategy in ("zero0", "zero1"))
     assert losses(zero0) == pytest.approx(losses(zero1), rel=BF16_RELATIVE / 8)
 
 
@@ -76,9 +76,9 @@ def test_stage_0_trains_as_stage_1_does_under_deepspeeds_own_bf16(run_of: RunFac
     + [pytest.param(strategy, ENGINE, marks=pytest.mark.long) for strategy in ("zero1", "zero2_cpu")],
 )
 def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str]
+    get_run: RunFactory, strategy: str, precision: tuple[str, str]
 ) -> None:
-    run = run_of(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
+    run = get_run(strategy, *GPT, *precision, *OVERFLOWS, *SAVES)
     assert run.engine["loss_scaler"] == LOSS_SCALER
     # The same in every engine: the second step overflows, and at half the scale the third step, too.
     assert skipped(run)[:2] == [2, 3]
@@ -96,11 +96,11 @@ def test_a_step_that_overflows_is_skipped_and_does_not_advance_the_schedule(
     ("strategy", "precision"), [("zero0", FP16), ("zero1", ENGINE), pytest.param("fsdp2", FP16, marks=pytest.mark.long)]
 )
 def test_a_resumed_run_continues_with_its_loss_scale(
-    run_of: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
+    get_run: RunFactory, strategy: str, precision: tuple[str, str], tmp_path: Path
 ) -> None:
     """A resume at the first scale would also skip the next steps."""
     flags = (*GPT, *precision, *OVERFLOWS)
-    full = run_of(strategy, *flags, *SAVES)
+    full = get_run(strategy, *flags, *SAVES)
     checkpoint = str(full.path / "checkpoints" / "step_0000004")
     resumed = trained(strategy, tmp_path / "again", *flags, "--resume_from_checkpoint", checkpoint)
     assert losses(resumed) == losses(full)
@@ -110,8 +110,8 @@ def test_a_resumed_run_continues_with_its_loss_scale(
 
 @needs_fp16
 @pytest.mark.parametrize("trainer", ["hf_trainer", "bare_loop"])
-def test_other_loops_skip_the_same_steps(run_of: RunFactory, trainer: str, tmp_path: Path) -> None:
-    study = run_of("single", *GPT, *FP16, *OVERFLOWS)
+def test_other_loops_skip_the_same_steps(get_run: RunFactory, trainer: str, tmp_path: Path) -> None:
+    study = get_run("single", *GPT, *FP16, *OVERFLOWS)
     run = trained("single", tmp_path / "run", *GPT, *FP16, *OVERFLOWS, script=f"study/baselines/{trainer}.py")
     assert skipped(run)[:2] == skipped(study)[:2] == [2, 3]
     assert [row["lr"] for row in run.steps][:4] == pytest.approx([row["lr"] for row in study.steps][:4])

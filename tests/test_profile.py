@@ -115,8 +115,8 @@ def test_callers_decide_the_category_of_a_kernel(kind: str, name: str, callers: 
 
 
 @pytest.mark.alone
-def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
-    run = run_of("single", *FLAGS, *ASKED)
+def test_the_figures_of_a_profile_add_up(get_run: RunFactory) -> None:
+    run = get_run("single", *FLAGS, *ASKED)
     profile = run.profile
     assert profile["device"] == "cpu"
     assert profile["steps"] == [STEPS - 2, STEPS - 1, STEPS]
@@ -131,8 +131,8 @@ def test_the_figures_of_a_profile_add_up(run_of: RunFactory) -> None:
     assert profile["wall_s_per_step"] == pytest.approx(sum(rows) / 3, abs=2e-3)
 
 
-def test_products_are_the_largest_part_and_the_optimizer_is_found(run_of: RunFactory) -> None:
-    profile = run_of("single", *FLAGS, *ASKED).profile
+def test_products_are_the_largest_part_and_the_optimizer_is_found(get_run: RunFactory) -> None:
+    profile = get_run("single", *FLAGS, *ASKED).profile
     parts = profile["categories_s_per_step"]
     assert parts["optimizer"] > 0
     assert parts["attention"] > 0
@@ -146,8 +146,8 @@ def test_products_are_the_largest_part_and_the_optimizer_is_found(run_of: RunFac
     assert all(float(entry["calls_per_step"] * 3).is_integer() for entry in top)
 
 
-def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(run_of: RunFactory) -> None:
-    plain, profiled = run_of("single", *FLAGS), run_of("single", *FLAGS, *ASKED)
+def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(get_run: RunFactory) -> None:
+    plain, profiled = get_run("single", *FLAGS), get_run("single", *FLAGS, *ASKED)
     assert plain.profile == {}
     assert not (plain.path / "profile.json").exists()
     for key in ("loss", "lr", "grad_norm", "samples_hash"):
@@ -161,16 +161,16 @@ def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(run_
     assert {**plain.config, "output_dir": "", "profile_steps": 3} == {**profiled.config, "output_dir": ""}
 
 
-def test_two_ranks_have_collectives_and_leave_out_the_same_steps(run_of: RunFactory) -> None:
-    run = run_of("zero3", *FLAGS, *ASKED)
+def test_two_ranks_have_collectives_and_leave_out_the_same_steps(get_run: RunFactory) -> None:
+    run = get_run("zero3", *FLAGS, *ASKED)
     assert run.profile["categories_s_per_step"]["collectives"] > 0
     assert [rank["time"]["window_steps"] for rank in run.memory["ranks"]] == [STEPS - 8] * 2
 
 
-def test_the_other_trainer_has_the_same_profile(run_of: RunFactory, tmp_path: Path) -> None:
+def test_the_other_trainer_has_the_same_profile(get_run: RunFactory, tmp_path: Path) -> None:
     flags = (*FLAGS, *ASKED)
     theirs = trained("single", tmp_path / "run", *flags, script="study/baselines/hf_trainer.py").profile
-    ours = run_of("single", *flags).profile
+    ours = get_run("single", *flags).profile
     assert theirs["steps"] == ours["steps"]
     products = [
         {entry["name"]: entry["calls_per_step"] for entry in profile["top"] if entry["category"] == "matmul"}

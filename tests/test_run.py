@@ -18,9 +18,9 @@ GPT = ("--task", "gpt-wikitext")
 
 
 def test_initial_weights_with_a_flipped_bit_are_rewritten_by_one_rank_with_a_notice(
-    run_of: RunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    get_run: RunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = run_of("ddp", *GPT)
+    first = get_run("ddp", *GPT)
     initial = materialize_initial_weights(RunConfig.from_dict(first.config, "this test"), tmp_path / "cache")
     flip_a_bit(initial.path / "model.safetensors")
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
@@ -80,8 +80,8 @@ def test_a_run_that_differs_from_its_flags_fails(
     assert [row["perplexity"] for row in run.evals] == evals
 
 
-def test_recomputed_activations_change_no_loss(run_of: RunFactory) -> None:
-    plain, recomputed = run_of("ddp", *GPT), run_of("ddp", *GPT, "--gradient_checkpointing")
+def test_recomputed_activations_change_no_loss(get_run: RunFactory) -> None:
+    plain, recomputed = get_run("ddp", *GPT), get_run("ddp", *GPT, "--gradient_checkpointing")
     assert recomputed.config["gradient_checkpointing"]
     assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-6)
 

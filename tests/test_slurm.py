@@ -23,7 +23,7 @@ import yaml
 
 from runs import FLAGS, RunFactory
 from study.records.directory import Run, read_json, read_run, read_status
-from sweeps import ENDLESS, ROOT, TINY, processes_of, ranks_of, wait_until, write_suite
+from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, wait_until, write_suite
 
 pytestmark = [
     # It starts a dozen processes on the cores of the other tests.
@@ -183,7 +183,7 @@ def records(folder: Path) -> dict[str, Run]:
     return {read_json(run.path / "sweep.json")["strategy"]: run for run in runs_by_start}
 
 
-def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, run_of: RunFactory) -> None:
+def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, get_run: RunFactory) -> None:
     flags = zip(FLAGS[::2], FLAGS[1::2], strict=True)
     fixed: dict[str, Any] = {name.removeprefix("--"): yaml.safe_load(value) for name, value in flags}
     fixed |= {"task": "gpt-wikitext", "time_limit_s": 300}
@@ -192,7 +192,7 @@ def test_two_nodes_train_as_one_machine_does(slurm: Slurm, tmp_path: Path, run_o
     assert job.ended() == "COMPLETED", job.printed()
     by_strategy = records(runs)
     for strategy in ("ddp", "zero3"):
-        run, expected = by_strategy[strategy], run_of(strategy, "--task", "gpt-wikitext")
+        run, expected = by_strategy[strategy], get_run(strategy, "--task", "gpt-wikitext")
         for key in ("loss", "lr", "samples_hash"):
             values, expected_values = ([row[key] for row in source.steps] for source in (run, expected))
             assert values == (pytest.approx(expected_values, rel=1e-6) if key == "loss" else expected_values)
@@ -213,7 +213,7 @@ def test_a_preempted_job_stops_at_once_and_its_next_round_has_the_rest(slurm: Sl
     # In this order; the second runs on the first node alone.
     suite, runs = write_suite(tmp_path, {"strategy": ["ddp", "single"]}), tmp_path / "runs"
     job = slurm.submit(tmp_path, "--", str(suite), "--runs_dir", str(runs))
-    wait_until(lambda: len(ranks_of(runs)) == 2)
+    wait_until(lambda: len(list_ranks(runs)) == 2)
     (tmp_path / "other").mkdir()
     script = tmp_path / "other.sh"
     script.write_text("#!/bin/bash\n")
@@ -247,7 +247,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     wait_until(lambda: "timeout after" in job.printed())
     (first,) = [file.parent for file in (runs / "tiny").glob("*/sweep.json")]
     assert read_status(first)["reason"] == "ended after its 8 s"
-    assert not [process for process in processes_of(runs / "tiny") if first.name in " ".join(process.cmdline())]
+    assert not [process for process in list_processes(runs / "tiny") if first.name in " ".join(process.cmdline())]
     # The signal that Slurm sends with --signal shortly before the job's time limit.
     wait_until(lambda: len(list((runs / "tiny").glob("*/steps.jsonl"))) == 2)
     slurm.ask("scancel", "--batch", "--signal=TERM", job.id)
@@ -257,7 +257,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     (second,) = [file.parent for file in (runs / "tiny").glob("*/status.json") if file.parent != first]
     assert read_status(second)["reason"] == "the sweep was stopped while it ran"
     slurm.ask("scancel", job.id)
-    assert processes_of(runs / "tiny") == []
+    assert list_processes(runs / "tiny") == []
 
 
 def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     try:
         # The second node's rank runs and needs more memory to import torch. Version 1 of cgroups rejects a limit below
         # the memory in use.
-        wait_until(lambda: ranks_of(runs))
+        wait_until(lambda: list_ranks(runs))
         for mib in range(200, 500, 20):
             with contextlib.suppress(OSError):
                 limit.write_text(str(mib * 2**20))
@@ -286,7 +286,7 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     run = records(runs)["ddp"]
     assert run.state == "oom", run.status
     assert run.status["reason"] == "the cgroup's memory limit was reached, and the kernel killed a process on node 1"
-    assert processes_of(runs / "tiny") == []
+    assert list_processes(runs / "tiny") == []
 
 
 def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_lists_its_nodes(slurm: Slurm, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_tasks_of_an_array_fill_one_folder_at_the_same_time(slurm: Slurm, tmp_pa
     flags = ("--array=1-2", "--nodes=1", f"--output={tmp_path}/%a.out")
     job = slurm.submit(tmp_path, *flags, "--", str(suite), "--runs_dir", str(runs), "--only", "seed=%a")
     wait_until(lambda: len(list((runs / "tiny").glob("*/.zero-study-run.lock"))) == 2)
-    assert len(processes_of(runs / "tiny")) >= 4
+    assert len(list_processes(runs / "tiny")) >= 4
     wait_until(lambda: not slurm.ask("squeue", "-h", "-j", job.id, "-t", "PD,R,CG").strip())
     results = [read_run(file.parent) for file in sorted((runs / "tiny").glob("*/status.json"))]
     output = "".join(file.read_text() for file in tmp_path.glob("*.out"))

@@ -22,7 +22,7 @@ import pytest
 
 from study.records.directory import Run, read_json, read_run, read_status
 from study.sweep import supervise
-from sweeps import ENDLESS, ROOT, TINY, only_cell, processes_of, ranks_of, run, start, wait_until, write_suite
+from sweeps import ENDLESS, ROOT, TINY, list_processes, list_ranks, only_cell, run, start, wait_until, write_suite
 
 SUPERVISED = [sys.executable, "-ES", supervise.__file__, sys.executable, "-c"]
 ESCAPE = """
@@ -117,9 +117,9 @@ def test_a_run_out_of_host_memory_is_oom_and_one_that_raises_is_failed_with_its_
 @pytest.mark.long
 def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp_path):
     with endless(tmp_path, time_limit_s=40) as (process, runs):
-        wait_until(lambda: len(ranks_of(runs)) == 2)
-        ranks_of(runs)[1].suspend()
-        family = {member.pid for member in processes_of(runs)}
+        wait_until(lambda: len(list_ranks(runs)) == 2)
+        list_ranks(runs)[1].suspend()
+        family = {member.pid for member in list_processes(runs)}
         process.communicate(timeout=120)
     assert process.returncode == 1
     status = read_status(only_cell(runs))
@@ -131,11 +131,11 @@ def test_a_rank_that_hangs_is_ended_at_the_time_limit_with_all_its_processes(tmp
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_leaves_an_interrupted_run_and_no_orphan(tmp_path, strategy):
     with endless(tmp_path, strategy) as (process, runs):
-        ranks_of(runs)[-1].kill()
+        list_ranks(runs)[-1].kill()
         process.communicate(timeout=120)
     status = read_status(only_cell(runs))
     assert (status["state"], "SIGKILL" in status["reason"]) == ("interrupted", True), status
-    assert processes_of(runs) == []
+    assert list_processes(runs) == []
     assert process.returncode == 1
     assert read_run(only_cell(runs)).steps
 
@@ -154,7 +154,7 @@ def test_a_second_sweep_names_the_first_one_which_ctrl_c_ends_in_order(tmp_path)
     assert "Traceback" not in printed
     status = read_status(only_cell(runs))
     assert (status["state"], status["reason"]) == ("interrupted", "the sweep was stopped while it ran")
-    assert processes_of(runs) == []
+    assert list_processes(runs) == []
 
 
 @pytest.mark.long
@@ -164,10 +164,10 @@ def test_a_sweep_or_supervisor_that_is_killed_leaves_no_orphan(tmp_path, victim)
         if victim == "sweep":
             process.kill()
         else:
-            (supervisor,) = [child for child in processes_of(runs) if child.ppid() == process.pid]
+            (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
             supervisor.kill()
         process.communicate(timeout=60)
-    wait_until(lambda: not processes_of(runs), 30 if victim == "sweep" else 1)
+    wait_until(lambda: not list_processes(runs), 30 if victim == "sweep" else 1)
     status = read_status(only_cell(runs))
     assert status["state"] == "interrupted"
     # No rank has died by itself, and no rank can detect the cause.
@@ -177,10 +177,10 @@ def test_a_sweep_or_supervisor_that_is_killed_leaves_no_orphan(tmp_path, victim)
 @pytest.mark.long
 def test_the_next_sweep_ends_what_a_sweep_and_its_supervisor_leave_when_both_are_killed(tmp_path):
     with endless(tmp_path, "single", time_limit_s=20) as (process, runs):
-        (supervisor,) = [child for child in processes_of(runs) if child.ppid() == process.pid]
+        (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
         process.send_signal(signal.SIGSTOP)
         supervisor.kill()
-    (orphan,) = ranks_of(runs)
+    (orphan,) = list_ranks(runs)
     next_sweep = run(tmp_path / "tiny.yaml", runs)
     assert "that an earlier sweep had left" in next_sweep.stderr
     assert not orphan.is_running()
@@ -272,7 +272,7 @@ def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
         time.sleep(cell_s * chance.uniform(*chance.choice(LIVES)))
         assert sweep.poll() is None, "the sweep was done before it had been killed often enough: make its cells longer"
         victim = chance.choice(["sweep", "sweep", "any of its processes", "both at once"])
-        family = processes_of(runs)
+        family = list_processes(runs)
         if victim != "sweep" and family:
             chance.choice(family).kill()
         if victim == "any of its processes":
@@ -297,4 +297,4 @@ def test_twenty_kills_at_random_moments_change_no_record(tmp_path):
         notes = results[name].path / "sweep.json"
         states = [attempt["state"] for attempt in read_json(notes)["attempts"]] if notes.exists() else []
         assert states.count("ok") <= 1
-    assert processes_of(tmp_path) == []
+    assert list_processes(tmp_path) == []

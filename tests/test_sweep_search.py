@@ -24,7 +24,7 @@ from study.sweep.execute import append_attempt, note_searches, run_cells
 from study.sweep.plan import plan_cells, plan_suite
 from study.sweep.search import Search, cell_states, examine
 from study.sweep.suite_file import read_suite, rehearsed
-from sweeps import ROOT, TINY, processes_of, run, shipped, start, wait_until, write_suite
+from sweeps import ROOT, TINY, list_processes, run, shipped, start, wait_until, write_suite
 from synthetic_records import write_run
 
 CPU_BOX = Box((), 16.0)
@@ -243,7 +243,7 @@ def test_a_real_limit_is_bracketed_by_records_and_a_killed_search_continues_from
     wait_until(lambda: (directories[1] / "status.json").exists())
     sweep.kill()
     sweep.communicate()
-    wait_until(lambda: not processes_of(runs), 30)
+    wait_until(lambda: not list_processes(runs), 30)
     first = read_status(directories[0])
     assert first["state"] == "ok"
 

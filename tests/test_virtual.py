@@ -71,9 +71,9 @@ def assert_same_rank(imagined: Run, real_run: Run, rank: int) -> None:
     ],
 )
 def test_state_and_communication_of_a_virtual_rank_are_a_real_one_s_to_the_byte(
-    run_of: RunFactory, strategy: str, ranks: int, chosen: list[int], tmp_path: Path
+    get_run: RunFactory, strategy: str, ranks: int, chosen: list[int], tmp_path: Path
 ) -> None:
-    real_run = run_of(strategy, *GPT, ranks=ranks)
+    real_run = get_run(strategy, *GPT, ranks=ranks)
     for rank in chosen:
         assert_same_rank(virtual(strategy, tmp_path / str(rank), ranks=ranks, rank=rank), real_run, rank)
 
