@@ -37,6 +37,7 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and value of each leaf of a JSON document."""
     if isinstance(tree, (dict, list)) and tree:
         for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(branch, (*path, key))
@@ -45,6 +46,7 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def set_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Replace the value at a path of a JSON document."""
     for key in path[:-1]:
         tree = tree[key]
     tree[path[-1]] = value

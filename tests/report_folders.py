@@ -13,6 +13,7 @@ from study.records.frames import Records, read_parquet
 
 @functools.cache
 def laptop() -> Records:
+    """Return the committed records of the laptop suite."""
     return read_parquet(REPOSITORY / "reports" / "laptop")
 
 
@@ -26,6 +27,7 @@ def few() -> Records:
 
 
 def committed(folder: Path) -> Path:
+    """Copy the committed laptop report into a folder."""
     return Path(shutil.copytree(REPOSITORY / "reports" / "laptop", folder / "report"))
 
 

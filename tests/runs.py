@@ -88,6 +88,7 @@ def by_one_rank(get_run: RunFactory, task: str, *flags: str) -> Run:
 
 
 def losses(run: Run) -> list[float]:
+    """Return the loss of each step."""
     return [row["loss"] for row in run.steps]
 
 

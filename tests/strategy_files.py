@@ -64,10 +64,12 @@ _AIO = {
 
 
 def default_ranks(name: str) -> int:
+    """Return the number of processes in the strategy's file."""
     return 1 if name == "single" else 4 if name in WITH_REPLICAS else 2
 
 
 def expected_yaml(name: str) -> dict[str, Any]:
+    """Return the values that accelerate_configs/NAME.yaml must have."""
     values = _YAML | {
         "distributed_type": _DISTRIBUTED_TYPES.get(name, "DEEPSPEED"),
         "num_processes": default_ranks(name),
@@ -84,12 +86,12 @@ def expected_yaml(name: str) -> dict[str, Any]:
 
 
 def expected_json(name: str) -> dict[str, Any]:
+    """Return the values that accelerate_configs/deepspeed/NAME.json must have."""
     stage, optimizer, parameters = STRATEGIES[name]
     # DeepSpeed's default for this stage.
     zero: dict[str, Any] = {**_ZERO, "stage": stage, "overlap_comm": stage == 3}
     if stage == 3:
-        # A parameter from NVMe occupies one of few swap buffers until it is released, so none may stay for its next
-        # use.
+        # A parameter from NVMe occupies one of few swap buffers until its release, so none may stay for its next use.
         zero |= _STAGE3 | {"stage3_max_reuse_distance": 0 if parameters == "nvme" else 1_000_000_000}
     zero |= {"zero_hpz_partition_size": 2} if name == "zero3_hpz" else {}
     zero |= {"offload_optimizer": _OPTIMIZER[optimizer]} if optimizer else {}

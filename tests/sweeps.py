@@ -30,6 +30,7 @@ ENDLESS = {**TINY, "max_steps": 1_000_000, "logging_steps": 1}
 
 
 def write_suite(folder: Path, axes: Mapping[str, Any], fixed: Mapping[str, Any] = TINY, **grid: Any) -> Path:
+    """Write a suite of one grid over these axes and return its file."""
     file = folder / "tiny.yaml"
     document = {
         "name": "tiny",
@@ -54,6 +55,7 @@ def shipped() -> dict[str, Suite]:
 
 
 def gpu_suites() -> list[str]:
+    """Return the names of the suites that need GPUs."""
     return [name for name, suite in shipped().items() if suite.requires.gpus]
 
 
@@ -63,6 +65,7 @@ def gpu_suites_with_cells() -> list[str]:
 
 
 def box_for(name: str) -> Box:
+    """Return the smallest machine that meets the requirements of a shipped suite."""
     requirements = shipped()[name].requires
     nodes = requirements.gpus // (requirements.gpus_per_node or requirements.gpus)
     return Box((requirements.gpu_memory_gib,) * requirements.gpus, requirements.host_memory_gib, nodes)
@@ -70,6 +73,7 @@ def box_for(name: str) -> Box:
 
 @functools.cache
 def planned(name: str) -> list[Cell | Search]:
+    """Return cells and searches of a shipped suite on its smallest machine."""
     return plan_cells(shipped()[name], box_for(name))
 
 
@@ -127,6 +131,7 @@ def list_ranks(runs: Path) -> list[psutil.Process]:
 
 
 def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
+    """Return the first true result of the function; AssertionError after the timeout."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := holds():
@@ -136,5 +141,6 @@ def wait_until(holds: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def only_cell(runs: Path) -> Path:
+    """Return the folder of the only cell with a status."""
     (cell,) = [file.parent for file in (runs / "tiny").glob("*/status.json")]
     return cell

@@ -190,7 +190,7 @@ def profile(steps: int, profiled: int, device: str) -> dict[str, Any]:
 
 
 def state_bytes(strategy: str, ranks: int) -> dict[str, dict[str, float]]:
-    """Return state bytes of a rank: 12 per parameter of optimizer with ZeRO, else 8; the ranks divide a shard."""
+    """Return a rank's state bytes: optimizer 12 per parameter with ZeRO, else 8; sharded kinds divided by the ranks."""
     file = read_strategy(strategy)
     stage = 3 if strategy == "fsdp2" else file.zero_stage or 0
     sizes = {

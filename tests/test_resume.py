@@ -29,7 +29,7 @@ from study.run.resume import check_indexes, engine_classes, find_checkpoint
 from synthetic_records import write_run
 
 GPT = ("--task", "gpt-wikitext")
-# Weights quantized to 8 bits differ by single roundings: tests/test_equivalence.py.
+# Weights rounded to bf16, which has 8 bits, differ by single roundings: tests/test_equivalence.py.
 BF16_RELATIVE = 2**-9
 SaveAt = Callable[..., tuple[Run, Path]]
 long = [pytest.mark.long, pytest.mark.timeout(900)]
