@@ -107,7 +107,7 @@ def test_every_strategy_is_there_with_the_largest_micro_batch_that_fits(eight_b:
         assert option.cost_per_million_tokens == pytest.approx(8 * 2.0 / 3600 / option.tokens_per_s * 1e6)
 
 
-def test_the_recommended_is_the_fastest_and_says_how_sure_it_is(eight_b: Advice) -> None:
+def test_the_recommended_is_the_fastest_and_states_its_confidence(eight_b: Advice) -> None:
     sure = [option for option in eight_b.options if option.is_sure]
     fastest = max(option.tokens_per_s for option in sure)
     equal = {option.name for option in sure if option.tokens_per_s >= (1 - AS_FAST) * fastest}
@@ -148,7 +148,7 @@ def test_zero1_is_advised_on_one_gpu_for_its_16_bit_weights() -> None:
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("gpt2-xl", "A100-40"), ("gpt2", "L4"), ("bert-large-uncased", "T4")])
-def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: str, hardware: str) -> None:
+def test_no_offload_is_ahead_on_one_gpu_if_the_same_fits_without_it(model: str, hardware: str) -> None:
     shape, box = model_shape(model), box_of(hardware)
     precision = "fp16" if hardware == "T4" else "bf16"
     advice = advise(AdviceRequest(shape, box, min(shape.positions or 512, 1024), precision, global_batch=64))
@@ -165,7 +165,7 @@ def test_no_offload_is_ahead_on_one_gpu_where_the_same_fits_without_it(model: st
         assert step.value < option.time.step_s.value, option.name
 
 
-def test_candidates_are_what_trains_on_the_box() -> None:
+def test_candidates_are_the_strategies_that_train_on_the_hardware() -> None:
     for precision, names in (("bf16", {"single", "zero1"}), ("fp16", {"single", "zero1"}), ("fp32", {"single"})):
         names_found = candidates(AdviceRequest(model_shape("gpt2"), box_of("L4"), 128, precision))
         assert {name for name in names_found if not read_strategy(name).offloads} == names
@@ -183,7 +183,7 @@ def test_nvme_that_nothing_would_be_swapped_to_is_not_advised() -> None:
             assert (option.fits, "is swapped" in option.why) == (fit, not fit), (box, option.name)
 
 
-def test_the_command_for_this_study_trains_what_was_advised(tmp_path: Path) -> None:
+def test_the_command_for_this_study_trains_the_advised_option(tmp_path: Path) -> None:
     best = best_of(AdviceRequest(with_adapters(model_shape("gpt2-xl"), 16), box_of("2xA100"), 1024, "bf16"), "zero2")
     command = write_files(best, tmp_path, "drive", "gpt2-xl").of_study or ""
     assert command.endswith("--peft lora --lora_rank 16")
@@ -240,7 +240,9 @@ def _at_speed(option: Option, tokens_per_s: float, error: float | None) -> Optio
 
 
 @pytest.mark.parametrize(("times", "first"), [(0.9, "zero2_cpu"), (1.1, "zero2")])
-def test_an_offload_is_taken_where_it_is_ahead_by_more_than_such_steps_were_off(times: float, first: str) -> None:
+def test_an_offload_is_advised_if_it_is_ahead_by_more_than_the_error_of_such_predictions(
+    times: float, first: str
+) -> None:
     options = {option.name: option for option in advise(TINY, ["zero1", "zero2", "zero2_cpu"]).options}
     # Slower than its like by more than the two predictions may differ.
     plain = times * 100 / slowest_offload()
@@ -251,7 +253,7 @@ def test_an_offload_is_taken_where_it_is_ahead_by_more_than_such_steps_were_off(
     assert ("no offload: one is" in how_sure(Advice(TINY, order))) is (first == "zero2")
 
 
-def test_an_offload_says_what_it_needs_where_the_box_does_not_say_what_it_has() -> None:
+def test_an_offload_names_its_needs_if_the_hardware_does_not_state_them() -> None:
     box = dataclasses.replace(box_of("T4"), nvme_read_gb_per_s=3.5)
     advice = advise(AdviceRequest(model_shape("gpt2"), box, 128, "fp16"), ["single", "zero2_cpu", "zero3_nvme"])
     lines = {option.name: list(unchecked(option)) for option in advice.options}
@@ -276,7 +278,7 @@ def test_slower_nvme_is_a_slower_step() -> None:
     assert slow == pytest.approx(10 * fast)
 
 
-def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_fits_only_by_its_predicted_peak_is_named_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_table", lambda: {"above_state": {"low": 0.9, "high": 2.0}})
     advice = advise(AdviceRequest(model_shape(LLAMA_8B), box_of("8xH100"), 2048, "bf16"), ["fsdp2", "zero3_cpu"])
     best, riskier = advice.best, worth_trying(advice)
@@ -291,7 +293,7 @@ def test_an_option_that_only_its_predicted_peak_lets_in_is_named_apart(monkeypat
     assert peak.high == pytest.approx(state + 2 * (peak.value - state))
 
 
-def test_where_nothing_fits_it_says_what_would_help() -> None:
+def test_if_nothing_fits_it_prints_what_would_help() -> None:
     nothing = document_of("advise", "gpt-1t", "T4", "--host_memory", "16")
     assert nothing["recommended"] is None
     assert not any(row["fits"] for row in nothing["strategies"])
@@ -316,7 +318,7 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     assert how_sure(advice) == "nothing fits: use more GPUs, fewer tokens per sample, or a smaller model"
 
 
-def test_one_machine_is_named_where_the_network_makes_two_slower() -> None:
+def test_one_machine_is_named_if_the_network_makes_two_slower() -> None:
     page = page_of("llama-3.1-8b", "2x8xH100", "--network_gb_per_s", "0.156")
     alone = re.search(r"one of these machines alone is ([\d.]+) x as fast, under (\w+)", page)
     assert alone is not None
@@ -334,7 +336,7 @@ def test_the_default_global_batch_divides_into_micro_batches() -> None:
     assert len(set(speeds)) == 3
 
 
-def test_of_two_as_fast_the_one_that_a_usual_host_can_load_is_taken() -> None:
+def test_of_two_equally_fast_options_the_one_that_a_typical_host_can_load_is_advised() -> None:
     question = AdviceRequest(with_adapters(model_shape("llama-3.1-70b"), 16), box_of("8xA100-80"), 2048, "bf16")
     advice = advise(question, ["fsdp2", "zero3"])
     assert [option.name for option in advice.fitting] == ["zero3", "fsdp2"]
@@ -353,7 +355,7 @@ def test_a_chunked_loss_is_asked_for_by_a_flag() -> None:
     assert frozen == 3 * 2 * 8192 * 4096
 
 
-def test_a_question_nearby_is_named_where_its_answer_is_another() -> None:
+def test_a_similar_question_is_named_if_its_answer_differs() -> None:
     question = AdviceRequest(model_shape("gpt2"), box_of("2xL4"), 512, "fp32", gradient_checkpointing=False)
     assert "with half the GPUs it would be single" in list(changes(advise(question)))
     # A sequence longer than the model's positions is no alternative.
@@ -381,7 +383,7 @@ def test_predict_asks_for_the_precision_that_advice_picks(hardware: str, strateg
     assert document_of("predict", "gpt2", hardware, "--strategy", strategy)["precision"] == precision
 
 
-def test_a_slower_option_says_which_part_of_its_step_is_longer_at_the_same_micro_batch() -> None:
+def test_a_slower_option_names_the_part_of_its_step_that_is_longer_at_the_same_micro_batch() -> None:
     # On a slow network stage 2 reduces in every micro-batch; on one device an offload waits for no other rank.
     slow = dataclasses.replace(box_of("2x8xA100"), network_gb_per_s=2.0)
     shared = advise(AdviceRequest(model_shape("gpt2-xl"), slow, 1024, "bf16", global_batch=4096), ["zero1", "zero2"])
@@ -426,7 +428,7 @@ def test_the_first_line_is_the_answer_and_a_screen_has_all_of_it(model: str, har
 
 
 @pytest.mark.parametrize(("strategy", "hardware"), [("zero3", "8xH100"), ("zero3_nvme", "8xH100"), ("ddp", "T4")])
-def test_predict_says_first_whether_it_fits_and_how_long_a_step_takes(strategy: str, hardware: str) -> None:
+def test_predict_begins_with_the_fit_and_the_step_time(strategy: str, hardware: str) -> None:
     words = ("predict", "llama-3.1-8b", hardware, "--strategy", strategy)
     _, page = output_of(*words)
     document = document_of(*words)
@@ -516,7 +518,7 @@ def test_files_with_other_contents_are_not_replaced(tmp_path: Path) -> None:
         write_files(best, tmp_path / "file", "nvme_offload", "gpt2")
 
 
-def test_sizes_say_whether_the_output_layer_is_the_embedding() -> None:
+def test_sizes_state_whether_the_output_layer_is_the_embedding() -> None:
     tied, untied = (model_shape(f"{SIZES},tied={is_tied}").parameters for is_tied in ("true", "false"))
     assert (untied - tied, model_shape(SIZES).parameters) == (768 * 50257, tied)
 

@@ -291,7 +291,7 @@ def test_the_page_is_made_again_from_the_committed_records_alone(tmp_path: Path)
     assert not (output / MARK).exists()
 
 
-def test_the_committed_records_hold_what_the_page_opens_with() -> None:
+def test_the_committed_records_support_the_beginning_of_the_page() -> None:
     arms = pd.read_parquet(COMMITTED / FILE)
     on, sessions = engine_was_on(arms, sets_it_as_printed)
     assert f"active in {on} of {sessions} sessions" in (COMMITTED / "summary.md").read_text()

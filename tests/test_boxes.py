@@ -76,7 +76,7 @@ def test_a_gpu_is_found_by_its_place_and_by_its_uuid(two_gpus, monkeypatch, visi
     ("visible", "cap_gib", "expected_gib"),
     [(f"{SECOND},{FIRST}", None, 60), (SLICE, None, 9), ("1", None, 60), ("1", 16.0, 16), (SECOND, 16.0, 16)],
 )
-def test_deepspeed_learns_what_is_free_however_a_gpu_is_named_and_within_the_cap(
+def test_deepspeed_gets_the_free_memory_of_a_gpu_by_any_name_and_within_the_cap(
     two_gpus, monkeypatch, visible, cap_gib, expected_gib
 ):
     from deepspeed.accelerator import cuda_accelerator
@@ -165,7 +165,7 @@ def test_threads_are_as_many_as_the_container_gives_time_for(tmp_path, monkeypat
     assert available_cores(tmp_path) == expected
 
 
-def test_of_divided_cards_that_nobody_names_the_first_slice_is_all_there_is(two_gpus, monkeypatch):
+def test_without_a_selection_only_the_first_slice_of_divided_cards_is_visible(two_gpus, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda handle: [1, 1])
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigDeviceHandleByIndex", lambda handle, place: SLICE)
     assert len(this_box().gpu_memory_gib) == 1

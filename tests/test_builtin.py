@@ -66,7 +66,7 @@ def test_the_chain_is_a_chain_and_its_stationary_shares_are_stationary() -> None
     assert (chain.stationary > 0).all()
 
 
-def test_the_entropy_rate_is_what_a_long_walk_costs_who_knows_the_chain() -> None:
+def test_the_entropy_rate_is_the_loss_of_the_true_chain_on_a_long_walk() -> None:
     chain, walk = builtin.language_chain(), eval_walk()
     costs = chain.surprise[walk[:-1], walk[1:]]
     assert np.isfinite(costs).all(), "the walk took a step the chain does not allow"
@@ -138,7 +138,7 @@ def test_bayes_scores_agree_with_brute_force_over_every_possible_review(monkeypa
 
 
 @pytest.mark.parametrize("seq_length", [24, 64, 128])
-def test_bayes_scores_agree_with_what_happens_to_every_review_there_is(seq_length: int, tmp_path: Path) -> None:
+def test_bayes_scores_agree_with_the_scores_of_all_reviews(seq_length: int, tmp_path: Path) -> None:
     data = load_data(laptop("bert-imdb", seq_length=seq_length, eval_samples=0, train_samples=16), tmp_path)
     ids, labels = (data.eval.tensors[name].numpy() for name in ("input_ids", "labels"))
     margins = builtin.review_margins(ids, labels)
@@ -199,7 +199,7 @@ def test_no_training_sample_comes_back_in_the_evaluation(reviews: TaskData, lang
 
 
 @pytest.mark.parametrize(("task", "most"), [("bert-imdb", 20000), ("gpt-wikitext", 16384)])
-def test_asking_for_more_than_there_is_says_how_many_there_are(task: str, most: int, tmp_path: Path) -> None:
+def test_a_request_for_more_samples_than_exist_names_their_number(task: str, most: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{most}") as refusal:
         load_data(laptop(task, train_samples=most + 1), tmp_path)
     assert "--train_samples" in str(refusal.value)
@@ -297,7 +297,7 @@ def test_every_world_size_and_accumulation_takes_the_same_samples(step: int) -> 
     assert len(set(samples_of_step.pop())) == 16
 
 
-def test_an_epoch_takes_no_sample_twice_and_drops_what_fills_no_batch() -> None:
+def test_an_epoch_uses_no_sample_twice_and_drops_the_incomplete_batch() -> None:
     config = laptop("gpt-wikitext", global_batch_size=16)
     epochs = [[index for step in range(4) for index in step_samples(config, 70, 4 * epoch + step)] for epoch in (0, 1)]
     assert [len(set(epoch)) for epoch in epochs] == [64, 64]

@@ -115,7 +115,7 @@ def test_the_page_fits_the_screen_and_has_every_claim_with_its_plot(
     assert not [folder for folder in (REPOSITORY, file.parent) if str(folder) in text]
 
 
-def test_what_a_record_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_text_of_a_record_is_shown_and_not_executed(tmp_path: Path) -> None:
     records = read_parquet(REPORTS / "laptop")
     write_parquet(
         dataclasses.replace(records, runs=records.runs.assign(cpu=EVIL, torch_version=EVIL)),

@@ -55,7 +55,7 @@ def test_published_tables_are_judged_as_by_hand(name: str, expected: list[str]) 
     assert [row.plausibility for row in check_table(TABLES / name)] == expected
 
 
-def test_every_stored_table_says_where_it_is_from_and_is_judged_here() -> None:
+def test_every_stored_table_has_its_source_and_is_judged() -> None:
     tables = published_tables()
     assert len(tables) == len(list(TABLES.iterdir())) == 16
     assert all(re.search(r"<https://\S+>|Document S\d", table.address) and table.note for table in tables)

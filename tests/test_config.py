@@ -127,7 +127,7 @@ def test_a_wrong_flag_is_refused_by_name_on_one_line(arguments: list[str], words
     assert "\n" not in str(refusal.value)
 
 
-def test_the_limits_themselves_are_taken() -> None:
+def test_the_limits_themselves_are_accepted() -> None:
     for arguments in (
         ["--seed", str(2**32 - 1)], ["--dropout", "-1"], ["--dropout", "0"], ["--warmup_ratio", "1"],
         ["--max_grad_norm", "0"], ["--train_samples", "0"], ["--learning_rate", "0"], ["--seq_length", "2"],
@@ -156,7 +156,7 @@ def test_auto_is_paper_with_an_accelerator_and_laptop_without() -> None:
     assert [resolved(RunConfig(), visible).scale for visible in (True, False)] == ["paper", "laptop"]
 
 
-def test_paper_is_what_the_studied_documents_did() -> None:
+def test_the_paper_scale_has_the_settings_of_the_studied_documents() -> None:
     bert = resolved(RunConfig(scale="paper"), accelerator_visible=False)
     assert (bert.model_name_or_path, bert.weights, bert.data) == ("bert-large-uncased", "pretrained", "hub")
     assert (bert.train_samples, bert.eval_samples, bert.seq_length, bert.global_batch_size) == (800, 200, 128, 8)
@@ -291,7 +291,7 @@ def test_a_value_whose_text_would_fill_the_memory_is_refused_in_one_line() -> No
         RunConfig.from_dict({3: bomb, "nonsense": 1}, "a suite")  # type: ignore[dict-item]
 
 
-def test_null_and_a_whole_number_for_a_real_one_are_taken() -> None:
+def test_null_and_an_integer_for_a_float_are_accepted() -> None:
     config = RunConfig.from_dict({"learning_rate": 1, "seq_length": None, "engine_override": ["a=1"]}, "suite.yaml")
     assert config == RunConfig(learning_rate=1.0, engine_override=("a=1",))
     assert type(config.learning_rate) is float

@@ -210,7 +210,7 @@ def test_without_torch_it_lists_what_is_missing(tmp_path: Path) -> None:
     assert {checks[name]["state"] for name in ("packages", "strategies")} == {"missing"}
 
 
-def test_a_gpu_without_a_toolkit_is_named_with_what_does_not_run(drive: Path, tmp_path: Path) -> None:
+def test_a_gpu_without_a_toolkit_is_named_with_the_strategies_that_do_not_run(drive: Path, tmp_path: Path) -> None:
     if toolkit_version() is not None:
         pytest.skip("a CUDA toolkit is here")
     path = os.pathsep.join([str(FAKE_GPU), str(ROOT)])

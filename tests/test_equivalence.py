@@ -83,7 +83,7 @@ def test_bf16_like_for_like_differs_by_roundings_only(get_run, strategy, task):
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_the_engine_record_is_what_the_strategy_file_asks(get_run, strategy):
+def test_the_engine_record_matches_the_strategy_file(get_run, strategy):
     engine, file = get_run(strategy, "--task", "gpt-wikitext").engine, read_strategy(strategy)
     expected = {
         "strategy": strategy, "world_size": default_ranks(strategy), "zero_stage": file.zero_stage,
@@ -137,7 +137,7 @@ def test_the_second_copy_of_zero3_hpz_is_half_of_what_is_sharded_and_counts_as_p
 
 
 @pytest.mark.long
-def test_a_second_copy_saves_bytes_where_parameters_are_gathered_twice(get_run):
+def test_a_second_copy_saves_bytes_if_parameters_are_gathered_twice(get_run):
     """The backward pass gathers over two ranks instead of four: half of the bytes instead of three quarters."""
     twice = [
         word for key in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size")

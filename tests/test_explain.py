@@ -184,7 +184,7 @@ REFUSED_BY_THE_ENGINE: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("document", "finding"), REFUSED_BY_THE_ENGINE)
-def test_what_the_engine_refuses_is_refused(document: dict[str, Any], finding: str, tmp_path: Path) -> None:
+def test_settings_that_the_engine_rejects_are_refused(document: dict[str, Any], finding: str, tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # The three kinds of error that the engine raises.
@@ -271,7 +271,7 @@ def test_accelerates_fsdp2_drops_and_refuses_the_listed_settings() -> None:
         FullyShardedDataParallelPlugin(fsdp_version=3, reshard_after_forward="true")
 
 
-def test_a_distributed_type_is_taken_as_the_launcher_takes_it(tmp_path: Path) -> None:
+def test_a_distributed_type_has_the_meaning_of_the_launcher(tmp_path: Path) -> None:
     from accelerate.utils import DistributedType
 
     alone: dict[str, Any] = {"distributed_type": "NO", "num_processes": 4}
@@ -310,7 +310,7 @@ PROBES = json.loads((ROOT / "reports/engine_keys/keys.json").read_text())["probe
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe["name"])
-def test_what_was_measured_of_a_setting_is_what_explain_says(probe: dict[str, Any], tmp_path: Path) -> None:
+def test_explain_matches_the_measured_settings(probe: dict[str, Any], tmp_path: Path) -> None:
     # The program causes these errors, not the config file.
     program_errors = {
         "zero_allow_untested_optimizer false": "noted zero_allow_untested_optimizer",
@@ -466,7 +466,7 @@ def test_an_auto_without_a_value_is_refused_by_accelerate(tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_costs_and_what_is_gathered_twice_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
+def test_costs_and_repeated_gathers_are_those_of_a_virtual_rank(tmp_path: Path) -> None:
     shipped = json.loads((ROOT / "accelerate_configs/deepspeed/zero3.json").read_text())[ZERO]
     sent = {}
     for name, changed in {
@@ -603,7 +603,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(name: str, text: str,
     assert "\n" not in str(refusal.value)
 
 
-def test_comments_are_read_where_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -634,7 +634,7 @@ def test_yaml_is_read_as_accelerate_reads_it(tmp_path: Path) -> None:
     assert resolve(read_user_file(str(file)), model_shape("gpt2"), 2, Workload()).stage == 3
 
 
-def test_a_file_that_another_one_names_is_looked_for_where_accelerate_does(
+def test_a_file_that_another_one_names_is_searched_as_accelerate_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ROOT / "accelerate_configs" / "zero3_cpu.yaml"

@@ -152,7 +152,7 @@ def test_memory_of_the_last_evaluation_is_in_no_step() -> None:
     assert meter.report()["phases"]["steady"]["host"] > phases["steady"]["host"] + 48 * MIB
 
 
-def test_what_a_cpu_box_cannot_measure_is_null() -> None:
+def test_figures_that_a_cpu_machine_cannot_measure_are_null() -> None:
     report = MemoryMeter(CPU).report()
     assert report["phases"]["init"]["host"] > 0
     assert {report["phases"]["init"][name] for name in ("allocated", "reserved", "device")} == {None}
@@ -300,9 +300,7 @@ def test_functional_collectives_and_subgroups_are_counted_with_their_group(eight
 @pytest.mark.parametrize(
     ("splits", "sent"), [([1] * 8, 2800), ([8, *[0] * 7], 0), ([3, 5, *[0] * 6], 2000), ([0] * 7 + [8], 3200)]
 )
-def test_what_leaves_a_rank_in_an_all_to_all_is_all_but_its_own_split(
-    eight_ranks: int, splits: list[int], sent: int
-) -> None:
+def test_a_rank_sends_all_but_its_own_split_in_an_all_to_all(eight_ranks: int, splits: list[int], sent: int) -> None:
     from torch.distributed import _functional_collectives as functional
 
     rows, everybody = torch.ones(8, 100), dist.distributed_c10d._get_default_group()
@@ -332,7 +330,7 @@ def test_a_group_of_one_has_a_payload_and_sends_nothing(eight_ranks: int) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_what_leaves_a_machine_is_what_groups_with_ranks_on_several_send(eight_ranks: int) -> None:
+def test_bytes_across_machines_are_those_of_groups_over_several_machines(eight_ranks: int) -> None:
     from torch.distributed import _functional_collectives as functional
 
     within, across = dist.new_group([0, 1, 2, 3]), dist.new_group([0, 4])
@@ -369,7 +367,7 @@ def test_a_storage_is_counted_once_and_only_as_far_as_it_is_spanned() -> None:
     assert (inventory.total("grads", "host"), inventory.total("grads", "device")) == (5 * FP32, 0)
 
 
-def test_the_scan_finds_what_nobody_claimed() -> None:
+def test_the_scan_finds_unclaimed_tensors() -> None:
     flat = torch.empty(2**20)
     inventory = Inventory(CPU)
     inventory.claim("params", "half", [flat[: 2**19]])
@@ -409,7 +407,7 @@ def test_a_watched_step_that_was_skipped_leaves_the_watch_to_the_next() -> None:
     assert meters.state is not None
 
 
-def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
+def test_the_memory_of_a_forward_pass_is_that_saved_for_its_backward_pass() -> None:
     wide, narrow, samples = 4096, 1024, 512
     model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
     inputs = torch.randn(samples, narrow)
@@ -438,7 +436,7 @@ def test_a_forward_pass_holds_what_its_backward_pass_needs() -> None:
     assert recomputed == pytest.approx(narrow * samples * FP32, rel=0.1)
 
 
-def test_large_blocks_are_in_what_is_allocated() -> None:
+def test_large_blocks_count_as_allocated() -> None:
     """glibc maps blocks from 32 MiB on separately, and counts them in hblkhd (mallinfo(3))."""
     before = bytes_in_use(CPU)
     block = torch.ones(96 * MIB // FP32)
@@ -605,7 +603,7 @@ def payloads(document: dict[str, Any]) -> dict[str, int]:
 SCALARS = 64
 
 
-def test_traffic_of_one_step_is_what_the_engines_source_says() -> None:
+def test_traffic_of_one_step_matches_the_engine_s_source() -> None:
     """Payload of one step in bytes, P being the fp32 parameters and B the two blocks among them.
 
     | strategy | all_reduce | all_gather | reduce_scatter | why |

@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "flags"), CASES)
-def test_a_group_trains_what_one_rank_does(
+def test_a_group_trains_as_one_rank_does(
     get_run: RunFactory, strategy: str, ranks: int, flags: tuple[str, ...]
 ) -> None:
     """ZeRO runs two micro-batches per group; four ranks exceed Llama's key-value heads."""

@@ -134,7 +134,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("rows", [] { return torch::nn::
         ("int x;", "cannot find -lnowhere", "g++, ninja"),
     ],
 )  # fmt: skip
-def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_what_to_install(
+def test_an_operator_that_does_not_build_is_refused_with_the_cause_and_the_package(
     operator, monkeypatch, tmp_path, text, says, fix
 ):
     built = operator(text)

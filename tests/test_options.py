@@ -55,14 +55,14 @@ def test_adapters_alone_are_trained_with_the_losses_of_one_process(
 
 @long
 @pytest.mark.parametrize("strategy", ["cp", "ulysses_zero2", "ulysses_zero3"])
-def test_adapters_are_trained_where_tokens_are_divided(get_run: RunFactory, strategy: str) -> None:
+def test_adapters_are_trained_with_divided_tokens(get_run: RunFactory, strategy: str) -> None:
     single, arm = get_run("single", *GPT, *LORA), get_run(strategy, *GPT, *LORA)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)
 
 
 @long
 @pytest.mark.parametrize("strategy", ON_DRIVE)
-def test_states_of_adapters_are_swapped_where_they_are_large_enough(get_run: RunFactory, strategy: str) -> None:
+def test_states_of_adapters_are_swapped_if_they_are_large_enough(get_run: RunFactory, strategy: str) -> None:
     flags = (*GPT, *LORA, "--lora_rank", "256")
     single, arm = get_run("single", *flags), get_run(strategy, *flags)
     assert losses(arm) == pytest.approx(losses(single), rel=FP32_RELATIVE)

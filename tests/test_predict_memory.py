@@ -107,7 +107,7 @@ def test_mpt_has_no_bias_and_ties_its_head():
     ],
 )
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "mistral"])
-def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, precision, attention):
+def test_the_formula_of_activations_matches_the_traced_code(model_type, precision, attention):
     for checkpointing in (False, True):
         request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(request, rel=0.03)
@@ -115,7 +115,7 @@ def test_the_formula_of_activations_is_what_the_live_code_keeps(model_type, prec
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-engine"])
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
-def test_the_formula_of_activations_is_what_the_live_code_keeps_with_adapters(model_type, precision):
+def test_the_formula_of_activations_matches_the_traced_code_with_adapters(model_type, precision):
     for checkpointing, attention in ((False, "sdpa"), (True, "sdpa"), (False, "eager")):
         request = make_request(model_type, precision, checkpointing, attention, strategy=read_strategy("single"))
         assert_activations_as_traced(dataclasses.replace(request, shape=with_adapters(request.shape, 8)), rel=0.01)
@@ -415,7 +415,7 @@ def test_every_preset_has_a_prediction(name):
     assert memory.peak_allocated.value > memory.steady_allocated.value > 0
 
 
-def test_a_config_says_how_far_positions_are_stretched_and_whether_weights_have_fewer_bits(tmp_path: Path) -> None:
+def test_a_config_sets_stretched_positions_and_quantized_weights_are_refused(tmp_path: Path) -> None:
     config = {**GROUPED, "model_type": "llama", "intermediate_size": 704}
     file = tmp_path / "config.json"
 

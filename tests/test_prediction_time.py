@@ -39,7 +39,7 @@ def make_request(**changes: object) -> Request:
     return Request(**fields | changes)  # type: ignore[arg-type]
 
 
-def test_what_stage_3_keeps_between_its_passes_is_not_gathered_again() -> None:
+def test_parameters_that_stage_3_keeps_between_its_passes_are_not_gathered_again() -> None:
     """A model that `stage3_max_reuse_distance` keeps gathered is gathered once, else twice."""
     once = read_strategy("zero3")
     assert once.deepspeed is not None
@@ -92,7 +92,7 @@ def test_an_unknown_box_is_refused_with_names_like_it(text: str, words: str) -> 
     assert len(str(refusal.value)) < 500
 
 
-def test_every_named_box_has_what_a_time_needs() -> None:
+def test_every_named_hardware_has_the_rates_that_a_time_needs() -> None:
     for name in BOX_NAMES:
         if name != "this":
             time = predict_time(make_request(box=box_of(f"2x{name}"), precision="fp16"))
@@ -101,7 +101,7 @@ def test_every_named_box_has_what_a_time_needs() -> None:
             assert 0 < time.mfu < 1
 
 
-def test_what_was_measured_is_below_the_peak_and_what_is_shown_below_the_data_sheet() -> None:
+def test_measured_rates_are_below_the_peak_and_visible_memory_below_the_data_sheet() -> None:
     for device in known_devices():
         for precision, rate in device.matmul_tflops.items():
             assert rate < (device.peak_tflops[precision] or 0)
@@ -135,7 +135,7 @@ def test_checkpointing_adds_hardware_flops_and_no_model_flops() -> None:
         ("8xH200", "all_gather", 2**34, 362), ("4xH200", "all_reduce", 2**34, 362),
     ],
 )  # fmt: skip
-def test_bandwidth_is_what_was_measured_where_it_was(
+def test_bandwidth_is_the_measured_one_if_there_is_one(
     box: str, collective: Collective, payload: int, expected: float
 ) -> None:
     assert bus_bandwidth_gb_per_s(box_of(box), collective, payload) == pytest.approx(expected)
@@ -319,7 +319,7 @@ def test_the_rate_of_the_host_can_be_given(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("box", ["8xH100", "2x8xA100"])
-def test_what_lora_s_recomputation_gathers_again_is_in_the_time_as_in_the_traffic(box: str) -> None:
+def test_gathers_of_lora_s_recomputation_are_in_the_time_and_the_traffic(box: str) -> None:
     """DeepSpeed frees a recomputed layer's frozen weights before its backward pass has ended."""
     fields = {
         "shape": with_adapters(model_shape(LLAMA), 8), "strategy": read_strategy("zero3"), "box": box_of(box),
@@ -376,7 +376,7 @@ def test_new_weights_are_written_to_their_nvme() -> None:
         assert predict_time(request).parts["nvme"] == pytest.approx(expected, rel=1e-3), name
 
 
-def test_what_is_swapped_waits_in_buffers_that_are_not_rounded() -> None:
+def test_swapped_state_has_buffers_that_are_not_rounded() -> None:
     """SwapBufferManager takes `buffer_count` of the largest sub-group in fp32, page by page; torch's pool rounds up."""
     memory = predict_memory(make_request(strategy=read_strategy("zero3_nvme_optimizer"), precision="bf16-engine"))
     swapped, weights = 4 * 4 * PARAMETERS_7B, 8 * 2**31

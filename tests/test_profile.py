@@ -146,7 +146,7 @@ def test_products_are_the_largest_part_and_the_optimizer_is_found(get_run: RunFa
     assert all(float(entry["calls_per_step"] * 3).is_integer() for entry in top)
 
 
-def test_a_profiled_run_trains_what_it_would_have_and_times_its_other_steps(get_run: RunFactory) -> None:
+def test_a_profiled_run_trains_as_without_a_profile_and_times_its_other_steps(get_run: RunFactory) -> None:
     plain, profiled = get_run("single", *FLAGS), get_run("single", *FLAGS, *ASKED)
     assert plain.profile == {}
     assert not (plain.path / "profile.json").exists()

@@ -66,7 +66,7 @@ def unwrapped(page: str) -> str:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_blocks_of_a_document_are_what_the_records_give(document: str) -> None:
+def test_the_blocks_of_a_document_match_the_records(document: str) -> None:
     text = read(document)
     assert text.count("<!-- end of ") == {"README.md": 3, "docs/method.md": 1}[document]
     assert rewritten(text, REPOSITORY) == text, "run `make readme`"
@@ -102,7 +102,7 @@ def test_the_finding_on_loss_matches_the_records() -> None:
     assert (set(steps["step"]), set(laptop.runs["precision"])) == (set(range(1, 81)), {"fp32"})
 
 
-def test_the_grid_of_releases_has_what_a_gpu_shows() -> None:
+def test_the_grid_of_releases_has_the_faults_of_a_gpu() -> None:
     cells = latest_release_cells(release_cells(read_parquet(REPOSITORY / "reports" / "releases")))
     releases = yaml.safe_load(read("study/releases/stacks.yaml"))["today"][-8:]
     assert {cell.release for cell in cells} == set(releases)

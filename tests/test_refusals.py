@@ -299,7 +299,7 @@ def test_a_bad_request_ends_in_one_line_and_leaves_nothing(
     ],
     ids=str,
 )  # fmt: skip
-def test_what_the_environment_asks_is_refused_in_one_line(
+def test_unsupported_variables_are_refused_in_one_line(
     environment: dict[str, Any], flags: tuple[str, ...], names: tuple[str, ...], fix: str, tmp_path: Path
 ) -> None:
     assert_refused(tmp_path, "--scale", "laptop", *flags, says=names, fix=fix, forked=False, **environment)
@@ -360,7 +360,9 @@ def test_an_empty_home_is_ignored_and_a_user_without_one_must_name_the_cache(
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("zero3", 4), ("zero3_nvme", 2)])
-def test_other_ranks_are_taken_and_another_strategy_is_refused(strategy: str, ranks: int, tmp_path: Path) -> None:
+def test_another_world_size_is_accepted_and_another_strategy_is_refused(
+    strategy: str, ranks: int, tmp_path: Path
+) -> None:
     saved, launch = write_checkpoint(tmp_path / "checkpoint", step=3), make_launch(strategy, ranks)
     config = resolved(RunConfig(scale="laptop", resume_from_checkpoint=str(saved)), accelerator_visible=False)
     write_manifest(saved, world_size=8, strategy=strategy, deepspeed=launch.strategy.deepspeed)
@@ -403,7 +405,7 @@ def test_an_nvme_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert created == {"cwd", "cwd/accelerate_configs"}
 
 
-def test_a_drive_that_is_too_small_for_what_would_be_swapped_is_refused(tmp_path: Path) -> None:
+def test_nvme_that_is_too_small_for_the_swapped_state_is_refused(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free > 1343 * 2**30:
         pytest.skip("this disk is large enough")
     model = ("--scale", "laptop", "--task", "gpt-wikitext", "--model_name_or_path", "gpt-1t-9layers")
@@ -422,7 +424,7 @@ def make_launch(strategy: str, ranks: int) -> Launch:
 
 
 @pytest.mark.parametrize(("peft", "takes_gib"), [("none", 1343.8), ("lora", 268.8)])
-def test_a_drive_need_not_hold_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
+def test_nvme_needs_no_room_for_an_optimizer_of_frozen_weights(tmp_path: Path, peft: Any, takes_gib: float) -> None:
     if shutil.disk_usage(tmp_path).free > takes_gib * 2**30:
         pytest.skip("this disk is large enough")
     config = RunConfig(task="gpt-wikitext", model_name_or_path="gpt-1t-9layers", nvme_path=str(tmp_path), peft=peft)
@@ -573,7 +575,7 @@ def test_deepcompile_without_compiling_is_refused() -> None:
         check_engine_settings(RunConfig(engine_override=("compile.deepcompile=true",)), read_strategy("zero3"))
 
 
-def test_the_engine_settings_of_the_suites_are_taken() -> None:
+def test_the_engine_settings_of_the_suites_are_accepted() -> None:
     for setting in (
         "zero_optimization.use_multi_rank_bucket_allreduce=false", "zero_optimization.overlap_comm=true",
         'zero_optimization.reduce_bucket_size="auto"', "aio.block_size=16777216", "communication_data_type=\"fp32\"",

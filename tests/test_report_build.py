@@ -258,7 +258,7 @@ def test_a_report_of_an_incomplete_suite_lists_missing_runs(tmp_path):
     assert "runs in the folder tiny that no cell of this suite asks for: 1, such as of-another-suite" in others_fact
 
 
-def test_records_decide_where_no_suite_file_is_left(tmp_path, monkeypatch):
+def test_records_decide_if_no_suite_file_is_left(tmp_path, monkeypatch):
     """Records are found by a bare name in runs/ or reports/, or by the name in a suite file; run directories come
     first.
     """

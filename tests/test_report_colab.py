@@ -132,7 +132,7 @@ def test_without_a_source_it_uses_the_newest_archive_next_to_it_without_a_prompt
 @pytest.mark.parametrize(
     ("torch", "driver"), [("2.12.1", "12.4"), ("2.10.0", "12.4"), ("2.10.0", "13.0"), (None, None)]
 )
-def test_what_the_runtime_has_stays_and_a_torch_that_is_new_enough_is_lent(
+def test_packages_of_the_runtime_stay_and_a_new_enough_torch_is_reused(
     torch: str | None, driver: str | None, tmp_path: Path
 ) -> None:
     packages, work = tmp_path / "packages", tmp_path / "work"

@@ -254,9 +254,7 @@ def test_parquet_that_was_written_by_another_program_is_refused(runs: Path, tmp_
         read_parquet(tmp_path)
 
 
-def test_parquet_whose_notes_promise_numbers_where_text_is_or_which_is_a_pipe_is_refused(
-    runs: Path, tmp_path: Path
-) -> None:
+def test_parquet_with_text_for_numbers_or_that_is_a_pipe_is_refused(runs: Path, tmp_path: Path) -> None:
     write_parquet(read_records(runs), tmp_path)
     table = pq.read_table(tmp_path / RUNS_FILE)
     place = table.schema.get_field_index("world_size")
@@ -295,7 +293,7 @@ def test_virtual_runs_are_separate(runs: Path) -> None:
         assert not TABLES[name](records)["Strategy"].str.contains("x64").any()
 
 
-def test_strategies_are_named_by_what_differs(tmp_path: Path) -> None:
+def test_strategies_are_named_by_their_differences(tmp_path: Path) -> None:
     write_run(tmp_path, "single")
     write_run(tmp_path, "ddp", ranks=2)
     write_run(tmp_path, "ddp", ranks=4)
@@ -306,7 +304,7 @@ def test_strategies_are_named_by_what_differs(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_workloads_name_what_varies(tmp_path: Path) -> None:
+def test_workloads_name_the_settings_that_vary(tmp_path: Path) -> None:
     for batch in (16, 32):
         for strategy in ("single", "zero3"):
             write_run(tmp_path, strategy, config={"global_batch_size": batch})

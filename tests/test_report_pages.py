@@ -122,7 +122,7 @@ def test_nothing_in_a_report_names_a_place_of_this_machine(report):
         assert not [place for place in places if place in text], file.name
 
 
-def test_executed_notebooks_are_valid_and_run_again_beside_their_records(report):
+def test_executed_notebooks_are_valid_and_run_again_next_to_their_records(report):
     for name in NAMES:
         notebook = nbformat.read(report.folder / f"{name}.ipynb", as_version=4)
         nbformat.validate(notebook)
@@ -179,7 +179,7 @@ def test_every_link_has_a_file_or_heading_as_target(visits, report, name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
+def test_text_of_a_record_is_shown_and_not_executed(visits, name):
     page = visits[name].page
     assert page.evaluate("document.scripts.length") == 0
     assert page.evaluate("'harmed' in window") is False
@@ -188,7 +188,7 @@ def test_what_a_record_says_is_shown_and_not_obeyed(visits, name):
         assert "<script>window.harmed = 1</script>" in page.inner_text("body")
 
 
-def test_the_index_opens_with_the_answers_and_shows_what_went_wrong(visits):
+def test_the_index_begins_with_the_answers_and_shows_failures(visits):
     page = visits["index"].page
     records = harmful(laptop())
     titles = [question.title for question in answers(records)]

@@ -203,7 +203,7 @@ def test_two_runs_of_one_name_are_two_repeats(study: Path) -> None:
     assert set(records.steps["run"]) == {"ddp", "other/ddp", "single", "zero3"}
 
 
-def test_runs_that_failed_alike_are_no_copies_of_each_other(tmp_path: Path) -> None:
+def test_runs_with_the_same_failure_are_no_copies_of_each_other(tmp_path: Path) -> None:
     for strategy in ("zero2_cpu", "zero3_cpu"):
         write_run(tmp_path, strategy, state="oom", reason="CUDA out of memory", started="2026-03-01T10:00:00+00:00")
     records = read_records(tmp_path)

@@ -240,7 +240,7 @@ def test_a_checkpoint_with_code_or_without_random_states_is_not_resumed_from(sav
         (("--learning_rate", "0.1"), "use --learning_rate 0.004"),
     ],
 )
-def test_a_changed_flag_is_refused_with_what_a_command_line_takes(
+def test_a_changed_flag_is_refused_with_a_valid_command_line(
     changed: tuple[str, ...], fix: str, saved: SaveAt, tmp_path: Path
 ) -> None:
     _, checkpoint = saved("zero3", 2)

@@ -260,7 +260,7 @@ def test_a_cell_s_time_limit_ends_it_on_every_node_and_the_job_s_own_begins_anot
     assert list_processes(runs / "tiny") == []
 
 
-def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm, tmp_path: Path) -> None:
+def test_memory_that_runs_out_on_another_node_is_oom_with_the_node(slurm: Slurm, tmp_path: Path) -> None:
     if slurm.second_node_cgroup is None:
         pytest.skip("only root may limit a node's memory here")
     limit, runs = _limit_file(slurm.second_node_cgroup), tmp_path / "runs"
@@ -289,7 +289,9 @@ def test_memory_that_runs_out_on_another_node_is_oom_and_says_where(slurm: Slurm
     assert list_processes(runs / "tiny") == []
 
 
-def test_what_a_job_lacks_is_refused_before_a_run_and_the_doctor_lists_its_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_is_too_small_is_refused_before_a_run_and_the_doctor_lists_its_nodes(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     suite = write_suite(tmp_path, {"strategy": "ddp"})
     study = f"{sys.executable} -m study.cli"
     script = tmp_path / "job.sh"

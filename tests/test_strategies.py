@@ -53,13 +53,13 @@ def test_all_of_a_suite_stays_the_thirteen() -> None:
     assert len(STUDIED_STRATEGIES) == 13
 
 
-def test_the_readme_of_the_directory_says_what_each_file_does() -> None:
+def test_the_readme_of_the_directory_describes_each_file() -> None:
     rows = [line.split("`")[1] for line in (DIRECTORY / "README.md").read_text().splitlines() if line.startswith("| `")]
     assert rows == [f"{name}.yaml" for name in STRATEGY_NAMES]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_does_what_its_name_says(name: str) -> None:
+def test_a_strategy_has_the_stage_and_offload_of_its_name(name: str) -> None:
     strategy = read_strategy(name)
     assert strategy.name == name
     properties = (strategy.zero_stage, strategy.offload_device("optimizer"), strategy.offload_device("param"))
@@ -74,7 +74,7 @@ def test_an_unknown_strategy_is_refused_with_those_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_file_says_what_all_share_and_what_its_name_means(name: str) -> None:
+def test_a_file_has_the_shared_values_and_those_of_its_name(name: str) -> None:
     assert as_text(read_yaml(DIRECTORY / f"{name}.yaml")) == as_text(expected_yaml(name))
     if name in WITH_DEEPSPEED:
         assert as_text(read_deepspeed_json(DIRECTORY / "deepspeed" / f"{name}.json")) == as_text(expected_json(name))
@@ -178,7 +178,7 @@ def test_a_forked_rank_of_the_tests_has_the_environment_of_a_launched_one(strate
         }  # fmt: skip
 
 
-def test_a_process_that_nobody_launched_is_single() -> None:
+def test_a_process_without_a_launcher_is_single() -> None:
     assert this_launch({}) == Launch(Strategy("single", "NO"), 1, 0, 0, 1)
 
 
@@ -214,7 +214,7 @@ def write_variant(folder: Path, name: str, shipped: str, **zero: Any) -> Path:
         ("mine", "zero3_nvme", {"offload_param": {"device": "cpu"}}, r"mine-[0-9a-f]{8}"),
     ],
 )
-def test_a_run_is_named_after_what_its_file_asks_and_not_after_the_file(
+def test_a_run_is_named_after_the_settings_of_its_file_and_not_after_the_file(
     name: str, shipped: str, zero: dict[str, Any], run: str, tmp_path: Path
 ) -> None:
     strategy = launched_with(write_variant(tmp_path, name, shipped, **zero))
@@ -225,7 +225,7 @@ def test_a_run_is_named_after_what_its_file_asks_and_not_after_the_file(
         assert strategy.own_settings["zero_optimization"].items() >= zero.items()
 
 
-def test_the_record_of_an_own_file_says_what_was_asked(tmp_path: Path) -> None:
+def test_the_record_of_a_custom_file_has_its_settings(tmp_path: Path) -> None:
     file = write_variant(tmp_path, "zero3", "zero1", reduce_bucket_size=100_000)
     document = read_yaml(DIRECTORY / "zero3.yaml")
     document["deepspeed_config"]["deepspeed_config_file"] = str(file)
@@ -279,7 +279,7 @@ def test_buffers_that_nothing_fits_in_are_refused(size: str, problem: str) -> No
         enlarge_swap_buffers(resolved(config, False), Launch(read_strategy("zero3_nvme"), 1, 0, 0, 1))
 
 
-def test_what_no_rank_would_swap_is_refused_before_the_run() -> None:
+def test_an_offload_that_swaps_nothing_is_refused_before_the_run() -> None:
     config = resolved(RunConfig(task="gpt-wikitext", scale="laptop"), accelerator_visible=False)
     for name, what in (("zero3_cpu_nvme", "parameters"), ("zero3_nvme_optimizer", "optimizer")):
         strategy = read_strategy(name)
@@ -300,7 +300,7 @@ def test_two_versions_of_one_file_have_two_names(tmp_path: Path) -> None:
     assert names[0] == names[2] != names[1]
 
 
-def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None:
+def test_settings_that_the_run_s_flags_decide_do_not_change_its_name(tmp_path: Path) -> None:
     file = write_variant(tmp_path, "mine", "zero3_nvme")
     settings = json.loads(file.read_text()) | {"train_batch_size": 3, "gradient_clipping": 9}
     settings["zero_optimization"]["offload_param"]["nvme_path"] = "/elsewhere"
@@ -321,7 +321,7 @@ def test_what_the_flags_of_a_run_decide_does_not_name_it(tmp_path: Path) -> None
         ("parallelism_config", "parallelism_config_dp_replicate_size", 4),
     ],
 )
-def test_a_changed_accelerate_file_is_not_taken_for_the_shipped_one(
+def test_a_changed_accelerate_file_has_another_name_than_the_shipped_one(
     section: str | None, key: str | None, value: Any, tmp_path: Path
 ) -> None:
     """Accelerate's launcher passes the file on."""
@@ -479,7 +479,7 @@ def test_a_copy_stays_on_its_machine(name: str, world_size: int, per_machine: in
     assert launch.ranks_per_replica(RunConfig()) == per_replica
 
 
-def test_what_was_asked_for_is_not_fitted_to_the_machines(tmp_path: Path) -> None:
+def test_explicit_groups_are_not_fitted_to_the_machines(tmp_path: Path) -> None:
     config = RunConfig(engine_override=("zero_optimization.zero_hpz_partition_size=2",))
     assert Launch(read_strategy("zero3_hpz"), 16, 0, 0, 8).ranks_per_replica(config) == 2
     custom = launched_with(write_variant(tmp_path, "mine", "zero3_hpz", zero_hpz_partition_size=4))

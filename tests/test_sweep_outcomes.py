@@ -256,7 +256,7 @@ def test_a_container_has_the_memory_that_the_tightest_cgroup_above_it_allows(tmp
     assert missing_here(dataclasses.replace(suite, requires=Requirements(host_memory_gib=1)), box) is None
 
 
-def test_without_a_cgroup_limit_a_box_has_what_it_shows_unless_the_user_states_more(tmp_path, monkeypatch):
+def test_without_a_cgroup_limit_a_machine_has_its_visible_memory_unless_the_user_states_more(tmp_path, monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
     write_files(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
     memory = host_memory(tmp_path)

@@ -179,7 +179,7 @@ def test_each_repeat_and_seed_is_a_block_with_every_strategy_once_in_random_orde
     assert (before == after, sorted(before) == sorted(after)) == (False, True)
 
 
-def test_only_keeps_the_order_and_takes_ids_and_a_flag_s_values(tmp_path):
+def test_only_keeps_the_order_and_accepts_ids_and_a_flag_s_values(tmp_path):
     file = write_suite(
         tmp_path, {"strategy": ["ddp", "zero3", "zero3_cpu"], "seed": [1, 2], "precision": ["fp32", "bf16"]}, repeats=2
     )

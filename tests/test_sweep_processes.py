@@ -175,7 +175,7 @@ def test_a_sweep_or_supervisor_that_is_killed_leaves_no_orphan(tmp_path, victim)
 
 
 @pytest.mark.long
-def test_the_next_sweep_ends_what_a_sweep_and_its_supervisor_leave_when_both_are_killed(tmp_path):
+def test_the_next_sweep_ends_the_orphans_of_a_killed_sweep_and_supervisor(tmp_path):
     with endless(tmp_path, "single", time_limit_s=20) as (process, runs):
         (supervisor,) = [child for child in list_processes(runs) if child.ppid() == process.pid]
         process.send_signal(signal.SIGSTOP)
@@ -188,7 +188,7 @@ def test_the_next_sweep_ends_what_a_sweep_and_its_supervisor_leave_when_both_are
 
 
 @pytest.mark.long
-def test_what_the_box_lacks_is_unsupported_with_the_command_that_mends_it(tmp_path, monkeypatch):
+def test_a_missing_requirement_is_unsupported_with_the_command_that_installs_it(tmp_path, monkeypatch):
     # Without a working compiler DeepSpeed finds no libaio, as on a machine without it.
     monkeypatch.setenv("CC", "false")
     suite = write_suite(tmp_path, {"strategy": "zero3_nvme_optimizer"})

@@ -97,7 +97,7 @@ def test_slices_that_need_another_machine_are_left_out_and_refused_if_none_is_le
     assert "narrow:" in notices
 
 
-def test_a_slice_needs_what_its_own_cells_need_and_a_plan_is_made_for_the_box_that_a_suite_requires(tmp_path, capsys):
+def test_a_slice_requires_only_what_its_cells_require_and_a_plan_is_for_the_suite_s_hardware(tmp_path, capsys):
     slices: list[dict[str, object]] = [{"suite": "wide", "only": ["world_size=1"]}, {"suite": "wide"}]
     fixed, grids = {**TINY, "strategy": "zero2"}, [{"axes": {"world_size": [1, 2]}}]
     file, box = write_series(tmp_path, slices, requires={"gpus": 2}, fixed=fixed, grids=grids), Box((16.0,), 16.0)
@@ -195,7 +195,7 @@ def test_the_report_of_a_series_that_has_not_begun_lists_all_that_remains(tmp_pa
     assert "None of it is measured" in (output / "index.html").read_text()
 
 
-def test_weights_are_drawn_for_what_fits_the_time_and_not_for_what_is_done(tmp_path, monkeypatch, capfd):
+def test_weights_are_drawn_for_cells_that_fit_the_time_and_are_not_done(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("ZERO_STUDY_CACHE", str(tmp_path / "cache"))
     fixed = {**TINY, "strategy": "single", "expected_s": 60}
     file = write_series(tmp_path, SEED_FIRST, fixed=fixed)

@@ -107,7 +107,7 @@ def test_of_a_drive_only_the_swap_folders_of_the_runs_themselves_are_deleted(nvm
         assert contents(nvme_launches.drive / name) == {"photo.jpg": PHOTO}
 
 
-def test_a_folder_with_somebody_s_status_json_is_not_overwritten(tmp_path):
+def test_a_folder_with_another_program_s_status_json_is_not_overwritten(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "deployed"}')
     (tmp_path / "config.json").write_text("mine")
     before = contents(tmp_path)
@@ -140,7 +140,7 @@ def test_a_link_where_a_run_writes_in_place_is_refused(tmp_path, name):
     assert_is_one_line(result.stderr, (f"holds {name}, a link",), "remove the link")
 
 
-def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
+def test_a_link_of_the_user_next_to_the_checkpoints_is_ignored(tmp_path):
     (tmp_path / "checkpoints" / "step_0000001").mkdir(parents=True)
     (tmp_path / "status.json").write_text("{}")
     (tmp_path / LOCK_NAME).touch()
@@ -148,14 +148,14 @@ def test_a_link_of_one_s_own_beside_the_checkpoints_is_no_matter(tmp_path):
     refuse_files_of_others(tmp_path, "the folder", "")
 
 
-def test_a_log_that_is_a_pipe_is_refused_and_nobody_waits_for_its_reader(tmp_path):
+def test_a_log_that_is_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     (tmp_path / "status.json").write_text("{}")
     os.mkfifo(tmp_path / "log.txt")
     result = train_alone("--output_dir", str(tmp_path), "--overwrite_output_dir")
     assert_is_one_line(result.stderr, ("log.txt, which is neither a file nor a folder",), "name a new folder")
 
 
-def test_ctrl_c_says_how_to_go_on_from_the_last_checkpoint(tmp_path):
+def test_ctrl_c_prints_the_command_that_resumes_from_the_last_checkpoint(tmp_path):
     run = tmp_path / "run"
     flags = (*FLAGS, "--max_steps", "2000", "--checkpointing_steps", "3", "--output_dir", str(run))
     process = subprocess.Popen(
@@ -222,7 +222,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_is_one_run_s_until_its_last_process_is_gone_and_the_next_leaves_what_is_the_user_s(tmp_path, orphans):
+def test_a_folder_is_locked_until_its_last_process_is_gone_and_the_users_files_stay(tmp_path, orphans):
     folder = tmp_path / "run"
     # The launcher is gone, but the ranks still train.
     rows = (folder / "steps.jsonl").read_text()
@@ -272,7 +272,7 @@ sys.stdin.read()
 """
 
 
-def test_a_sweep_leaves_alone_what_is_no_run_s_and_what_another_run_works_in_and_goes_on(tmp_path):
+def test_a_sweep_skips_folders_with_other_files_or_another_run_and_continues(tmp_path):
     suite, runs = write_suite(tmp_path, {"strategy": "single", "seed": [1, 2, 3]}, TINY), tmp_path / "runs"
     commands = run(suite, runs, "--dry_run").stdout.splitlines()
     cells = [words for line in commands if "--output_dir" in (words := shlex.split(line))]
@@ -391,7 +391,7 @@ def archived(folder: Path) -> list[str]:
         return sorted(member.name for member in archive if member.isfile())
 
 
-def test_an_archive_of_records_holds_what_a_link_leads_to_and_what_an_earlier_one_held(tmp_path):
+def test_an_archive_of_records_has_the_targets_of_links_and_the_records_of_an_earlier_one(tmp_path):
     (tmp_path / "drive" / "suite" / "new").mkdir(parents=True)
     (tmp_path / "drive" / "suite" / "new" / "status.json").write_text("{}")
     source, out = tmp_path / "here", tmp_path / "out"

@@ -73,7 +73,7 @@ def test_the_page_whose_sequences_are_shorter_than_stated_is_found_by_arithmetic
     assert "TFLOP/s" in (impossible(dataclasses.replace(row, refused=None)) or "")
 
 
-def test_the_committed_constants_are_what_the_fit_gives() -> None:
+def test_the_committed_constants_are_those_of_the_fit() -> None:
     """A search from the committed constants finds no better ones; a full search takes minutes."""
     rows = league.fit_rows()
     assert league.mean_error(rows, FITTED) == pytest.approx(
@@ -109,14 +109,14 @@ def test_no_run_without_a_gpu_is_a_measured_time() -> None:
     assert all(row.step_s is None for row in processes)
 
 
-def test_states_of_16_and_8_bits_hold_what_was_published() -> None:
+def test_states_of_16_and_8_bits_have_the_published_sizes() -> None:
     rows = [row for row in COUNTED if row.source in ("fms-bf16", "torchao-optimizers", "deepspeed-bf16-states")]
     assert {row.request.optimizer for row in rows} == {"adamw", "adamw_8bit"}
     for row in rows:
         assert predicted_peak(row) == pytest.approx(row.peak_bytes, rel=0.04), row.name
 
 
-def test_stage_3_holds_its_gradients_in_the_forward_pass_as_well() -> None:
+def test_stage_3_has_its_gradients_in_the_forward_pass_as_well() -> None:
     rows = [row for row in COUNTED if row.source == "deepspeed-bf16-states"]
     assert {row.request.strategy.zero_stage for row in rows} == {3}
     for row in rows:
@@ -140,7 +140,7 @@ def test_a_pool_with_free_room_is_larger_than_its_minimum() -> None:
     assert predicted_peak(segments) < roomy
 
 
-def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
+def test_the_fractions_of_kept_memory_are_those_of_their_fit() -> None:
     document = yaml.safe_load(Path(validation.__file__).with_name("kept.yaml").read_text(encoding="utf-8"))
     device = dataclasses.replace(ANY_DEVICE, memory_gib=0.0)
     box = Hardware("processes", device, document["ranks"], gathers_into_copies=True)
@@ -155,7 +155,7 @@ def test_the_shares_of_kept_memory_are_what_their_fit_gives() -> None:
     assert numpy.linalg.lstsq(parts, kept_bytes, rcond=None)[0] == pytest.approx([GAPS, COPIES], rel=0.01)
 
 
-def test_saving_takes_the_host_memory_that_is_predicted() -> None:
+def test_saving_takes_the_predicted_host_memory() -> None:
     saving = records.saving_table()
     assert {"ddp", "fsdp2", "zero2", "zero2_cpu", "zero3"} <= set(saving["strategy"])
     assert (saving["predicted"] / saving["while it saves, GiB"]).between(0.8, 1.1).all()

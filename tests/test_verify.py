@@ -79,7 +79,7 @@ def test_a_fault_planted_at_each_stage_is_named_and_the_same_stack_continues(tmp
     assert "has runs of another stack (deepspeed 9." in refused.stderr
 
 
-def test_an_equal_run_proves_nothing_where_a_race_is_known() -> None:
+def test_an_equal_run_proves_nothing_in_a_release_with_a_known_race() -> None:
     equal = Verdict("equal", size=0.0)
     old, now = ({"deepspeed": deepspeed, "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
                 for deepspeed in ("0.19.7", "0.19.8"))  # fmt: skip
@@ -126,7 +126,7 @@ def test_records_of_another_device_are_not_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_strategy_of_the_pinned_releases_computes_what_one_process_computes() -> None:
+def test_every_strategy_of_the_pinned_releases_matches_one_process() -> None:
     four = verify("--world_size", "4", "--only", "zero2", "--precision", "fp32", "--json")
     assert four.returncode == 0, four.stderr
     assert "4 ranks on CPU cores" in four.stderr
@@ -168,7 +168,7 @@ def test_a_wrong_request_is_refused_in_one_line(flags: tuple[str, ...], problem:
         ({"norms": [0.467, 0.436, 0.416, 0.383]}, "norm", 1),
     ],
 )  # fmt: skip
-def test_the_first_figure_that_differs_shows_what_is_wrong(changed: dict, what: str, first_step: int) -> None:
+def test_the_first_figure_that_differs_shows_the_fault(changed: dict, what: str, first_step: int) -> None:
     verdict = differing(**changed)
     assert (verdict.kind, verdict.what, verdict.first_step) == ("different", what, first_step)
     # At learning rate 0, no loss depends on an update.
@@ -194,14 +194,14 @@ def test_the_first_figure_that_differs_shows_what_is_wrong(changed: dict, what: 
         ({"samples": ("1", "2", "4", "3")}, "not judged"),
     ],
 )
-def test_a_run_that_cannot_be_compared_says_why(changed: dict, kind: str) -> None:
+def test_a_run_that_cannot_be_compared_has_a_reason(changed: dict, kind: str) -> None:
     verdict = differing(**changed)
     assert verdict.kind == kind
     # A loss that is not finite differs from its step on.
     assert verdict.first_step == (3 if kind == "different" else None)
 
 
-def test_a_box_that_sums_in_many_orders_accuses_nobody_and_a_wrong_ddp_is_no_noise() -> None:
+def test_varying_sums_of_a_machine_are_no_fault_and_a_wrong_ddp_is_no_noise() -> None:
     noisy = dataclasses.replace(SINGLE, losses=[loss * (1 + 5e-5) for loss in SINGLE.losses if loss])
     assert tolerance_of("fp32", SINGLE, [noisy]).loss == pytest.approx(2e-4)
     assert tolerance_of("fp32", SINGLE, [noisy]).norm == FP32.norm
@@ -255,7 +255,7 @@ def test_a_file_of_causes_is_read_strictly(tmp_path: Path, wrong: str, problem: 
         read_causes(file)
 
 
-def test_a_race_that_no_gpu_shows_is_no_known_fault_there() -> None:
+def test_a_race_that_gpus_do_not_show_is_no_known_fault_on_a_gpu() -> None:
     old = {"deepspeed": "0.19.7", "accelerate": "1.15.0", "torch": "2.13.0", "transformers": "5.23.0"}
     assert [cause.id for cause in known_faults(old, on_gpu=False)] == ["gather-race"]
     assert known_faults(old, on_gpu=True) == []

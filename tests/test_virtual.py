@@ -202,7 +202,7 @@ def test_three_depths_are_extrapolated_and_the_json_is_one_document_with_the_fit
 
 
 @pytest.mark.long
-def test_a_refusal_halfway_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_a_refusal_halfway_keeps_the_measured_depths(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     result = study(

@@ -267,7 +267,7 @@ def test_a_size_has_four_digits(size: float | None, text: str) -> None:
         ((0, 0, 45), (20, 30, 40), None),
     ],
 )
-def test_gradients_are_the_larger_of_two_readings_also_where_another_one_is_larger_in_the_whole_model(
+def test_gradients_are_the_larger_of_two_readings_even_if_the_other_is_larger_in_the_full_model(
     after_backward: tuple[int, ...], before_step: tuple[int, ...], expected: int | None
 ) -> None:
     nothing, depths = dict.fromkeys(STATE_PLACES, 0), []
